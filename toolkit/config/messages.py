@@ -11,6 +11,7 @@ import difflib
 import re
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -199,11 +200,15 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         flags: the command line without `--config`, if the message is about it.
         entries: the values of the run YAML, if the message is about it.
     """
+    import yaml
+
     leaves, sections = known_keys(config_class)
     # Unknown, missing and incomplete arguments.
     for key, value in given_flags(flags):
-        if key in leaves and (node := _compose(value)) and (found := _find_trouble_in_list(key, leaves[key], node)):
-            return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
+        with suppress(yaml.YAMLError):
+            node = yaml.compose(value, Loader=yaml.SafeLoader)
+            if key in leaves and node and (found := _find_trouble_in_list(key, leaves[key], node)):
+                return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
     if unknown := re.search(r"unrecognized arguments: (\S+)", message):
         if not unknown[1].startswith("--"):
             return f"unexpected argument {unknown[1]}: write flags as in --optim.lr 1e-4, and a list as '[a, b]' or flag by flag"
@@ -244,15 +249,6 @@ def given_flags(flags: list[str]) -> list[tuple[str, str]]:
     pairs = list(zip(flags, [*flags[1:], ""], strict=False))
     given = [(*flag[2:].partition("="), value) for flag, value in reversed(pairs) if flag.startswith("--")]
     return [(name, own if equals else value) for name, equals, own, value in given]
-
-
-def _compose(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        return None
 
 
 def allowed(hint: Any) -> str:

@@ -127,17 +127,13 @@ def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> Non
 
 def _read_probe(folder: Path, probe: str, content: str, output_dir: str, first_node: str) -> None:
     deadline = time.monotonic() + PROBE_TIMEOUT_S
-    while not _holds(folder / probe, content):
+    while True:
+        with contextlib.suppress(OSError):  # it is not there yet, or a network file system has a stale handle
+            if (folder / probe).read_text(encoding="ascii", errors="replace") == content:
+                return
         if time.monotonic() >= deadline:
             raise UserError(
                 f"run.output_dir {output_dir}: what {first_node} writes into {folder} is not there in {folder.absolute()} on "
                 f"{socket.gethostname()}: name a folder on a file system that all nodes share"
             )
         time.sleep(_PROBE_RETRY_S)
-
-
-def _holds(path: Path, content: str) -> bool:
-    try:
-        return path.read_text(encoding="ascii", errors="replace") == content
-    except OSError:  # it is not there yet, or a network file system has a stale handle
-        return False

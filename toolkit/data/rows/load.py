@@ -158,8 +158,7 @@ def write_rows(
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
             report.late_keys = item.late_keys
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
-        num_training_rows = train.num_rows
-    _check_something_is_left(inputs, reports, num_training_rows)
+    _check_something_is_left(inputs, reports, train.num_rows)
     check_columns_used(config, inputs)
     return {"inputs": [*map(asdict, reports)], "repeats": splitter.sentences(), "message_keys": message_keys}
 
