@@ -87,7 +87,7 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     working("tokenizing")
     built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size) if local_rank() == 0 else None)
     name, fingerprint, texts = built or (None, None, None)
-    sets = texts and tuple((number, name) for (_, number), name in zip(texts.origins, texts.set_names, strict=True))
+    sets = texts and tuple((number, item.set_name) for (_, number), item in zip(texts.origins, texts.inputs, strict=True))
     # All nodes must have the same rows.
     written = gather_objects((name, fingerprint, sets))
     names, contents, all_sets = (sorted({value for value in values if value}) for values in zip(*written, strict=True))
