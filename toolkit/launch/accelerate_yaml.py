@@ -75,7 +75,19 @@ def check_accelerate_yaml(path: Path) -> dict[str, Any]:
     Raises:
         UserError: names the file, the key, the value and the fix.
     """
-    mapping = _load_mapping(path)
+    import yaml
+
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such accelerate config; accelerate_configs/ holds presets")
+    try:
+        mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "unknown"
+        raise UserError(f"{path}: broken YAML at line {line}: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a text file in UTF-8: {' '.join(str(error).split())}") from None
+    if not isinstance(mapping, dict):
+        raise UserError(f"{path}: holds no keys and values, as in `num_processes: 2`")
     check_mapping(mapping, str(path))
     return mapping
 
@@ -98,23 +110,6 @@ def _config_file(arguments: list[str], folder: Path) -> Path | None:
         return folder / args.config_file
     default = Path(private("default_config_file"))
     return default if default.is_file() and not args.cpu else None
-
-
-def _load_mapping(path: Path) -> dict[str, Any]:
-    import yaml
-
-    if not path.is_file():
-        raise UserError(f"{path}: there is no such accelerate config; accelerate_configs/ holds presets")
-    try:
-        mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "unknown"
-        raise UserError(f"{path}: broken YAML at line {line}: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a text file in UTF-8: {' '.join(str(error).split())}") from None
-    if not isinstance(mapping, dict):
-        raise UserError(f"{path}: holds no keys and values, as in `num_processes: 2`")
-    return mapping
 
 
 def _check_top_level(mapping: dict[str, Any]) -> None:

@@ -62,7 +62,10 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> tuple[C
 
     module, beside = run_file(path, label)
     digests += [hash_file(file, is_text=False) for file in beside]
-    function = _find_function(module, name, label)
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise UserError(f"{label}: the file has no function {name}: name one that it defines ({', '.join(defined) or 'none'})")
     identify = getattr(module, IDENTIFY, None)
     if identify is not None:
         with _errors_of(path, label):
@@ -138,14 +141,6 @@ def run_file(path: Path, label: str) -> tuple[types.ModuleType, list[Path]]:
                 beside[name] = file
                 del sys.modules[name]
     return module, sorted(beside.values())
-
-
-def _find_function(module: types.ModuleType, name: str, label: str) -> Callable[[Any], Any]:
-    function = getattr(module, name, None)
-    if not callable(function):
-        defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise UserError(f"{label}: the file has no function {name}: name one that it defines ({', '.join(defined) or 'none'})")
-    return function
 
 
 @contextmanager
