@@ -87,6 +87,20 @@ def as_user_error(error: BaseException) -> UserError | None:
     return UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again", "rank")
 
 
+@contextmanager
+def refusal_named(what: str, way_out: str) -> Iterator[None]:
+    """Turn an `OSError`, or what the system `refused`, into a `UserError`: `what`, in brackets the reason, and the way out."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        found = refused(error) or error
+        if not isinstance(found, OSError):
+            raise
+        raise UserError(f"{what} ({found.strerror}): {way_out}") from None
+
+
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 """A signal stopped the run after a checkpoint; the same command resumes it (EX_TEMPFAIL of sysexits.h)."""

@@ -77,27 +77,18 @@ def load_config(
         raise UserError(sentence(str(error), config_class, flags, {})) from None
 
     # Build the dataclass, resolve its paths, check the fields against each other.
-    built = _with_plain_numbers(config_class(**{name: config[name] for name in field_names(config_class)}))
+    built = _with_plain_numbers(config_class(**vars(config)))
     built = find_paths(built, entries, {flag.removeprefix("--").partition("=")[0] for flag in flags})
     check(built)
     return built
 
 
-def field_names(config_class: type) -> list[str]:
-    """Names of a config dataclass's own fields."""
-    return [f.name for f in dataclasses.fields(config_class)]
-
-
-def dotted_keys(config: Any, prefix: str = "") -> dict[str, Any]:
+def dotted_keys(config: Any) -> dict[str, Any]:
     """A config as `{"optim.lr": 1e-3, …}`, in field order; values are plain values, lists and dicts."""
     flat: dict[str, Any] = {}
-    for name in field_names(type(config)):
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            flat.update(dotted_keys(value, f"{prefix}{name}."))
-        else:
-            is_list_of_sections = isinstance(value, list) and any(map(dataclasses.is_dataclass, value))
-            flat[f"{prefix}{name}"] = [dataclasses.asdict(item) for item in value] if is_list_of_sections else value
+    for name, value in dataclasses.asdict(config).items():
+        is_section = dataclasses.is_dataclass(getattr(config, name))
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
     return flat
 
 
@@ -113,7 +104,7 @@ def save_config(config: Any, path: Path) -> None:
 def _with_plain_numbers(value: Any) -> Any:
     """Convert jsonargparse's restricted types to plain int and float: YAML cannot write subclasses of them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        plain = {name: _with_plain_numbers(getattr(value, name)) for name in field_names(type(value))}
+        plain = {f.name: _with_plain_numbers(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **plain)
     if isinstance(value, list):
         return [_with_plain_numbers(item) for item in value]

@@ -11,13 +11,14 @@ import difflib
 import re
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from toolkit.config.other_trainers import find_by_meaning, say_elsewhere, say_value
+from toolkit.config.other_trainers import find_meanings
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 
@@ -125,8 +126,8 @@ def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | N
     if node.id != "sequence" or any(item.id != "mapping" for item in node.value):
         return node, f"{key} is not a list of keys with values: write {allowed(hint)}"
     for place, item in enumerate(node.value):
-        given = {key_node.value: (key_node, value_node) for key_node, value_node in item.value}
-        for name, (key_node, value_node) in given.items():
+        for key_node, value_node in item.value:
+            name = key_node.value
             if name not in hints:
                 near = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
                 way_out = f": did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
@@ -137,9 +138,6 @@ def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | N
                 except (ValueError, TypeError):
                     shown = _shortened(str(value_node.value))
                     return value_node, f"{key}[{place}].{name} is {shown}: write {allowed(hints[name])}"
-        for f in dataclasses.fields(section_class):
-            if f.default is f.default_factory is dataclasses.MISSING and f.name not in given:
-                return item, f"{key}[{place}] has no {f.name}: give one"
     return None
 
 
@@ -166,9 +164,10 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     # Candidates: keys of the same section, keys of the same name, keys that another trainer calls by this name.
     siblings = [leaf for leaf in leaves if section in sections and leaf.startswith(f"{section}.")]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
-    meant = find_by_meaning(name, leaves)
-    if not (namesakes or meant) and (where := say_elsewhere(name)):
-        return f": {where}"
+    meanings = find_meanings(name)
+    meant = [leaf for leaf, _, _ in meanings if leaf in leaves]
+    if not (namesakes or meant) and (elsewhere := [text for _, _, text in meanings if text]):
+        return f": {elsewhere[0]}"
     if namesakes:
         near = difflib.get_close_matches(key, namesakes, n=1, cutoff=0)
     elif meant:
@@ -178,7 +177,8 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     else:
         near = difflib.get_close_matches(key, list(leaves) if section else [*sections, *leaves], n=1, cutoff=0.6)
     if near:
-        return f": did you mean {prefix}{near[0]}{'' if section else say_value(name)}?"
+        values = [f" {value}" for _, value, _ in meanings if value and not section]
+        return f": did you mean {prefix}{near[0]}{''.join(values[:1])}?"
     known = siblings or [*sections, *(leaf for leaf in leaves if "." not in leaf)]
     return f"; known are {', '.join(prefix + other for other in known)}"
 
@@ -200,11 +200,15 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         flags: the command line without `--config`, if the message is about it.
         entries: the values of the run YAML, if the message is about it.
     """
+    import yaml
+
     leaves, sections = known_keys(config_class)
     # Unknown, missing and incomplete arguments.
     for key, value in given_flags(flags):
-        if key in leaves and (node := _compose(value)) and (found := _find_trouble_in_list(key, leaves[key], node)):
-            return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
+        with suppress(yaml.YAMLError):
+            node = yaml.compose(value, Loader=yaml.SafeLoader)
+            if key in leaves and node and (found := _find_trouble_in_list(key, leaves[key], node)):
+                return f"--{found[1]}" if found[1].startswith(key) else f"--{key}: {found[1]}"
     if unknown := re.search(r"unrecognized arguments: (\S+)", message):
         if not unknown[1].startswith("--"):
             return f"unexpected argument {unknown[1]}: write flags as in --optim.lr 1e-4, and a list as '[a, b]' or flag by flag"
@@ -223,8 +227,8 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         return " ".join(message.split())
     if keys[-1] in sections:
         example = next(leaf for leaf in leaves if leaf.startswith(f"{keys[-1]}."))
-        if where := say_elsewhere(keys[-1]):  # another trainer's flag
-            return f"--{keys[-1]} is {dict(reversed(given_flags(flags))).get(keys[-1])}: {where}, as in --{example} VALUE"
+        if elsewhere := [text for _, _, text in find_meanings(keys[-1]) if text]:  # another trainer's flag
+            return f"--{keys[-1]} is {dict(reversed(given_flags(flags))).get(keys[-1])}: {elsewhere[0]}, as in --{example} VALUE"
         return f"--{keys[-1]} takes a section as a whole, '{{...}}' or a file: give its keys one by one, as in --{example} VALUE"
     return _type_sentence(keys[-1], leaves[keys[-1]], flags, entries)
 
@@ -245,15 +249,6 @@ def given_flags(flags: list[str]) -> list[tuple[str, str]]:
     pairs = list(zip(flags, [*flags[1:], ""], strict=False))
     given = [(*flag[2:].partition("="), value) for flag, value in reversed(pairs) if flag.startswith("--")]
     return [(name, own if equals else value) for name, equals, own, value in given]
-
-
-def _compose(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        return None
 
 
 def allowed(hint: Any) -> str:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError, refused
+from toolkit.errors import UserError, refusal_named, refused
 from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, save_json, seal
 from toolkit.files.modes import denials_named
 
@@ -141,10 +141,8 @@ def _unfinished_folder(cache: Path) -> Iterator[Path]:
     """A temporary folder in the cache."""
     beside = cache / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
-        try:
+        with refusal_named(f"the cache folder {cache} cannot be written", "set data.cache_dir"):
             beside.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"the cache folder {cache} cannot be written ({error.strerror}): set data.cache_dir") from None
         yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import uuid
-from contextlib import suppress
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.data.cache_folders import cache_folder
 from toolkit.distributed.comm import gather_objects, on_all_ranks
-from toolkit.errors import UserError, refused
+from toolkit.errors import UserError, refusal_named
 from toolkit.files.durable import hash_file
 from toolkit.variables import local_rank
 
@@ -80,16 +79,11 @@ def _save(argument: str, dataset: Dataset, folder: Path) -> str:
     import datasets
 
     datasets.disable_progress_bars()
-    unfinished = folder / f"{uuid.uuid4().hex}.tmp"
-    try:
+    with refusal_named(f"the dataset cannot be written to {folder}", "make room there, or set data.cache_dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        dataset.to_parquet(unfinished)
-        name = f"{argument}-{hash_file(unfinished)}.parquet"
-        os.replace(unfinished, folder / name)
-        return name
-    except OSError as error:
-        reason = (refused(error) or error).strerror
-        raise UserError(f"the dataset cannot be written to {folder} ({reason}): make room there, or set data.cache_dir") from None
-    finally:
-        with suppress(OSError):  # it was renamed, or never written
-            unfinished.unlink()
+        with tempfile.TemporaryDirectory(dir=folder, suffix=".tmp", ignore_cleanup_errors=True) as unfinished:
+            file = Path(unfinished, "rows.parquet")
+            dataset.to_parquet(file)
+            name = f"{argument}-{hash_file(file)}.parquet"
+            os.replace(file, folder / name)
+    return name

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.errors import UserError, refused
+from toolkit.errors import UserError, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.files.durable import describe_files, fsync_names, list_files, save_json, written_beside
+from toolkit.files.durable import describe_files, fsync_names, list_files, save_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,19 +76,13 @@ def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenize
         kept = _read(run_folder)
         if dataclasses.replace(kept, tokenizer_files={}) == data:
             return
-    try:
+    with refusal_named(f"{folder} cannot be written", "fix that first"):  # a tokenizer raises nothing more exact
         (run_folder / DATA_FILE).unlink(missing_ok=True)  # until the tokenizer beside it is complete
         shutil.rmtree(folder, ignore_errors=True)
         tokenizer.save_pretrained(folder)
         data = dataclasses.replace(data, tokenizer_files=_describe(folder))
         fsync_names(folder)
-        with written_beside(run_folder / DATA_FILE) as beside:
-            save_json(beside, dataclasses.asdict(data))
-    except Exception as error:  # a tokenizer raises nothing more exact
-        found = refused(error) or error
-        if not isinstance(found, OSError):
-            raise
-        raise UserError(f"{folder} cannot be written ({found.strerror}): fix that first") from None
+        save_json(run_folder / DATA_FILE, dataclasses.asdict(data))
 
 
 def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase]:

@@ -51,32 +51,6 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
         )
 
 
-def check_mesh(sizes: dict[str, Any], num_processes: int | None) -> None:
-    """Refuse a mesh that these processes cannot form, or one with unsupported dimensions.
-
-    Args:
-        sizes: `tp_size` and the like; an absent size is 1.
-        num_processes: None if it is not known yet.
-
-    Raises:
-        UserError: names the size.
-    """
-    reasons = {
-        "tp": "accelerate imports a part of transformers (ReplicateParallel) that the installed version no longer has",
-        "cp": "every rank takes rows of its own in this version",
-        "sp": "it needs DeepSpeed, which is not supported",
-    }
-    for name, reason in reasons.items():
-        if (size := sizes.get(f"{name}_size", 1)) > 1:
-            raise UserError(f"parallelism_config_{name}_size is {size}: set it to 1, {reason}")
-    replicate, shard = (sizes.get(f"dp_{name}_size", 1) for name in ("replicate", "shard"))
-    if replicate < 1 or shard < 2 or replicate * shard != (num_processes or replicate * shard):
-        raise UserError(
-            f"parallelism_config has dp_replicate_size {replicate} and dp_shard_size {shard}: their product must be "
-            f"num_processes ({num_processes or 'which is not given'}), and dp_shard_size 2 or more"
-        )
-
-
 def check_accumulation(mapping: dict[str, Any]) -> None:
     """Refuse `gradient_accumulation_steps` anywhere in the file. Runs before the check of keys, to give this message instead."""
     for where, value in _nested_items(mapping):
@@ -209,9 +183,24 @@ def _check_fsdp1(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
 
 
 def _check_parallelism(sizes: dict[str, Any], fsdp: dict[str, Any], mapping: dict[str, Any]) -> None:
+    """Refuse a mesh that the processes cannot form, or one with unsupported dimensions; an absent size is 1."""
     if mapping["distributed_type"] != "FSDP" or fsdp.get("fsdp_version", 1) != 2:
         raise UserError("parallelism_config works with distributed_type FSDP and fsdp_version 2 only: leave it out")
-    check_mesh({key.removeprefix("parallelism_config_"): size for key, size in sizes.items()}, mapping.get("num_processes"))
+    reasons = {
+        "tp": "accelerate imports a part of transformers (ReplicateParallel) that the installed version no longer has",
+        "cp": "every rank takes rows of its own in this version",
+        "sp": "it needs DeepSpeed, which is not supported",
+    }
+    for name, reason in reasons.items():
+        if (size := sizes.get(key := f"parallelism_config_{name}_size", 1)) > 1:
+            raise UserError(f"{key} is {size}: set it to 1, {reason}")
+    replicate, shard = (sizes.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
+    num_processes = mapping.get("num_processes")
+    if replicate < 1 or shard < 2 or replicate * shard != (num_processes or replicate * shard):
+        raise UserError(
+            f"parallelism_config has dp_replicate_size {replicate} and dp_shard_size {shard}: their product must be "
+            f"num_processes ({num_processes or 'which is not given'}), and dp_shard_size 2 or more"
+        )
 
 
 def _nested_items(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

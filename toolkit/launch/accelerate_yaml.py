@@ -75,27 +75,6 @@ def check_accelerate_yaml(path: Path) -> dict[str, Any]:
     Raises:
         UserError: names the file, the key, the value and the fix.
     """
-    mapping = _load_mapping(path)
-    try:
-        check_accumulation(mapping)
-        _check_top_level(mapping)
-        sections = {name: _check_section(name, mapping.get(name) or {}) for name in SECTIONS}
-        check_rules(mapping, sections)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    return mapping
-
-
-def _config_file(arguments: list[str], folder: Path) -> Path | None:
-    """`--config_file`, relative to the launcher's folder, else accelerate's default file if the launcher reads it."""
-    args = private("launch_command_parser")().parse_known_args(arguments)[0]
-    if args.config_file is not None:
-        return folder / args.config_file
-    default = Path(private("default_config_file"))
-    return default if default.is_file() and not args.cpu else None
-
-
-def _load_mapping(path: Path) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
@@ -109,12 +88,33 @@ def _load_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a text file in UTF-8: {' '.join(str(error).split())}") from None
     if not isinstance(mapping, dict):
         raise UserError(f"{path}: holds no keys and values, as in `num_processes: 2`")
+    check_mapping(mapping, str(path))
     return mapping
+
+
+def check_mapping(mapping: dict[str, Any], where: str) -> None:
+    """As `check_accelerate_yaml`, of a file's content; the sentence begins with `where`."""
+    try:
+        check_accumulation(mapping)
+        _check_top_level(mapping)
+        sections = {name: _check_section(name, mapping.get(name) or {}) for name in SECTIONS}
+        check_rules(mapping, sections)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _config_file(arguments: list[str], folder: Path) -> Path | None:
+    """`--config_file`, relative to the launcher's folder, else accelerate's default file if the launcher reads it."""
+    args = private("launch_command_parser")().parse_known_args(arguments)[0]
+    if args.config_file is not None:
+        return folder / args.config_file
+    default = Path(private("default_config_file"))
+    return default if default.is_file() and not args.cpu else None
 
 
 def _check_top_level(mapping: dict[str, Any]) -> None:
     """Check top-level keys and types, and refuse sections and values of unsupported features."""
-    kinds = _top_level_kinds()
+    kinds = {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
     for key, value in mapping.items():
         if key not in kinds:
             raise UserError(_unknown(str(key), list(kinds)))
@@ -153,11 +153,6 @@ def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
         _check_value(f"{name}.{key}", value, kinds[long_key])
         full[long_key] = value
     return full
-
-
-def _top_level_kinds() -> dict[str, tuple[Any, ...]]:
-    """Accelerate's top-level keys, each with its allowed types."""
-    return {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.config.load import dotted_keys, save_config
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0, rank
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refusal_named
 from toolkit.files.lock import take_lock
 
 PROBE_TIMEOUT_S = 5.0
@@ -57,11 +57,9 @@ def lock_run_folder(folder: Path) -> None:
         UserError: another run is writing into the folder, or its lock file may not be opened.
     """
     refusal = f"another run is writing into {folder}: wait for its end, or take another run.name"
-    try:
+    with refusal_named(f"{folder / _LOCK} cannot be opened", "fix that, or take another run.name"):
         folder.mkdir(parents=True, exist_ok=True)
         take_lock(folder / _LOCK, refusal, LOCK_TIMEOUT_S)
-    except OSError as error:
-        raise UserError(f"{folder / _LOCK} cannot be opened ({error.strerror}): fix that, or take another run.name") from None
 
 
 def save_run_config(config: Any, folder: Path) -> None:
@@ -72,10 +70,8 @@ def save_run_config(config: Any, folder: Path) -> None:
     """
 
     def save() -> None:
-        try:
+        with refusal_named(f"{folder / 'config.yaml'} cannot be written", "fix that first"):
             save_config(config, folder / "config.yaml")
-        except OSError as error:
-            raise UserError(f"{folder / 'config.yaml'} cannot be written ({error.strerror}): fix that first") from None
 
     on_rank_0(save)
 
@@ -121,31 +117,23 @@ def _find_folder(output_dir: str, name: str) -> Path:
 
 def _write_probe(folder: Path, probe: str, content: str, output_dir: str) -> None:
     """Create the folder and a file in it: permissions alone do not reveal a read-only or full file system."""
-    try:
+    with refusal_named(f"run.output_dir {output_dir}: {folder} cannot be written", "name a folder that you can write to"):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / probe).open("x") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(
-            f"run.output_dir {output_dir}: {folder} cannot be written ({error.strerror}): name a folder that you can write to"
-        ) from None
 
 
 def _read_probe(folder: Path, probe: str, content: str, output_dir: str, first_node: str) -> None:
     deadline = time.monotonic() + PROBE_TIMEOUT_S
-    while not _holds(folder / probe, content):
+    while True:
+        with contextlib.suppress(OSError):  # it is not there yet, or a network file system has a stale handle
+            if (folder / probe).read_text(encoding="ascii", errors="replace") == content:
+                return
         if time.monotonic() >= deadline:
             raise UserError(
                 f"run.output_dir {output_dir}: what {first_node} writes into {folder} is not there in {folder.absolute()} on "
                 f"{socket.gethostname()}: name a folder on a file system that all nodes share"
             )
         time.sleep(_PROBE_RETRY_S)
-
-
-def _holds(path: Path, content: str) -> bool:
-    try:
-        return path.read_text(encoding="ascii", errors="replace") == content
-    except OSError:  # it is not there yet, or a network file system has a stale handle
-        return False

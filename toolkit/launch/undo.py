@@ -18,9 +18,6 @@ from toolkit.private import private
 
 logger = logging.getLogger("toolkit")
 
-_Bars = tuple[Callable[[], bool], Callable[[], object], Callable[[], object]]
-"""Whether a library shows progress bars, and what switches them on and off."""
-
 
 @contextmanager
 def changes_undone() -> Iterator[None]:
@@ -43,8 +40,8 @@ def changes_undone() -> Iterator[None]:
             undo.callback(_set_allocator, private("_accelerator_getAllocatorSettings")())
         hook = sys.excepthook
         undo.callback(lambda: None if dist.is_initialized() else setattr(sys, "excepthook", hook))
-        for bars in _progress_bars():
-            undo.callback(_switch, bars, on=bars[0]())
+        for put_back in _progress_bars():
+            undo.callback(put_back)
         yield
 
 
@@ -70,20 +67,14 @@ def _precision_of_products() -> Callable[[], None]:
     return put_back
 
 
-def _progress_bars() -> list[_Bars]:
-    """Of the libraries that show any; the last is put back first, as transformers switches those of the hub too."""
+def _progress_bars() -> list[Callable[[], object]]:
+    """What puts back libraries' bars as they are now. The last comes first, as transformers switches those of the hub too."""
     import datasets
     import huggingface_hub.utils as hub
-    from transformers.utils import logging as of_transformers
+    from transformers.utils import logging as transformers
 
     return [
-        (lambda: not hub.are_progress_bars_disabled(), hub.enable_progress_bars, hub.disable_progress_bars),
-        (lambda: not datasets.are_progress_bars_disabled(), datasets.enable_progress_bars, datasets.disable_progress_bars),
-        (of_transformers.is_progress_bar_enabled, of_transformers.enable_progress_bar, of_transformers.disable_progress_bar),
+        hub.disable_progress_bars if hub.are_progress_bars_disabled() else hub.enable_progress_bars,
+        datasets.disable_progress_bars if datasets.are_progress_bars_disabled() else datasets.enable_progress_bars,
+        transformers.enable_progress_bar if transformers.is_progress_bar_enabled() else transformers.disable_progress_bar,
     ]
-
-
-def _switch(bars: _Bars, *, on: bool) -> None:
-    is_on, enable, disable = bars
-    if is_on() != on:
-        (enable if on else disable)()

@@ -14,7 +14,7 @@ from toolkit.private import private
 from toolkit.training.model_checks import check_seq2seq_model
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 
 def _check_model_config(model_config: PretrainedConfig, name: str) -> None:
@@ -38,11 +38,6 @@ def _other_inputs(model_config: PretrainedConfig) -> str | None:
     return " and ".join(sorted(others)) or None
 
 
-def _build_collator(model: PreTrainedModel, pad_token_id: int) -> SummarizationCollator:
-    """It pads as the model's config says."""
-    return SummarizationCollator(*special_tokens(model.config, str(model.name_or_path)), own_label_shift(model))
-
-
 TASK = Task(
     auto_class="AutoModelForSeq2SeqLM",
     takes="an encoder-decoder that generates text: take one such as T5, BART or Pegasus",
@@ -51,7 +46,10 @@ TASK = Task(
     lengths=lambda num_tokens, num_labels: (num_tokens - num_labels, num_labels),
     choose_columns=choose_seq2seq_columns,
     tokens=seq2seq,
-    build_collator=_build_collator,
+    # It pads as the model's config says.
+    build_collator=lambda model, _: SummarizationCollator(
+        *special_tokens(model.config, str(model.name_or_path)), own_label_shift(model)
+    ),
     check_model_config=_check_model_config,
     check_model=lambda sharded, collator, config: check_seq2seq_model(sharded, collator, config.eval),
 )

@@ -6,7 +6,6 @@ import contextlib
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +76,6 @@ def save_preset(mapping: dict[str, Any], path: Path) -> Path:
     path.write_text(yaml.safe_dump(mapping, sort_keys=False), encoding="utf-8")
     check_accelerate_yaml(path)
     return path
-
-
-def checked_preset(mapping: dict[str, Any], refused: str) -> dict[str, Any]:
-    """The mapping, checked as its file would be.
-
-    Raises:
-        UserError: a run would refuse it; `refused`, then why.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            save_preset(mapping, path := Path(folder, "preset.yaml"))
-        except UserError as error:
-            raise UserError(f"{refused}: {str(error).removeprefix(f'{path}: ')}") from None
-    return mapping
 
 
 def launch(preset: Path, command: list[str], log_path: Path) -> int:

@@ -19,7 +19,7 @@ from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.schema import TrackingConfig
 from toolkit.distributed.comm import barrier, on_rank_0
 from toolkit.distributed.watchdog import working
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refusal_named
 from toolkit.files.durable import written_beside
 from toolkit.files.json_lines import load_json_lines
 
@@ -139,11 +139,8 @@ def _start(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_fr
     last = max(sent.values(), default=-1)
     if last > step and (names := ", ".join(name for name in runs if name in known["runs"])):
         logger.info(f"steps {step + 1} to {last} are trained again: {names} keeps their first figures, metrics.jsonl does not")
-    try:
-        with written_beside(path) as beside:
-            beside.write_text(json.dumps({"runs": known["runs"] | runs, "sent": sent}) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): fix that first") from None
+    with refusal_named(f"{path} cannot be written", "fix that first"), written_beside(path) as beside:
+        beside.write_text(json.dumps({"runs": known["runs"] | runs, "sent": sent}) + "\n", encoding="utf-8")
 
 
 def _build(name: str, config: RecipeConfig, run_folder: Path, run_id: str | None, next_step: int) -> Any:

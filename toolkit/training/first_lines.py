@@ -57,7 +57,7 @@ def _describe_model(run: Run) -> str:
 
 
 def _describe_data(run: Run, rows: TokenizedRows) -> str:
-    labels = [label for label, _ in rows.texts.origins[rows.texts.num_eval_files :]] if rows.texts else []
+    labels = [item.label for item in rows.texts.inputs if not item.is_eval_file] if rows.texts else []
     more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
     source = f"{Path(labels[0]).name}{more}: " if labels else ""
     packs = f", packed to {run.plan.pack_length_tokens}" if run.plan.pack_length_tokens else ""

@@ -11,7 +11,7 @@ import pytest
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
 from toolkit.config.messages import known_keys, suggestion
-from toolkit.config.other_trainers import find_by_meaning, say_elsewhere
+from toolkit.config.other_trainers import find_meanings
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 
 PAGE = (REPOSITORY / "toolkit" / "config" / "migrating.md").read_text(encoding="utf-8")
@@ -42,9 +42,10 @@ def test_a_name_means_one_field_of_a_recipe_or_none(config_class: type) -> None:
     fields = known_keys(config_class)[0]
     for name, line in rows_of(PAGE):
         name = name.split(".")[-1]
-        assert len(set(find_by_meaning(name, fields))) <= 1, name
+        meanings = find_meanings(name)
+        assert len({field for field, _, _ in meanings if field in fields}) <= 1, name
         is_field = FIELD.fullmatch(line) is not None
-        assert (say_elsewhere(name) is None) == is_field, name
+        assert meanings and all((sentence == "") == is_field for _, _, sentence in meanings), name
         assert is_field or name not in {field.rpartition(".")[2] for field in fields}, name
 
 

@@ -92,10 +92,10 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "rename", note_rename)
     find_or_build("the cache", tmp_path / "cache" / "a", fill("text"))
-    files = [("fsync", f"/{name}") for name in ("inner/state.json", "rows.arrow", "about.json")]
+    files = [("fsync", f"/{name}") for name in ("inner/state.json", "rows.arrow", "about.json.tmp")]
     assert events[:3] == files
     place = events.index(("rename", "a"))
-    assert ("fsync", "/inner") in events[3:place] and events[place + 1 :] == [("fsync", "parent")]
+    assert {("fsync", "/inner"), ("fsync", "parent")} <= {*events[3:place]} and events[place + 1 :] == [("fsync", "parent")]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone", "about.json", "folder emptied"])

@@ -129,7 +129,7 @@ def test_tokenizing_reports_rows_from_the_first_process(
     monkeypatch.setattr(module, "LINE_INTERVAL_S", 0)
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     rows = Dataset.from_dict({"text": ["a"] * 4001})
-    tokenized = prepare.tokenize_rows(rows, count, {}, "train", tmp_path, num_workers=num_workers)
+    tokenized = prepare.tokenize_rows(rows, count, "train", tmp_path, num_workers=num_workers)
     assert len(tokenized) == 4001
     out, err = capfd.readouterr()
     numbers = [int(found.replace(",", "")) for found in re.findall(r"^tokenizing train rows: ([\d,]+) of 4,001 rows", out, re.M)]

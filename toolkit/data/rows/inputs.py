@@ -17,7 +17,7 @@ from toolkit.data.rows.columns import Columns, add_optional, configured_columns,
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
-from toolkit.data.sources.own_function import OwnSource, load_own_source, read_options, read_own_rows
+from toolkit.data.sources.own_function import load_own_source, read_options
 from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
@@ -35,10 +35,8 @@ class RowInput:
     """The kind of file, or the value of `data.source`."""
     read: Callable[[], Iterator[Any]]
     """Yields its rows by column."""
-    own: OwnSource | None = None
-    """The function of the user's that it is."""
-    columns: Columns | None
-    """None: each row has its own."""
+    columns: Columns | Callable[[object, list[str]], Columns]
+    """Of a function of the user's, which may give rows of several kinds: what chooses those of a row, by its place and keys."""
     digest: str
     """Hex sha256 of its contents, and how they are read."""
     hashed: tuple[int, str] | None = None
@@ -53,8 +51,6 @@ class RowInput:
     """How its columns are read, see `describe_columns`; empty where each row has its own."""
     split: str = ""
     """Which files of a folder are its split, and which are left out."""
-    has_chat_template: bool = False
-    """Whether Alpaca's rows become chats."""
     for_generation: bool = False
     """Whether its rows need no answer, see `build_example`."""
     used: set[str] = field(default_factory=set)
@@ -96,7 +92,7 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     for number, (name, (setting, entry)) in enumerate(of_entries):
         known: dict[str, Any] = {"mix_entry": number, "set_name": name}
         if split_own_source(entry.source):
-            inputs.append(_open_own(entry, config, setting, has_chat_template=has_chat_template, **known))
+            inputs.append(_open_own(entry, config, choose, setting, **known))
         else:
             inputs += open_rows(entry, f"{setting}.files", **known)
     if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
@@ -128,7 +124,7 @@ def _check_form_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput])
 
 def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
     """Refuse a column that the config names and no input has used, by a `UserError` with the setting."""
-    used = {name for item in inputs for name in (item.columns.names if item.columns else item.used)}
+    used = {name for item in inputs for name in (item.columns.names if isinstance(item.columns, Columns) else item.used)}
     for setting, column in configured_columns(config).items():
         if column not in used:
             labels = ", ".join(item.label for item in inputs)
@@ -184,22 +180,16 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
                 key = show_names([key]) if len(item.late_keys) < _MAX_LATE_KEYS else "and others"
                 item.late_keys.setdefault(key, number)
         # In files and datasets, a column `group` or `split` is the user's and means nothing here.
-        options = read_options(row, where) if item.own else {}
-        if "skip" in options:
-            yield options["skip"]
-        else:
-            columns = item.columns or _choose_own_columns(item, row, where)
-            yield build_example(row, columns, where, for_generation=item.for_generation, **options)
-
-
-def _choose_own_columns(item: RowInput, row: dict[str, Any], where: str) -> Columns:
-    """The columns of one row of a function, which may give rows of several kinds."""
-    own = item.own
-    assert own is not None, "all rows of a file or dataset have the same columns"
-    names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
-    columns: Columns = own.config.task.choose_columns(where, names, own.config, has_chat_template=item.has_chat_template)
-    item.used.update(columns.names)
-    return columns
+        columns, options = item.columns, dict[str, Any]()
+        if not isinstance(columns, Columns):
+            options = read_options(row, where)
+            if "skip" in options:
+                yield options["skip"]
+                continue
+            names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
+            columns = columns(where, names)
+            item.used.update(columns.names)
+        yield build_example(row, columns, where, for_generation=item.for_generation, **options)
 
 
 def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
@@ -256,25 +246,17 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     )
 
 
-def _open_own(entry: MixEntry, config: Any, setting: str, *, has_chat_template: bool, **known: Any) -> RowInput:
+def _open_own(entry: MixEntry, config: Any, choose: partial[Columns], setting: str, **known: Any) -> RowInput:
     if isinstance(config.eval_files, dict) and not config.mix:
         raise UserError(f"data.eval_files has names, but {entry.source} reads these files: give a list of them")
     if config.mix:
         config = replace(config, mix=[], source=entry.source, files=entry.files, eval_files=None)
-    own = load_own_source(config, setting)
-    digest = f"{own.identity} {sorted(configured_columns(config).items())}"
-    item = RowInput(
-        label=own.label,
-        source=entry.source,
-        read=partial(read_own_rows, own),
-        own=own,
-        columns=None,
-        digest=digest,
-        has_chat_template=has_chat_template,
-        **known,
-    )
-    if own.is_identified:  # its rows are not read here, so the digest has what decides how they are
-        digest += f" {config.format}" * (config.format != "auto") + " chat template" * has_chat_template
+    read, identity, is_identified = load_own_source(config, setting)
+    digest = f"{identity} {sorted(configured_columns(config).items())}"
+    item = RowInput(label=entry.source, source=entry.source, read=read, columns=choose, digest=digest, **known)
+    if is_identified:  # its rows are not read here, so the digest has what decides how they are
+        digest += f" {config.format}" * (config.format != "auto")
+        digest += " chat template" * choose.keywords["has_chat_template"]
         return replace(item, digest=digest)
     # Read once to be hashed, and again to be used.
     hashed = _hash_rows(islice(_read_examples(item), config.num_rows))

@@ -55,10 +55,8 @@ class TextRows:
     """How the inputs are read, and from which columns, as sentences to print."""
     repeats: list[str]
     """Those of `remarks` about duplicate rows."""
-    num_eval_files: int
-    """How many of `origins` are evaluation files: the first ones."""
-    set_names: list[str]
-    """The set of the evaluation rows of each of `origins`; an empty name is none."""
+    inputs: list[RowInput]
+    """Those of `origins`."""
     message_keys: dict[str, int]
     """How many messages of chats have each key."""
 
@@ -101,9 +99,8 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
         share = f"data.eval_fraction {eval_fraction}"
         remarks.append(f"{share} holds out none of the {len(train)} rows: there is nothing to evaluate on")
     origins = [(item.label, report.num_rows) for item, report in zip(inputs, reports, strict=True)]
-    readings, num_eval_files = describe_readings(inputs), sum(item.is_eval_file for item in inputs)
-    found = about["repeats"], num_eval_files, [item.set_name for item in inputs], about["message_keys"]
-    return TextRows(train, evaluation, folder.name, remarks, origins, readings, *found)
+    found = about["repeats"], inputs, about["message_keys"]
+    return TextRows(train, evaluation, folder.name, remarks, origins, describe_readings(inputs), *found)
 
 
 def write_rows(
@@ -158,8 +155,7 @@ def write_rows(
                 raise UserError(f"{item.label} holds no rows: give a source with at least one")
             report.late_keys = item.late_keys
             num_read[item.mix_entry] += 0 if item.is_eval_file else report.num_rows
-        num_training_rows = train.num_rows
-    _check_something_is_left(inputs, reports, num_training_rows)
+    _check_something_is_left(inputs, reports, train.num_rows)
     check_columns_used(config, inputs)
     return {"inputs": [*map(asdict, reports)], "repeats": splitter.sentences(), "message_keys": message_keys}
 

@@ -16,6 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,17 @@ IDENTIFY = "identify"
 _MAX_REASON_CHARACTERS = 300
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnSource:
-    """A function of the user's, and what it is called with."""
-
-    label: str
-    """The source as the config gives it, for messages."""
-    path: Path
-    function: Callable[[Any], Any]
-    config: DataConfig | LLMDataConfig
-    """What the function gets: the data section, with `files` and `eval_files` as lists of paths that exist."""
-    identity: str
-    """Hex sha256 of the file, those beside it that it imports, the function's name, the files in `config`, and what `identify`
-    returned."""
-    is_identified: bool
-    """Whether the file has `identify`, so that the rows need not be hashed."""
-
-
-def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSource:
+def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> tuple[Callable[[], Iterator[dict[str, Any]]], str, bool]:
     """Run the file that `config.source` names, find its function, and call its `identify`.
 
     Args:
         config: the data section; for an entry of `data.mix`, with the source and the files of the entry.
         setting: where the source is given, for messages: `data` or `data.mix[i]`.
+
+    Returns:
+        What yields the rows of the function, which gets `config` with `files` and `eval_files` as lists of paths that exist; hex
+        sha256 of the file, those beside it that it imports, the function's name, the files in `config`, and what `identify`
+        returned; whether the file has `identify`, so that the rows need not be hashed.
 
     Raises:
         UserError: no such file or function, an error in the file.
@@ -73,48 +62,45 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> OwnSour
 
     module, beside = run_file(path, label)
     digests += [hash_file(file, is_text=False) for file in beside]
-    function = _find_function(module, name, label)
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise UserError(f"{label}: the file has no function {name}: name one that it defines ({', '.join(defined) or 'none'})")
     identify = getattr(module, IDENTIFY, None)
     if identify is not None:
         with _errors_of(path, label):
             identity = identify(config)
         check_text(identity, f"{label}: the result of {IDENTIFY}")
         digests.append(f"{IDENTIFY} {identity}")
-    return OwnSource(
-        label=label,
-        path=path,
-        function=function,
-        config=config,
-        identity=hashlib.sha256(json.dumps(digests).encode()).hexdigest(),
-        is_identified=identify is not None,
-    )
+    identity = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    return partial(read_own_rows, function, config, path, label), identity, identify is not None
 
 
-def read_own_rows(own: OwnSource) -> Iterator[dict[str, Any]]:
+def read_own_rows(function: Callable[[Any], Any], config: Any, path: Path, label: str) -> Iterator[dict[str, Any]]:
     """Call the function and yield its rows, of which each must be a dict; an error in it is a `UserError`."""
-    with _errors_of(own.path, own.label):
-        rows = own.function(own.config)
+    with _errors_of(path, label):
+        rows = function(config)
     if isinstance(rows, dict):  # a DatasetDict is one
         raise UserError(
-            f"{own.label} returns a {type(rows).__name__} with the keys {', '.join(map(str, rows))}: return the rows of one of "
+            f"{label} returns a {type(rows).__name__} with the keys {', '.join(map(str, rows))}: return the rows of one of "
             "them, or of all, with a column split (train or eval)"
         )
     datasets: Any = sys.modules.get("datasets")
     if datasets and isinstance(rows, datasets.Dataset) and rows.format["type"] is None:
         rows = read_hub_rows(rows, rows.column_names)  # without the null keys that it gives to structs
-    with _errors_of(own.path, own.label):
+    with _errors_of(path, label):
         iterator = iter(rows) if hasattr(rows, "__iter__") else None
     if iterator is None:
-        raise UserError(f"{own.label} returns {rows!r:.60}, which holds no rows: yield dicts, or return a list or a Dataset")
+        raise UserError(f"{label} returns {rows!r:.60}, which holds no rows: yield dicts, or return a list or a Dataset")
     end = object()
     for number in itertools.count(1):
-        with _errors_of(own.path, own.label):
+        with _errors_of(path, label):
             row = next(iterator, end)
         if row is end:
             return
         if not isinstance(row, dict):
             trouble = f"{row!r:.60} is of type {type(row).__name__}, not a dict"
-            raise UserError(f"{own.label}, row {number}: {trouble}: yield {{column: value, ...}}")
+            raise UserError(f"{label}, row {number}: {trouble}: yield {{column: value, ...}}")
         yield row
 
 
@@ -155,14 +141,6 @@ def run_file(path: Path, label: str) -> tuple[types.ModuleType, list[Path]]:
                 beside[name] = file
                 del sys.modules[name]
     return module, sorted(beside.values())
-
-
-def _find_function(module: types.ModuleType, name: str, label: str) -> Callable[[Any], Any]:
-    function = getattr(module, name, None)
-    if not callable(function):
-        defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise UserError(f"{label}: the file has no function {name}: name one that it defines ({', '.join(defined) or 'none'})")
-    return function
 
 
 @contextmanager

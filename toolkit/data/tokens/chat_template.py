@@ -16,13 +16,14 @@ import datetime
 import functools
 import os
 import re
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, refusal_named
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _CLOCK = datetime.datetime(2024, 7, 26)
 DATE = _CLOCK.strftime("%d %b %Y")
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What rendering raises: the template's own errors, and Python's for the operations in it."""
 
 
@@ -48,6 +49,10 @@ class Turn(NamedTuple):
     """End of the turn, after those tokens."""
 
 
+class RefusedChatError(Exception):
+    """The template cannot render these messages; the message says why."""
+
+
 class NoMaskError(Exception):
     """The assistant's text cannot be located; the message says why."""
 
@@ -58,9 +63,8 @@ def read_chat_template(setting: str) -> str:
         return setting
     path = Path(setting).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"data.chat_template {setting} cannot be read ({error.strerror}): give a file, or the template") from None
+        with refusal_named(f"data.chat_template {setting} cannot be read", "give a file, or the template"):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"data.chat_template {setting} is not valid UTF-8 ({error.reason}): convert the file") from None
 
@@ -68,12 +72,8 @@ def read_chat_template(setting: str) -> str:
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a template with a syntax error before any row is read, by a `UserError` with its line."""
     if tokenizer.chat_template is not None:
-        try:
+        with suppress(RefusedChatError):  # the template may require more than one message
             render_chat(tokenizer, [{"role": "user", "content": "a"}], None)
-        except UserError:
-            raise
-        except TEMPLATE_ERRORS:
-            return  # the template may require more than one message
 
 
 def render_chat(
@@ -83,7 +83,7 @@ def render_chat(
 
     Raises:
         UserError: there is no template, or it has a syntax error.
-        One of `TEMPLATE_ERRORS`: the template cannot render these messages.
+        RefusedChatError: the template cannot render these messages.
     """
     return _render(tokenizer, messages, tools, add_generation_prompt=for_generation)[0]
 
@@ -95,7 +95,7 @@ def render_turns(
 
     Raises:
         NoMaskError: the turns cannot be located.
-        UserError, or one of `TEMPLATE_ERRORS`: as `render_chat`.
+        UserError, RefusedChatError: as `render_chat`.
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     special_tokens = compile_special_tokens(tokenizer)
@@ -192,9 +192,7 @@ def _render_beginning(
     """The text of a chat's first messages, which must be a prefix of the full text."""
     try:
         beginning = render_chat(tokenizer, messages, tools, for_generation=for_generation)
-    except UserError:
-        raise
-    except TEMPLATE_ERRORS as error:
+    except RefusedChatError as error:
         raise NoMaskError(f"it refuses the first {len(messages)} messages on their own ({error})") from None
     if text.startswith(beginning):
         return beginning
@@ -229,15 +227,17 @@ def _render(
     """The text and, on request, the spans that `{% generation %}` markers mark."""
     template = _get_template(tokenizer, tools)
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, "date_string": DATE, **options}
+    compile_template, render = private("_compile_jinja_template"), private("render_jinja_template")
     try:
         # Variables can only be plain data, so our clock function is set on the compiled template, which is cached.
-        private("_compile_jinja_template")(template).environment.globals["strftime_now"] = _CLOCK.strftime
-        rendered = private("render_jinja_template")(conversations=[messages], tools=tools, chat_template=template, **variables)
+        compile_template(template).environment.globals["strftime_now"] = _CLOCK.strftime
+        texts, all_spans = render(conversations=[messages], tools=tools, chat_template=template, **variables)
     except jinja2.TemplateSyntaxError as error:
         line = re.split(r"\r\n|\r|\n", template)[error.lineno - 1].strip()  # as jinja counts; splitlines() splits at more
         raise UserError(
             f"the chat template is broken in line {error.lineno} ({error.message}): {line!r:.80}; correct it, or set "
             "data.chat_template"
         ) from None
-    texts, all_spans = rendered
+    except _TEMPLATE_ERRORS as error:
+        raise RefusedChatError(str(error) or type(error).__name__) from None
     return texts[0], all_spans[0] if all_spans else []

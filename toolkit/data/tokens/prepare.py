@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     working("tokenizing")
     built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size) if local_rank() == 0 else None)
     name, fingerprint, texts = built or (None, None, None)
-    sets = texts and tuple((number, name) for (_, number), name in zip(texts.origins, texts.set_names, strict=True))
+    sets = texts and tuple((number, item.set_name) for (_, number), item in zip(texts.origins, texts.inputs, strict=True))
     # All nodes must have the same rows.
     written = gather_objects((name, fingerprint, sets))
     names, contents, all_sets = (sorted({value for value in values if value}) for values in zip(*written, strict=True))
@@ -167,10 +167,9 @@ def _write_tokens(
         kind.set_up(tokenizer, config, model)
     remarks = rows.remarks + kind.describe(tokenizer, rows)
     stop_token_ids: set[int] = set()
-    arguments = {"tokenizer": tokenizer, "config": config, "origins": rows.origins}
+    tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
-        num_workers = config.num_tokenizer_workers
-        tokenized = tokenize_rows(dataset, kind.tokenize, arguments, name, folder, num_workers=num_workers)
+        tokenized = tokenize_rows(dataset, tokenize, name, folder, num_workers=config.num_tokenizer_workers)
         kept, sentences, stops = kind.report(tokenized, config, name, rows.origins)
         remarks += sentences
         stop_token_ids |= stops
@@ -184,8 +183,7 @@ def _write_tokens(
 
 def tokenize_rows(
     dataset: Dataset,
-    tokenize: Callable[..., dict[str, list]],
-    arguments: dict[str, Any],
+    tokenize: Callable[[dict[str, list]], dict[str, list]],
     name: str,
     folder: Path,
     *,
@@ -194,7 +192,7 @@ def tokenize_rows(
     """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes.
 
     Args:
-        tokenize: called with a batch of rows as columns, and `arguments`; returns one or several rows for each.
+        tokenize: called with a batch of rows as columns; returns one or several rows for each.
         name: `train` or `evaluation`, for messages and files.
         folder: gets a file that backs the result; remove it after use.
         num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
@@ -223,7 +221,6 @@ def tokenize_rows(
             batch_size=count_rows_at_once(len(dataset), dataset.data.nbytes),
             num_proc=num_workers if has_workers else None,
             remove_columns=dataset.column_names,
-            fn_kwargs=arguments,
             # A fingerprint of our own, because that of `datasets` hashes the tokenizer, which differs between processes. It is
             # never used for a look-up: the token cache is ours.
             new_fingerprint=hashlib.sha256(f"{private('_fingerprint', dataset)} {folder} {name}".encode()).hexdigest()[:16],
@@ -241,16 +238,15 @@ def tokenize_rows(
 
 
 def _tokenize_shown(
-    rows: Mapping[str, list],
+    rows: dict[str, list],
     process: int | None,
     *,
-    tokenize: Callable[..., dict[str, list]],
+    tokenize: Callable[[dict[str, list]], dict[str, list]],
     phase: Phase,
     num_processes: int,
-    **arguments: Any,
 ) -> dict[str, list] | pa.Table:
     """What `tokenize` returns. Of several processes the first shows its own progress, which stands for all."""
-    tokenized = tokenize(rows, **arguments)
+    tokenized = tokenize(rows)
     if not process:
         phase.add(len(next(iter(rows.values()))) * num_processes)
     if hasattr(next(iter(tokenized.get("labels", ())), None), "dtype"):  # `datasets` reads numpy arrays 20 times as slowly

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, NoMaskError, Turn, render_chat, render_turns
+from toolkit.data.tokens.chat_template import NoMaskError, RefusedChatError, Turn, render_chat, render_turns
 from toolkit.data.tokens.omissions import find_omissions
 from toolkit.errors import UserError
 
@@ -62,12 +62,10 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
                 "(recipes/chat_templates/chatml_generation.jinja is one for ChatML), or set data.loss_on all"
             ) from None
         text = render_chat(tokenizer, messages, tools)
-    except UserError:
-        raise
-    except TEMPLATE_ERRORS as error:
+    except RefusedChatError as error:
         raise UserError(
-            f"{where}: the chat template refuses this conversation ({str(error) or type(error).__name__}): change the row, or "
-            "set data.chat_template to a template that takes it"
+            f"{where}: the chat template refuses this conversation ({error}): change the row, or set data.chat_template to a "
+            "template that takes it"
         ) from None
     # Check that the template has printed everything, then keep the turns to train on.
     trained_turns = set(example.trained_turns)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError, escape_controls, one_line
-from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
+from toolkit.errors import UserError, escape_controls, one_line, refusal_named
+from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml, check_mapping
 from toolkit.tools.compare.picture import draw_comparison
 from toolkit.tools.compare.table import Outcome, as_json, common_changes, format_comparison, presets_that_ran, read_figures
-from toolkit.tools.preset_runs import adapt_preset, checked_preset, find_preset, launch, reason_of_failure, save_preset
+from toolkit.tools.preset_runs import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 
 logger = logging.getLogger("toolkit")
 
@@ -59,10 +59,8 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
     conditions = Conditions(command, **given)
     _check(presets, conditions, output)
     mappings = {preset: load_preset(preset) for preset in presets}
-    try:
+    with refusal_named(f"--output {output} cannot be made", "name a folder that you can write to"):
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be made ({error.strerror}): name a folder that you can write to") from None
     outcomes: list[Outcome] = []
     for place, (preset, mapping) in enumerate(mappings.items(), start=1):
         start_s = time.perf_counter()
@@ -91,7 +89,8 @@ def load_preset(preset: str) -> dict[str, Any]:
         # Not parsed as YAML, which reads `no` as false.
         parsed: Any = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
         mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
-    return checked_preset(mapping, f"--presets {preset}") if changes else mapping
+    check_mapping(mapping, f"--presets {preset}")
+    return mapping
 
 
 def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None:

@@ -20,7 +20,7 @@ from toolkit.config.task import Task
 from toolkit.data.collate import Collator, move_to
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.causal import encode_prompts
-from toolkit.data.tokens.chat_template import TEMPLATE_ERRORS, render_chat
+from toolkit.data.tokens.chat_template import RefusedChatError, render_chat
 from toolkit.data.tokens.languages import set_languages
 from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.seq2seq import encode_texts
@@ -110,9 +110,7 @@ class Generator:
         messages = row.messages or [{"role": "user", "content": row.prompt}]
         try:
             text = render_chat(self.tokenizer, messages, row.tools, for_generation=True)
-        except UserError:
-            raise
-        except TEMPLATE_ERRORS as error:
+        except RefusedChatError as error:
             raise UserError(f"{where}: the chat template refuses this chat ({error}): change the row") from None
         self.omitted.update({omission.what for omission in find_omissions(text, messages, row.tools)})
         return text

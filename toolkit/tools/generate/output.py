@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import UserError, escape_controls, refusal_named
 from toolkit.files.durable import fsync_path, written_beside
 from toolkit.files.json_lines import encode_json_line, read_json_lines
 from toolkit.files.lock import release_lock, take_lock
@@ -69,7 +69,7 @@ def append_texts(output: Path | None, first: int, texts: list[str], digest: str)
             print(escape_controls(text), flush=True)
         return
     lines = [{"row": number, "prediction": text} for number, text in enumerate(texts, start=first + 1)]
-    try:
+    with refusal_named(f"--output {output} cannot be written", "make room, and give the same command again"):
         with output.open("r+b") as file:  # not made again, without its first lines, if it was removed
             file.seek(0, os.SEEK_END)
             file.write(b"".join(map(encode_json_line, lines)))
@@ -77,10 +77,6 @@ def append_texts(output: Path | None, first: int, texts: list[str], digest: str)
             os.fsync(file.fileno())
         with _beside(output, UNFINISHED).open("a", encoding="utf-8") as about:
             about.write(f"{first + len(texts)} {digest}\n")
-    except OSError as error:
-        raise UserError(
-            f"--output {output} cannot be written ({error.strerror}): make room, and give the same command again"
-        ) from None
 
 
 def read_notes(output: Path) -> dict[int, str]:

@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from toolkit.distributed.comm import rank
-from toolkit.errors import UserError
+from toolkit.errors import refusal_named
 from toolkit.files.durable import written_beside
 from toolkit.tools.report import sections
 from toolkit.tools.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts
@@ -35,11 +35,11 @@ def save_page(run_folders: Sequence[Path], path: Path) -> None:
         UserError: a folder is not a run's, or the page cannot be written.
     """
     page = render_page(read_runs(run_folders))
-    try:
-        with written_beside(path) as beside:
-            beside.write_bytes(page)
-    except OSError as error:
-        raise UserError(f"{path} could not be written ({error.strerror}): make room there, or give another --output") from None
+    with (
+        refusal_named(f"{path} could not be written", "make room there, or give another --output"),
+        written_beside(path) as beside,
+    ):
+        beside.write_bytes(page)
 
 
 def save_run_page(run_folder: Path) -> None:

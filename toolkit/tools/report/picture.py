@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import one_line, refusal_named
 from toolkit.files.durable import written_beside
 from toolkit.tools.report.charts import MARKS, Chart, list_charts, means
 from toolkit.tools.report.facts import RunFacts, lines_of_steps
@@ -31,13 +31,9 @@ def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
         for place, chart in enumerate(charts, start=1):
             draw_chart(figure.add_subplot(num_rows, num_columns, place), chart)
 
-    try:
-        with written_beside(picture_path) as beside:
-            save_picture(beside, name, (4.6 * num_columns, 2.7 * num_rows + 0.4), draw)
-    except OSError as error:
-        raise UserError(
-            f"{picture_path} could not be written ({error.strerror}): make room there; everything else of the run is written"
-        ) from None
+    way_out = "make room there; everything else of the run is written"
+    with refusal_named(f"{picture_path} could not be written", way_out), written_beside(picture_path) as beside:
+        save_picture(beside, name, (4.6 * num_columns, 2.7 * num_rows + 0.4), draw)
 
 
 def save_picture(path: Path, title: str, size: tuple[float, float], draw: Callable[[Any], None]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.distributed.comm import rank, world_size
-from toolkit.files.durable import save_json, written_beside
+from toolkit.files.durable import save_json
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.same_run import installed_versions
 from toolkit.parallel.units import ShardUnit
@@ -47,8 +47,7 @@ def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callab
             "units": describe_units(units),
             **about_rows(),
         }
-        with written_beside(run_folder / RECORD_FILE) as beside:
-            save_json(beside, record)
+        save_json(run_folder / RECORD_FILE, record)
     except Exception as error:
         logger.warning(f"{run_folder / RECORD_FILE} could not be written ({error}): the report lacks what it holds")
 

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.paths import find_path
 from toolkit.errors import UserError, align, one_line
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
-from toolkit.files.durable import save_json, written_beside
+from toolkit.files.durable import save_json
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, PLAN_FILE, PLANNED_FOR, RunFacts, read_runs
 from toolkit.tools.report.parts import Histogram, Lines, Table
@@ -70,8 +70,8 @@ def _plan_memory(run: RunFacts) -> None:
         run.missing["plan"] = f"There is no memory plan: {error}"
         return
     plan = {**{key: run.memory[key] for key in PLANNED_FOR}, "device_bytes_total": run.planned_bytes}
-    with suppress(OSError), written_beside(run.folder / PLAN_FILE) as beside:  # a folder of somebody else: planned again
-        save_json(beside, plan)
+    with suppress(OSError):  # a folder of somebody else: planned again
+        save_json(run.folder / PLAN_FILE, plan)
 
 
 def _predict(run: RunFacts) -> int:

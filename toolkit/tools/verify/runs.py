@@ -13,8 +13,8 @@ from typing import Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.errors import UserError
-from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.tools.preset_runs import adapt_preset, checked_preset, find_preset, reason_of_failure, save_preset
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml, check_mapping
+from toolkit.tools.preset_runs import adapt_preset, find_preset, reason_of_failure, save_preset
 
 NUM_STEPS = 4
 """Length of every run. The recipe itself checks after three updates that all trainables have moved."""
@@ -208,7 +208,8 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
         "mixed_precision": "no",
         "use_cpu": box.use_cpu,  # as in all runs that it is compared with, whatever the preset says
     }
-    return checked_preset(adapted, f"--presets names {name}, which cannot run here")
+    check_mapping(adapted, f"--presets names {name}, which cannot run here")
+    return adapted
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:

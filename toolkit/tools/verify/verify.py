@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from toolkit.config.load import load_config
 from toolkit.config.python import CONFIGS
-from toolkit.errors import UserError, align, escape_controls, one_line
+from toolkit.errors import UserError, align, escape_controls, one_line, refusal_named
 from toolkit.models.config import load_model_config
 from toolkit.models.position_limits import num_positions
 from toolkit.tools.preset_runs import RECIPE_FOLDER, launch
@@ -148,12 +148,10 @@ def _clear(output: Path) -> None:
         raise UserError(f"--output {output} exists and is not from an earlier verify: take another folder")
     for name in ("runs", "records", "logs", "presets"):
         shutil.rmtree(output / name, ignore_errors=True)
-    try:
+    with refusal_named(f"--output {output} cannot be written", "name a folder that you can write to"):
         output.mkdir(parents=True, exist_ok=True)
         (output / "verify.md").unlink(missing_ok=True)
         (output / "verify.json").write_text('{"passed": null}\n', encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written ({error.strerror}): name a folder that you can write to") from None
 
 
 def _show(proofs: list[Proof], output: Path, passed: bool) -> None:

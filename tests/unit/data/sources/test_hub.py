@@ -64,7 +64,7 @@ def test_a_split_of_its_own_is_evaluated(config, tmp_path):
     pq.write_table(pa.table(of_test), tmp_path / "dataset" / "test-0.parquet")
     own = {**config, "eval_fraction": 0.5, "hub_eval_split": "test", "num_rows": 10}
     rows = load_rows(DataConfig(**own))
-    assert rows.evaluation["prompt"][:] == of_test["article"] and rows.set_names == ["", ""]
+    assert rows.evaluation["prompt"][:] == of_test["article"] and [item.set_name for item in rows.inputs] == ["", ""]
     assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 10) if i != 7]
     assert "that equal a row of data.hub_eval_split (row 8)" in " ".join(rows.remarks)
     assert (
@@ -76,7 +76,8 @@ def test_a_split_of_its_own_is_evaluated(config, tmp_path):
     for files, names in (({"mail": "held_out.csv"}, ["mail", "test", ""]), ("held_out.csv", ["", "", ""])):
         with contextlib.chdir(tmp_path):
             rows = load_rows(DataConfig(**own, eval_files=files))
-        assert rows.set_names[:2] == names[:2] and rows.evaluation["prompt"][:] == ["own text", *of_test["article"]]
+        assert [item.set_name for item in rows.inputs][:2] == names[:2]
+        assert rows.evaluation["prompt"][:] == ["own text", *of_test["article"]]
     refuse(config, "has no split dev, but train (train-0.parquet) and test (test-0.parquet)", hub_eval_split="dev")
     files = {"source": "csv", "files": str(tmp_path / "held_out.csv"), "hub_eval_split": "test"}
     refuse(config, "data.hub_eval_split is test, but csv has no splits: leave it out, or name evaluation files in", **files)

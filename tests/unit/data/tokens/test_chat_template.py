@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jinja2 import TemplateError
 
 from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens.chat_template import NoMaskError, check_chat_template, read_chat_template, render_chat, render_turns
+from toolkit.data.tokens.chat_template import (
+    NoMaskError,
+    RefusedChatError,
+    check_chat_template,
+    read_chat_template,
+    render_chat,
+    render_turns,
+)
 from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.errors import UserError
 
@@ -180,7 +186,7 @@ def test_the_plain_template_ends_answers_with_the_end_token_and_takes_no_tools()
     assert render_chat(tokenizer, messages, None) == f"{prompt}three{end}\n"
     thinking = [*say("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}]
     for refused, tools in ((messages, TOOLS), ([*say("a"), CALL], None), ([*say("a"), ANSWER], None), (thinking, None)):
-        with pytest.raises(TemplateError, match="no form for tools and thinking"):
+        with pytest.raises(RefusedChatError, match="no form for tools and thinking"):
             render_chat(tokenizer, refused, tools)
 
 

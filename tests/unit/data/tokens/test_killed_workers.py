@@ -23,4 +23,4 @@ def test_a_killed_worker_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     rows = Dataset.from_dict({"row_id": list(range(4)), "source": ["a"] * 4})
     with pytest.raises(UserError, match="one of the 2 processes that tokenize the train rows was killed"):
-        prepare.tokenize_rows(rows, tokenize, {}, "train", tmp_path, num_workers=2)
+        prepare.tokenize_rows(rows, tokenize, "train", tmp_path, num_workers=2)
