@@ -63,12 +63,10 @@ class MetricsLog:
         self.reopen()
         if self.error is not None:
             return
-        try:
+        with self.noting_failure(self.path):
             if self._file.write(text) < len(text):  # the disk is full; the next run drops the torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._num_bytes += len(text)
-        except OSError as error:
-            self.note_failure(self.path, error)
 
     def note_lost_outputs(self, step: int) -> None:
         """Write a line for each standard stream of the rank that writes that has failed since the last call."""
@@ -100,7 +98,7 @@ class MetricsLog:
         """Check with one `stat` that the file is unchanged; else open the one that is there now, or a new one, and say so."""
         if self._file is None or self.error is not None:
             return
-        try:
+        with self.noting_failure(self.path):
             with contextlib.suppress(FileNotFoundError):
                 there = os.stat(self.path)
                 if os.path.samestat(there, self._opened) and there.st_size >= self._num_bytes:
@@ -111,27 +109,25 @@ class MetricsLog:
             self._open()
             if self._num_bytes:  # its last line may be torn
                 self._num_bytes += self._file.write(b"\n")
-        except OSError as error:
-            self.note_failure(self.path, error)
-        except UserError as error:
-            self.error = error
-        else:
             logger.warning(f"{self.path} was removed or changed during the run: figures that it no longer has are lost")
 
-    def note_failure(self, path: Path, error: OSError) -> None:
+    @contextlib.contextmanager
+    def noting_failure(self, path: Path) -> Iterator[None]:
         """Remember, on any rank, that a file of figures cannot be written; the first failure counts."""
-        if self.error is None:
+        try:
+            yield
+        except OSError as error:
             reason = error.strerror or str(error)
-            self.error = UserError(f"{path} cannot be written ({reason}): fix that, and run the same command again")
+            self.error = self.error or UserError(f"{path} cannot be written ({reason}): fix that, and run the same command again")
+        except UserError as error:
+            self.error = self.error or error
 
     def sync(self) -> None:
         """Fsync all lines so far, so that they survive a power failure, as a checkpoint does."""
         self.reopen()
         if self._file is not None and self.error is None:
-            try:
+            with self.noting_failure(self.path):
                 os.fsync(self._file.fileno())
-            except OSError as error:
-                self.note_failure(self.path, error)
 
     def truncate_after(self, step: int, *, evaluation_due: bool = False) -> None:
         """Drop the lines after `step`, here and in every rank's `rows-<rank>.jsonl`, because a resumed run writes them again.

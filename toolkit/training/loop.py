@@ -182,12 +182,10 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows]
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     path = run.folder / f"rows-{rank():05d}.jsonl"
-    try:
+    with run.metrics.noting_failure(path):
         run.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         with path.open("ab") as file:
             file.write(encode_json_line(line))
-    except OSError as error:
-        run.metrics.note_failure(path, error)
 
 
 @contextlib.contextmanager
