@@ -154,10 +154,6 @@ class CheckpointWriter:
         self.under_way.blocking_s = time.perf_counter() - start_s
         return before
 
-    def before_update(self) -> None:
-        """Let the device change no weight before the current save has its copy; the host does not wait. Not a collective."""
-        self.copier.make_device_wait()
-
     def take_finished(self) -> Save | None:
         """The current save, if this rank's thread has finished it without an error; else None. Not a collective."""
         if self.under_way is None or self.is_writing or self.under_way.error is not None:

@@ -149,7 +149,7 @@ def train_step(
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # the fused kernel reads it, as from GradScaler
-    run.writer.before_update()
+    run.writer.copier.make_device_wait()  # the current save needs its copy before a weight changes
     run.optimizer.step()
     # Gradients of DDP are views of its buckets: new ones beside these would hold the gradients twice while they accumulate.
     run.optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
