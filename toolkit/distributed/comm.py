@@ -99,13 +99,6 @@ def reduce_on_cpu(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Te
     return values
 
 
-def barrier() -> None:
-    """Wait until every rank is here. Collective."""
-    group = control_group()
-    if group is not None:
-        dist.barrier(group=group)
-
-
 def raise_together(error: UserError | None) -> None:
     """If any rank has a `UserError`, raise that of the lowest such rank on every rank, and one prints it. Collective."""
     if error is not None and not type(error).__module__.startswith("toolkit."):
