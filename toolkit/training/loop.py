@@ -38,10 +38,10 @@ from toolkit.training.after_step import (
     stop,
 )
 from toolkit.training.optim import clip_gradients, learning_rate
-from toolkit.training.own_loss import summed_own_loss
 from toolkit.training.parameter_checks import ParameterWatch
 from toolkit.training.run import Run, build_log, build_writer
 from toolkit.training.skip_guard import SkipGuard
+from toolkit.training.user_functions import summed_own_loss
 
 logger = logging.getLogger("toolkit")
 
