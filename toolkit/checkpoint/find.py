@@ -111,8 +111,12 @@ def restore_replaced(run_folder: Path) -> list[str]:
                 os.rename(replaced, folder)
                 fsync_path(folder.parent)
                 sentences.append(f"{replaced.name} is {folder.name} again: the save that should have replaced it never finished")
-            elif replaced.is_file() or _is_valid(folder):
+            else:
+                if not replaced.is_file():
+                    read_checkpoint(folder)
                 remove_folder(replaced)
+        except ValueError:
+            continue  # its replacement is not valid
         except OSError as error:
             sentences.append(f"{replaced} could not be tidied up ({error.strerror}): a later save or resume tries again")
     return sentences
@@ -220,11 +224,3 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
         except OSError as error:
             sentences.append(f"{folder} could not be removed ({error.strerror}): the next save tries again")
     return sentences
-
-
-def _is_valid(folder: Path) -> bool:
-    try:
-        read_checkpoint(folder)
-    except ValueError:
-        return False
-    return True
