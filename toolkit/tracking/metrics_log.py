@@ -17,8 +17,7 @@ from typing import Any
 
 from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
-from toolkit.files.durable import written_beside
-from toolkit.files.json_lines import encode_json_line, load_json_lines
+from toolkit.files.json_lines import encode_json_line, load_json_lines, save_json_lines
 from toolkit.launch.log import lost_outputs
 
 logger = logging.getLogger("toolkit")
@@ -178,8 +177,6 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file atomically with only its complete, wanted lines, if it has others."""
     if not path.exists():
         return
-    kept = b"".join(encode_json_line(figures) for figures in load_json_lines(path, skip_torn_end=True) if wanted(figures))
-    if kept == path.read_bytes():
-        return
-    with written_beside(path) as beside:
-        beside.write_bytes(kept)
+    kept = [figures for figures in load_json_lines(path, skip_torn_end=True) if wanted(figures)]
+    if b"".join(map(encode_json_line, kept)) != path.read_bytes():
+        save_json_lines(path, kept)
