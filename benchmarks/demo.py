@@ -27,9 +27,9 @@ MAX_FREQUENCY = 0.2
 def main() -> None:
     from toolkit.config.python import load_config
     from toolkit.data.rows.load import load_rows
-    from toolkit.evaluation.baselines import best_constant
     from toolkit.evaluation.rouge import mean_scores, rouge_scores
     from toolkit.files.json_lines import load_json_lines
+    from toolkit.tracking.baselines import best_constant
 
     task, folder = sys.argv[1], Path(sys.argv[2])
     rows = load_rows(load_config(task, folder / "config.yaml").data)

@@ -28,7 +28,7 @@ from toolkit.checkpoint.load import choose_checkpoint, load_checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.schema import CheckpointConfig, OptimConfig
-from toolkit.distributed.comm import barrier, close_groups, gather_objects, rank, world_size
+from toolkit.distributed.comm import close_groups, gather_objects, rank, world_size
 from toolkit.launch.accelerator import build_accelerator
 from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.parallel.wrap import ShardedModel, shard_model
@@ -199,7 +199,7 @@ def measure_overhead(config: SidesConfig) -> dict[str, Any]:
 def seconds_of(work: Callable[[], Any]) -> float:
     """Of the rank that takes longest, from a moment when no rank has anything left to write. Collective."""
     os.sync()
-    barrier()
+    gather_objects(None)
     start_s = time.perf_counter()
     work()
     return max(gather_objects(time.perf_counter() - start_s))

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from toolkit.config.data import LLMDataConfig  # noqa: E402
 from toolkit.config.schema import LLMConfig, ModelConfig  # noqa: E402
 from toolkit.data.collate import CausalCollator  # noqa: E402
-from toolkit.distributed.comm import barrier, rank  # noqa: E402
+from toolkit.distributed.comm import gather_objects, rank  # noqa: E402
 from toolkit.evaluation.rows import EvaluationRows  # noqa: E402
 from toolkit.export.card import Origin  # noqa: E402
 from toolkit.export.write import export_model, run_places  # noqa: E402
@@ -59,7 +59,7 @@ def main() -> None:
     data = EvaluationRows(rows=rows, tokenizer=tokenizer, collator=CausalCollator(pad_token_id=0))
     config = LLMConfig(model=ModelConfig(name_or_path="random"), data=LLMDataConfig(source="none"))
     gc.collect()
-    barrier()
+    gather_objects(None)
 
     # The export, watched.
     figures = {"shard_gib": memory_gib("RssAnon")}
@@ -91,7 +91,7 @@ def main() -> None:
     figures |= {"stands_s": stands_s[0] if stands_s else time.monotonic() - started, "seconds": time.monotonic() - started}
     figures["num_parameters"] = sum(parameter.numel() for parameter in sharded.plain.parameters())
     figures["compares_logits"] = not any("not compared" in message for message in logged)
-    barrier()
+    gather_objects(None)
     if rank() == 0:
         print(*logged, sep="\n", flush=True)
         print(json.dumps(figures), flush=True)

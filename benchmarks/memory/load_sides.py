@@ -18,7 +18,7 @@ from unittest.mock import patch
 from benchmarks.measuring import memory_gib
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig
-from toolkit.distributed.comm import barrier, gather_objects, rank
+from toolkit.distributed.comm import gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.models import load_sharded as sharded_loading
 from toolkit.models.lora import is_enabled
@@ -40,7 +40,7 @@ def main() -> None:
     config, model_config, skeleton = build_skeleton(config, context)
     whole = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("the benchmark asks for it"))
     gc.collect()
-    barrier()
+    gather_objects(None)
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
         model, sources = load_model(config, context, model_config, skeleton)

@@ -20,13 +20,13 @@ def list_timeouts() -> dict[str, float]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.support.small_run import T5_CONFIG
-    from toolkit.distributed.comm import save_group
+    from toolkit.distributed.comm import build_group
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.wrap import shard_model
 
     accelerator = build_accelerator(TIMEOUT_S)
     sharded = shard_model(accelerator, T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
-    save_group()
+    build_group()
     ids = torch.arange(8).reshape(2, 4)
     sharded.model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits.sum().backward()
     groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]

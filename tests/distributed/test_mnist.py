@@ -51,9 +51,9 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
 def run_recipe(argv: list[str]) -> None:
     """The recipe as it stands; rank r says that its peak memory is r + 1 GiB."""
     from toolkit.distributed.comm import rank
-    from toolkit.tracking import memory as step_memory
+    from toolkit.tracking.memory import StepMemory
 
-    memory = patch.object(step_memory, "peak_memory_gib", lambda device: rank() + 1.0)
+    memory = patch.object(StepMemory, "read", lambda self: rank() + 1.0)
     with memory:
         run_in_this_process("mnist", argv)
 

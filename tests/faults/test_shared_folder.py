@@ -84,13 +84,13 @@ def test_a_folder_without_rights_is_refused_on_every_rank(unwritable: Path) -> N
 
 def open_late() -> str:
     """On a rank: open the run's folder, which rank 1 sees after a while."""
-    from toolkit.distributed.comm import barrier, rank
+    from toolkit.distributed.comm import gather_objects, rank
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.launch.run_folder import open_run_folder
 
     os.chdir(f"node{os.environ['RANK']}")
     build_accelerator()
-    barrier()
+    gather_objects(None)
     if rank() == 1:
         threading.Timer(1.0, lambda: Path("runs").symlink_to("../node0/runs")).start()
     return str(open_run_folder(config("runs")))

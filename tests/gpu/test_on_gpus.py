@@ -86,7 +86,7 @@ def report_backends() -> dict[str, Any]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.support.small_run import T5_CONFIG
-    from toolkit.distributed.comm import control_group, rank, save_group
+    from toolkit.distributed.comm import build_group, control_group, rank
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.units import local_tensor
     from toolkit.parallel.wrap import shard_model
@@ -98,7 +98,7 @@ def report_backends() -> dict[str, Any]:
     return {
         "backend": dist.get_backend_config(),
         "control": dist.get_backend(control_group()),
-        "save": dist.get_backend(save_group()),
+        "save": dist.get_backend(build_group()),
         "device": str(accelerator.device),
         "sum": float(total),
         "are_pinned": all(local_tensor(parameter).is_pinned() for parameter in sharded.plain.parameters()),

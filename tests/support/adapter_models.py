@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.export.compare import check_logits
 from toolkit.export.lora import write_adapter
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import hash_base
@@ -81,3 +82,17 @@ def export_adapter(folder: Path, model: hf.PreTrainedModel) -> Path:
     folder.mkdir()
     write_adapter(folder, model, weights, hash_base(model))
     return folder
+
+
+def compare_logits(
+    check: dict[str, torch.Tensor], reloaded: torch.nn.Module, folder: Path, dtype: torch.dtype, why: str = ""
+) -> None:
+    """Compare them as an export does, and check that it does."""
+    devices: list[torch.device] = []
+
+    def load(device: torch.device) -> torch.nn.Module:
+        devices.append(device)
+        return reloaded
+
+    check_logits(folder, reloaded, load, check, torch.device("cpu"), dtype, why)
+    assert devices == [torch.device("cpu")]

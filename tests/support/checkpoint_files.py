@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, newest_valid, prune, rank_checkpoints, whole_checkpoints
-from toolkit.checkpoint.folders import checkpoints_folder, step_folder
+from toolkit.checkpoint.folders import checkpoints_folder, list_checkpoints, step_folder
 from toolkit.checkpoint.manifest import MANIFEST, commit
 from toolkit.files.durable import describe_files, seal
 
@@ -53,7 +53,11 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
 def prune_to(
     run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0, goal: Goal = LOSS
 ) -> tuple[list[Path], list[str]]:
-    return prune(run, keep_last, keep_best, goal, just_written)
+    """The checkpoints that are gone, oldest first, and the sentences."""
+    before = [folder for _, folder in list_checkpoints(run)]
+    sentences = prune(run, keep_last, keep_best, goal, just_written)
+    left = (*run.glob("checkpoints/*"),)
+    return [folder for folder in before if not {folder, folder.with_suffix(".removing")}.intersection(left)], sentences
 
 
 def newest_folder(run: Path) -> tuple[Path | None, list[str]]:

@@ -64,7 +64,7 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto", "transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart",
     "transformers.tokenization_utils_tokenizers", "datasets", "evaluate", "rouge_score.rouge_scorer", "tokenizers",
     "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "docstring_parser",
-    "toolkit.training.finetune", "toolkit.evaluation.baselines", "toolkit.tools.report.page", "toolkit.tools.report.picture",
+    "toolkit.training.finetune", "toolkit.tools.report.page", "toolkit.tools.report.picture",
     "tests.support.frozen_libraries",  # the last
 ]  # fmt: skip
 READ_AT_IMPORT = (

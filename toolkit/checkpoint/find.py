@@ -111,8 +111,12 @@ def restore_replaced(run_folder: Path) -> list[str]:
                 os.rename(replaced, folder)
                 fsync_path(folder.parent)
                 sentences.append(f"{replaced.name} is {folder.name} again: the save that should have replaced it never finished")
-            elif replaced.is_file() or _is_valid(folder):
+            else:
+                if not replaced.is_file():
+                    read_checkpoint(folder)
                 remove_folder(replaced)
+        except ValueError:
+            continue  # its replacement is not valid
         except OSError as error:
             sentences.append(f"{replaced} could not be tidied up ({error.strerror}): a later save or resume tries again")
     return sentences
@@ -189,7 +193,7 @@ def best_value(run_folder: Path, goal: Goal, last_step: int) -> float | None:
     return ranked[0].value if ranked and ranked[0].is_comparable else None
 
 
-def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_written: Path) -> tuple[list[Path], list[str]]:
+def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_written: Path) -> list[str]:
     """Remove all checkpoints except the newest `keep_last` and the `keep_best` best by `goal`; remove leftovers of crashes.
 
     `just_written` is always kept, and nothing is removed unless it is complete (presence and sizes; its hashes are new).
@@ -197,13 +201,13 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
     No save may be running.
 
     Returns:
-        The removed checkpoints, and a sentence for each that could not be removed; the next call tries those again.
+        A sentence for each that could not be removed; the next call tries those again.
     """
     # Nothing goes before the new checkpoint is complete.
     try:
         step = read_checkpoint(just_written, hashes=False).step
     except ValueError as error:
-        return [], [f"no checkpoint was removed, as the one just written is not whole: {error}"]
+        return [f"no checkpoint was removed, as the one just written is not whole: {error}"]
     sentences = restore_replaced(run_folder)
     # Choose what to keep.
     whole, _ = whole_checkpoints(run_folder, step)
@@ -214,20 +218,9 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
     leftovers = [path for path in list_leftovers(run_folder) if path.suffix != REPLACED or path.with_suffix("") in going]
     leftovers.sort(key=lambda path: path.suffix != REMOVING)  # the others are renamed to this before removal
     # Remove; a failure is only reported.
-    removed = []
     for folder in [*leftovers, *going]:
         try:
             remove_folder(folder)
         except OSError as error:
             sentences.append(f"{folder} could not be removed ({error.strerror}): the next save tries again")
-        else:
-            removed.append(folder)
-    return [folder for folder in removed if folder in going], sentences
-
-
-def _is_valid(folder: Path) -> bool:
-    try:
-        read_checkpoint(folder)
-    except ValueError:
-        return False
-    return True
+    return sentences

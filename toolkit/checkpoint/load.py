@@ -7,7 +7,6 @@ the manifest has their hashes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def load_checkpoint(
         UserError: model config, data or frozen weights differ from the checkpoint's, or it cannot be read; names which.
     """
     state = on_all_ranks(lambda: check_identity(checkpoint, identity))
-    tensors = _load(checkpoint.folder, sharded, lambda: state_tensors(sharded, optimizer))
+    tensors = load_weights(checkpoint.folder, sharded, optimizer)
     # The checkpoint has no hyperparameters: take those of the optimizer.
     options = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     everything: dict[str, Any] = get_optimizer_state_dict(sharded.model, optimizer, options=options)
@@ -100,9 +99,22 @@ def load_checkpoint(
     return state
 
 
-def load_weights(folder: Path, sharded: ShardedModel) -> None:
-    """Load only a checkpoint's parameters and buffers, in place. Collective."""
-    _load(folder, sharded, lambda: model_tensors(sharded))
+def load_weights(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
+    """Load a checkpoint's parameters and buffers in place; returns them, with the moments of `optimizer`, if given. Collective.
+
+    Raises:
+        UserError: it cannot be read; on every rank.
+    """
+    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
+    tensors = model_tensors(sharded) if optimizer is None else state_tensors(sharded, optimizer)
+    working("loading the checkpoint")
+    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
+    at("loading the checkpoint")
+    # Only under FSDP1 are they not views of the parameters already.
+    state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
+    refresh_scales(sharded.model)
+    return tensors
 
 
 def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> str | None:
@@ -209,17 +221,3 @@ def _without_places(value: Any) -> Any:
 
 def _ways_out() -> str:
     return "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
-
-
-def _load(folder: Path, sharded: ShardedModel, own_tensors: Callable[[], Tensors]) -> Tensors:
-    """Read a checkpoint into the run's own tensors, and return them; if one rank fails, all raise its UserError. Collective."""
-    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
-    tensors = own_tensors()
-    working("loading the checkpoint")
-    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
-    at("loading the checkpoint")
-    # Only under FSDP1 are they not views of the parameters already.
-    state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-    set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
-    refresh_scales(sharded.model)
-    return tensors

@@ -116,27 +116,18 @@ def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> 
     if unnamed := [name for name in read if name not in manifest["files"]]:
         raise ValueError(f"{folder.name}/{MANIFEST} does not name {unnamed[0]}")
     for name, expected in manifest["files"].items():
-        check_file(folder, name, expected, hashes)
-
-
-def check_file(folder: Path, name: str, expected: dict[str, Any], hashes: bool) -> None:
-    """Compare one file with its entry in the manifest.
-
-    Raises:
-        ValueError: as `check_files`.
-    """
-    try:
-        path = _inside(folder, name)
-        if not path.exists():
-            raise ValueError(f"{folder.name} lacks {name}")
-        if not path.is_file():
-            raise ValueError(f"{folder.name}/{name} is not a file")
-        if (num_bytes := path.stat().st_size) != expected["bytes"]:
-            raise ValueError(f"{folder.name}/{name} has {num_bytes} bytes instead of {expected['bytes']}")
-        if hashes and hash_file(path) != expected["sha256"]:
-            raise ValueError(f"{folder.name}/{name} does not have the sha256 of the manifest: its content changed")
-    except OSError as error:
-        raise Unread(f"{folder.name}/{name}", error) from None
+        try:
+            path = _inside(folder, name)
+            if not path.exists():
+                raise ValueError(f"{folder.name} lacks {name}")
+            if not path.is_file():
+                raise ValueError(f"{folder.name}/{name} is not a file")
+            if (num_bytes := path.stat().st_size) != expected["bytes"]:
+                raise ValueError(f"{folder.name}/{name} has {num_bytes} bytes instead of {expected['bytes']}")
+            if hashes and hash_file(path) != expected["sha256"]:
+                raise ValueError(f"{folder.name}/{name} does not have the sha256 of the manifest: its content changed")
+        except OSError as error:
+            raise Unread(f"{folder.name}/{name}", error) from None
 
 
 def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from toolkit.checkpoint.host_copier import HostCopier
 from toolkit.checkpoint.manifest import commit
 from toolkit.checkpoint.state import Identity, TrainState, state_tensors
 from toolkit.config.schema import CheckpointConfig
-from toolkit.distributed.comm import gather_objects, raise_together, rank, save_group, world_size
+from toolkit.distributed.comm import build_group, gather_objects, raise_together, rank, world_size
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.distributed.watchdog import at, working
 from toolkit.errors import Stopped, UserError, refused
@@ -57,14 +57,8 @@ class Save:
     error: BaseException | None = None
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """This rank's part of a checkpoint, which later steps do not change."""
-
-    tensors: Tensors
-    random_state: dict[str, torch.Tensor]
-    manifest: dict[str, Any]
-    """Without `files`."""
+_Snapshot = tuple[Tensors, Tensors, dict[str, Any]]
+"""This rank's part of a checkpoint, which later steps do not change: tensors, random state, and the manifest without `files`."""
 
 
 class CheckpointWriter:
@@ -85,7 +79,7 @@ class CheckpointWriter:
         self.identity, self.config = identity, config
         self.goal, self.best_saved = goal, best_saved
         self.copier = HostCopier(sharded.accelerator.device)
-        self.group = save_group()
+        self.group = build_group()
         self.under_way: Save | None = None
         self.thread: threading.Thread | None = None
 
@@ -145,7 +139,7 @@ class CheckpointWriter:
             "metrics": dict(state.metrics),
             "measured_on": self.goal.measured_on,
         }
-        snapshot = _Snapshot(tensors, capture_random_state(), manifest)
+        snapshot = tensors, capture_random_state(), manifest
         if self.is_best(state):
             self.best_saved = state.metrics[self.goal.metric]
         # 3. Write, in a thread or here.
@@ -159,10 +153,6 @@ class CheckpointWriter:
             self._raise_failure()
         self.under_way.blocking_s = time.perf_counter() - start_s
         return before
-
-    def before_update(self) -> None:
-        """Let the device change no weight before the current save has its copy; the host does not wait. Not a collective."""
-        self.copier.make_device_wait()
 
     def take_finished(self) -> Save | None:
         """The current save, if this rank's thread has finished it without an error; else None. Not a collective."""
@@ -200,6 +190,7 @@ class CheckpointWriter:
 
     def _write_and_commit(self, snapshot: _Snapshot, save: Save) -> None:
         """Start, write, finish, remove old ones: each on all ranks, before the next begins. Collective."""
+        tensors, random_state, manifest = snapshot
         folder = step_folder(self.run_folder, save.step)
         unfinished = folder.with_name(f"{folder.name}.tmp")
 
@@ -211,19 +202,19 @@ class CheckpointWriter:
                 (unfinished / "state").mkdir(parents=True)
 
         def write() -> dict[str, dict[str, Any]]:
-            names = [f"state/{name}" for name in save_tensors(snapshot.tensors, unfinished / "state", self.group)]
-            names.append(save_random_state(snapshot.random_state, unfinished))
+            names = [f"state/{name}" for name in save_tensors(tensors, unfinished / "state", self.group)]
+            names.append(save_random_state(random_state, unfinished))
             return describe_files(unfinished, names)
 
         def finish() -> None:
             if rank() == 0:
-                commit(unfinished, folder, {**snapshot.manifest, "files": files})
+                commit(unfinished, folder, {**manifest, "files": files})
 
         def remove() -> list[str]:
             if rank() != 0:
                 return []
             config = self.config
-            return prune(self.run_folder, config.keep_last, config.keep_best, self.goal, folder)[1]
+            return prune(self.run_folder, config.keep_last, config.keep_best, self.goal, folder)
 
         try:
             self._together(start, folder)

@@ -46,25 +46,17 @@ def limit_groups(timeout: datetime.timedelta) -> None:
         setattr(dist.distributed_c10d, name, timeout)
 
 
-@functools.lru_cache(maxsize=1)
-def control_group() -> dist.ProcessGroup | None:
-    """A gloo group over all ranks, for decisions and small objects; None for one process. Collective on first use, in
-    `build_accelerator`."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def build_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks, for one thread: two must not use a group at once. None for one process. Collective."""
+    if world_size() == 1:
         return None
     group: Any = dist.new_group(backend="gloo")  # it gets as long to connect as `limit_groups` says
     group.set_timeout(CONTROL_TIMEOUT)
     return group
 
 
-@functools.lru_cache(maxsize=1)
-def save_group() -> dist.ProcessGroup | None:
-    """A gloo group for the thread that writes checkpoints, because two threads must not use one group at once; None for one
-    process. Collective on first use."""
-    control_group()
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+control_group = functools.lru_cache(maxsize=1)(build_group)
+"""The main thread's, for decisions and small objects. Collective on first use, in `build_accelerator`."""
 
 
 def close_groups() -> None:
@@ -74,7 +66,6 @@ def close_groups() -> None:
     aborts ("terminate called without an active exception"), as seen after a successful run.
     """
     control_group.cache_clear()
-    save_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # drop the last references, so that the groups end and join their threads
@@ -106,13 +97,6 @@ def reduce_on_cpu(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Te
     if group is not None:
         dist.all_reduce(values, op=op, group=group)
     return values
-
-
-def barrier() -> None:
-    """Wait until every rank is here. Collective."""
-    group = control_group()
-    if group is not None:
-        dist.barrier(group=group)
 
 
 def raise_together(error: UserError | None) -> None:

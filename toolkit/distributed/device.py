@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,22 +48,6 @@ def check_own_gpu(device: torch.device) -> None:
             "the accelerate config, or give each process its own CUDA_VISIBLE_DEVICES",
             printed_by="run",
         )
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process since `reset_peak_memory`, in GiB: allocated on a CUDA device, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Restart the peak of `peak_memory_gib`. If the system does not allow that, the peak since the process start remains."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # man proc: resets the peak resident size
 
 
 def smallest_gpu_bytes(device: torch.device) -> int | None:

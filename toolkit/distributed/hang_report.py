@@ -91,7 +91,7 @@ def _standings(places: dict[int, Place], ranks: set[int], silent: set[int]) -> l
     groups: dict[tuple[bool, str], list[int]] = {}
     for number in sorted(ranks):
         place = places.get(number)
-        where = _where(place) if place else ""
+        where = "" if place is None else place.phase if place.step is None else f"step {place.step}, {place.phase}"
         groups.setdefault((number in silent, where), []).append(number)
     standings = []
     for (is_silent, where), members in groups.items():
@@ -102,10 +102,6 @@ def _standings(places: dict[int, Place], ranks: set[int], silent: set[int]) -> l
             text = f"in {where}, for {longest.idle_s:.0f} s, at {longest.line}"
         standings.append((members, text))
     return standings
-
-
-def _where(place: Place) -> str:
-    return place.phase if place.step is None else f"step {place.step}, {place.phase}"
 
 
 def named(numbers: Collection[int]) -> str:

@@ -53,20 +53,16 @@ class Phase:
         self._done = self._done + number if self.total is None else min(self._done + number, self.total)
         if self._is_on_terminal:
             if self._bar is None:  # a bar without a total has no truth value
-                self._bar = self._build_bar()
+                from tqdm import tqdm
+
+                unit = {"unit": "B", "unit_scale": True} if self._unit == "B" else {"unit": f" {self._unit}"}
+                look = {"delay": BAR_DELAY_S, "leave": False, "dynamic_ncols": True, **unit}
+                self._bar = tqdm(desc=self._name, total=self.total, initial=self._done_before, **look)
             self._bar.update(self._done - self._bar.n)
         elif time.monotonic() - self._line_s >= LINE_INTERVAL_S:
             self._log()
         if self._done == self.total:
             self.__exit__(None)
-
-    def _build_bar(self) -> Any:
-        from tqdm import tqdm
-
-        is_bytes = self._unit == "B"
-        look = {"delay": BAR_DELAY_S, "leave": False, "dynamic_ncols": True, "unit_scale": is_bytes}
-        unit = "B" if is_bytes else f" {self._unit}"
-        return tqdm(desc=self._name, total=self.total, initial=self._done_before, unit=unit, **look)
 
     def _log(self) -> None:
         self._line_s, self._num_logged = time.monotonic(), self._done

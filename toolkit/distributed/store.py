@@ -101,25 +101,24 @@ def open_store(meeting: Meeting) -> dist.Store:
     Raises:
         UserError: nobody answers within `meeting.timeout_s` and a few seconds.
     """
-    results: list[dist.Store] = []
-    errors: list[Exception] = []
+    results: list[dist.Store | Exception] = []
 
     def run() -> None:
         try:
             results.append(_open_store(meeting))
         except Exception as error:
-            errors.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(meeting.timeout_s + LINGER_S)
-    if errors:
-        raise errors[0]
     if not results:
         raise refusal(
             f"rank {meeting.rank} of {meeting.world_size} got no answer at {meeting.within()}: check that nothing but rank 0 of "
             "this run listens there, or that the disk of the file answers"
         )
+    if isinstance(results[0], Exception):
+        raise results[0]
     return results[0]
 
 

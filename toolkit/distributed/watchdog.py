@@ -192,18 +192,16 @@ class Watchdog:
             stood_s = min(now_s - last_s, self._interval_s + 1)
             self._idle_s = 0.0 if self._has_moved(seen, here) else self._idle_s + stood_s
             seen, last_s = here, now_s
+            is_cut_off = now_s - self._last_answer_s > max(2 * ANSWER_S, self.timeout_s / 2)
             if self._verdict is not None:
                 self._end(self._verdict)
             elif self._idle_s < self.timeout_s / 2:
                 self._last_answer_s = now_s
-            elif self._idle_s >= self.timeout_s and (self._world_size == 1 or self._is_cut_off(now_s)):
+            elif self._idle_s >= self.timeout_s and (self._world_size == 1 or is_cut_off):
                 sentence = explain({self._rank: self._place()}, set(), self.timeout_s, self.folder)
                 if self._world_size > 1:
                     sentence += " The other ranks cannot be asked: the key-value store on the first node does not answer."
                 self._end(Verdict(sentence, []))
-
-    def _is_cut_off(self, now_s: float) -> bool:
-        return now_s - self._last_answer_s > max(2 * ANSWER_S, self.timeout_s / 2)
 
     def _has_moved(self, seen: _Where, here: _Where) -> bool:
         """Whether there was progress between two reports; only for the thread that keeps the time."""

@@ -45,19 +45,6 @@ def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.de
     return loaded.eval()
 
 
-def check_names(skeleton: PreTrainedModel, folder: Path) -> None:
-    """Load the folder with plain transformers on the meta device.
-
-    Raises:
-        RuntimeError: transformers misses a tensor, finds another, or one of another shape.
-    """
-    loader: Any = type(skeleton)
-    _, report = loader.from_pretrained(folder, device_map="meta", use_safetensors=True, output_loading_info=True)
-    for kind, found in report.items():
-        if found:
-            raise RuntimeError(f"{folder} does not load: {kind.replace('_', ' ')} {sorted(map(str, found))[0]}")
-
-
 def choose_device(device: torch.device, num_parameters: int, num_tokens: int) -> tuple[torch.device | None, str]:
     """Where to reload a model in fp32 and compute its logits: this rank's device, the CPU, or None with the reason.
 
@@ -78,6 +65,7 @@ def choose_device(device: torch.device, num_parameters: int, num_tokens: int) ->
     return None, f"in fp32 the model takes {num_bytes / GIB:.1f} GiB; {'; '.join(reasons)}; the limits are {share} and {limit}"
 
 
+@torch.no_grad()
 def check_logits(
     folder: Path,
     skeleton: nn.Module,
@@ -91,7 +79,9 @@ def check_logits(
 
     Args:
         skeleton: has the parameters that `load` loads in fp32 onto a device.
-        check, dtype, why: as for `compare_logits`.
+        check: a forward's arguments, and the trained model's `logits` for them.
+        dtype: the coarsest dtype that the trained model computed in or the reloaded one was stored in.
+        why: explanation, printed if the logits differ in bf16, whose rounding grows with the model.
 
     Raises:
         RuntimeError: the logits differ in fp32.
@@ -100,31 +90,16 @@ def check_logits(
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     num_tokens = sum(tensor.numel() for name, tensor in check.items() if name.endswith("input_ids"))
     chosen, reason = choose_device(device, num_parameters, num_tokens)
-    if chosen is not None:
-        try:
-            return compare_logits(check, load(chosen), folder, dtype, why)
-        except OSError as error:
-            raise UserError(f"{folder} stands, with the trained weights, but its logits cannot be compared: {error}") from None
-        except torch.OutOfMemoryError as error:  # a fragmented device has less than is free
-            reason = str(error).splitlines()[0]
-    logger.info(f"{folder} holds the trained weights bit for bit; its logits are not compared: {reason}")
-
-
-@torch.no_grad()
-def compare_logits(check: dict[str, torch.Tensor], reloaded: nn.Module, folder: Path, dtype: torch.dtype, why: str) -> None:
-    """Compare the reloaded model's logits with the trained one's.
-
-    Args:
-        check: a forward's arguments, and the trained model's `logits` for them.
-        dtype: the coarsest dtype that the trained model computed in or the reloaded one was stored in.
-        why: explanation, printed if the logits differ in bf16, whose rounding grows with the model.
-
-    Raises:
-        RuntimeError: the logits differ in fp32.
-    """
-    device = next(reloaded.parameters()).device
-    inputs = {name: tensor.to(device) for name, tensor in check.items() if name != "logits"}
-    logits_BTV = reloaded(**inputs, use_cache=False).logits.cpu()
+    try:
+        if chosen is not None:
+            inputs = {name: tensor.to(chosen) for name, tensor in check.items() if name != "logits"}
+            logits_BTV = load(chosen)(**inputs, use_cache=False).logits.cpu()
+    except OSError as error:
+        raise UserError(f"{folder} stands, with the trained weights, but its logits cannot be compared: {error}") from None
+    except torch.OutOfMemoryError as error:  # a fragmented device has less than is free
+        chosen, reason = None, str(error).splitlines()[0]
+    if chosen is None:
+        return logger.info(f"{folder} holds the trained weights bit for bit; its logits are not compared: {reason}")
     difference = (logits_BTV - check["logits"]).abs().max() / check["logits"].abs().max().clamp(min=1e-6)
     tolerance = LOGIT_TOLERANCE[dtype]
     if difference <= tolerance:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
 from toolkit.checkpoint.dcp import Tensors
 from toolkit.distributed.device import GIB
-from toolkit.export.compare import check_names
 from toolkit.models.config import WEIGHTS_INDEX
 from toolkit.models.freeze import aliases
 from toolkit.models.safetensors_index import DTYPES
@@ -117,7 +116,11 @@ class ModelFiles:
             self._collected = {}
         if self._places:
             raise RuntimeError(f"{self._folder}: {min(self._places)} was not gathered")
-        check_names(self._model, self._folder)
+        loader: Any = type(self._model)
+        _, report = loader.from_pretrained(self._folder, device_map="meta", use_safetensors=True, output_loading_info=True)
+        for kind, found in report.items():
+            if found:
+                raise RuntimeError(f"{self._folder} does not load: {kind.replace('_', ' ')} {sorted(map(str, found))[0]}")
 
     def _converts_alone(self, name: str, tensor: torch.Tensor, converted: Tensors) -> bool:
         """Whether the files' tensors that are made of this one are made of this one only."""

@@ -57,7 +57,9 @@ def install(model: PreTrainedModel) -> None:
         documents = None
         if document_lengths is not None and document_starts is not None:
             documents = Documents(tuple(document_lengths), document_starts)
-            inputs |= _flash_arguments(documents) if is_flash else {}
+            if is_flash:  # transformers' `FlashAttentionKwargs`, which models hand down to flash attention
+                inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.starts_N1)
+                inputs |= dict.fromkeys(("max_length_q", "max_length_k"), max(documents.lengths))
         with known_masks(is_packed=inputs.get("position_ids") is not None, documents=documents):
             return forward(*args, **inputs)
 
@@ -148,20 +150,10 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
             setattr(masking_utils, name, function)
 
 
-def _flash_arguments(documents: Documents) -> dict[str, Any]:
-    """transformers' `FlashAttentionKwargs`, which models hand down to flash attention."""
-    starts_N1, longest = documents.starts_N1, max(documents.lengths)
-    return {"cu_seq_lens_q": starts_N1, "cu_seq_lens_k": starts_N1, "max_length_q": longest, "max_length_k": longest}
-
-
 def _silence_padding(model: PreTrainedModel) -> None:
     """GPT-2 and BERT look for padding ids where they get no mask, to warn. Here padding comes last."""
     name = "warn_if_padding_and_no_attention_mask"
     private(name)
     for module in model.modules():
         if hasattr(module, name):  # modules of transformers that are models themselves
-            setattr(module, name, _no_warning)
-
-
-def _no_warning(*_: Any) -> None:
-    pass
+            setattr(module, name, lambda *_: None)

@@ -8,6 +8,7 @@ tied modules do, whatever their names.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
                 f"fsdp_transformer_layer_cls_to_wrap names {name}, which is not in {type(model).__name__}; "
                 f"classes that exist: {', '.join(existing)}"
             )
-    blocks = _outermost(model, set(named)) if named else repeated_blocks(model)
+    blocks = _outermost(model, lambda module: type(module).__name__ in named) if named else repeated_blocks(model)
     if not blocks:
         raise UserError(
             f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
@@ -102,13 +103,14 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     A layer that shares a weight with a module outside is left out: BERT lists its embeddings, and its head ties them.
     """
     listed = private("_no_split_modules", model) if hasattr(model, "config") else ()  # a convnet is not from transformers
-    unsplit = set(listed or ()) & set(_class_names(model))
-    blocks = _outermost(model, unsplit or _repeated_classes(model))
-    owners_of: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
-        owners_of.setdefault(id(parameter), set()).add(owner)
-    shared = {owner for owners in owners_of.values() if "" in owners for owner in owners}
+    classes = set(listed or ()) & set(_class_names(model))
+    if not classes:  # those of the elements of its outermost module lists
+        lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList))
+        layers = [layer for listed in lists.values() for layer in listed]
+        classes = {type(layer).__name__ for layer in layers if any(True for _ in layer.parameters())}
+    blocks = _outermost(model, lambda module: type(module).__name__ in classes)
+    owned = [_owners(names, blocks) for names in aliases(model).values()]
+    shared = {owner for owners in owned if "" in owners for owner in owners}
     return {name: block for name, block in blocks.items() if name not in shared}
 
 
@@ -129,25 +131,22 @@ def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
             )
 
 
-def _outermost(model: nn.Module, class_names: set[str]) -> dict[str, nn.Module]:
-    blocks: dict[str, nn.Module] = {}
+def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
+    """The wanted modules by name, without those inside another one."""
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in class_names and not any(name.startswith(f"{outer}.") for outer in blocks):
-            blocks[name] = module
-    return blocks
+        if is_wanted(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def _owners(names: list[str], prefixes: Iterable[str]) -> set[str]:
+    """The innermost modules, of those at `prefixes`, in which a parameter's names lie; "" for a name in none."""
+    return {max((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), key=len, default="") for name in names}
 
 
 def _class_names(model: nn.Module) -> list[str]:
     return sorted({type(module).__name__ for module in model.modules()})
-
-
-def _repeated_classes(model: nn.Module) -> set[str]:
-    """Classes of the elements of the model's outermost module lists: its repeated layers."""
-    lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
-            lists[name] = module
-    return {type(layer).__name__ for layers in lists.values() for layer in layers if any(True for _ in layer.parameters())}
 
 
 def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Module]:
@@ -203,13 +202,8 @@ def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
     Raises:
         UserError: naming the tied parameters.
     """
-    unit_prefixes = [unit.name for unit in units if unit.name]
-    places: dict[int, dict[str, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = max((p for p in unit_prefixes if name.startswith(f"{p}.")), key=len, default="")
-        places.setdefault(id(parameter), {})[name] = unit
-    for names in places.values():
-        if len(set(names.values())) > 1:
+    for names in aliases(model).values():
+        if len(_owners(names, [unit.name for unit in units])) > 1:
             raise UserError(
                 f"{' and '.join(names)} are one tied weight, but lie in different shard units: "
                 "choose wrap classes that keep them together"

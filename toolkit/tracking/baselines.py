@@ -1,19 +1,27 @@
-"""Figures of texts that need no model, measured at the end of a run: baselines of its own texts."""
+"""Figures of texts that need no model, measured at the end of a run. A model that does not beat them has learned little.
+
+`lead_sentence` repeats the beginning of the source; `best_constant` ignores the source and is the same for every row.
+"""
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.distributed.comm import rank
 from toolkit.evaluation.generate import BASELINE
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
-from toolkit.evaluation.rows import EvaluationRows
+from toolkit.evaluation.rows import EvaluationRows, even_places
+from toolkit.evaluation.words import choose_tokenizer, split_sentences
 from toolkit.tracking.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+MAX_CANDIDATES = 20_000
 SHOWN_CHARACTERS = 36
 """Of a baseline's text, in its name."""
 
@@ -41,8 +49,6 @@ def measure_baselines(
 
 def _baselines(train_rows: Dataset, evaluation: EvaluationRows) -> dict[str, dict[str, float]]:
     """ROUGE of the lead sentence and of the best constant summary, over all rows and over each set."""
-    from toolkit.evaluation.baselines import best_constant, lead_sentence
-
     constant = best_constant(train_rows["target"][:], evaluation.references)
 
     def score(data: EvaluationRows, text: str | None) -> dict[str, float]:
@@ -59,3 +65,28 @@ def _baselines(train_rows: Dataset, evaluation: EvaluationRows) -> dict[str, dic
             if rows.prompted:
                 found[label] |= {f"{name}/{key}": value for key, value in score(rows, text).items()}
     return found
+
+
+def lead_sentence(text: str) -> str:
+    """The first sentence of a text, on one line; empty for a blank text."""
+    sentences = split_sentences(text)
+    return sentences[0] if sentences else ""
+
+
+def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> str:
+    """The training target that shares most words with the references, relative to its length and theirs: nearly the mean ROUGE-1.
+
+    Words are those of the ROUGE of these references. The first of equals wins. Of more than `MAX_CANDIDATES` distinct targets, as
+    many are taken at even distances.
+    """
+    tokenize = choose_tokenizer(references).tokenize
+    reference_words = [tokenize(reference) for reference in references]
+    num_references = Counter(word for words in reference_words for word in set(words))
+    mean_length = statistics.fmean(map(len, reference_words))
+
+    def likeness(target: str) -> float:
+        words = tokenize(target)
+        return sum(num_references[word] for word in set(words)) / (len(words) + mean_length + 1)
+
+    distinct = list(dict.fromkeys(train_targets))
+    return max((distinct[place] for place in even_places(len(distinct), MAX_CANDIDATES)), key=likeness)

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit.distributed.comm import gather_objects, rank, world_size
-from toolkit.distributed.device import GIB, peak_memory_gib, reset_peak_memory, smallest_gpu_bytes
+from toolkit.distributed.device import GIB, smallest_gpu_bytes
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.tracking.metrics_log import MetricsLog
 
@@ -33,14 +35,21 @@ class StepMemory:
         self.row_tokens: dict[str, int] = {}
 
     def restart(self) -> None:
-        """Reset the peak, so that memory outside of steps does not count."""
-        reset_peak_memory(self.device)
+        """Reset the peak, so that memory outside of steps does not count. Where the system does not allow that, it remains."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # man proc: resets the peak resident size
 
     def read(self) -> float:
-        """Peak GiB since `restart`."""
-        peak_gib = peak_memory_gib(self.device)
-        self.peak_gib = max(self.peak_gib, peak_gib)
-        return peak_gib
+        """Peak GiB of this process since `restart`: allocated on a CUDA device, resident on a CPU."""
+        if self.device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        else:
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.peak_gib = max(self.peak_gib, peak_bytes / GIB)
+        return peak_bytes / GIB
 
     def see(self, batch: dict[str, torch.Tensor], num_packs: int) -> None:
         """Record the shape of a micro-batch. Its packs may share one row of the tensors (`CausalCollator.one_row`)."""
@@ -71,12 +80,10 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
     }
     launched_with = find_accelerate_yaml()
     metrics.reopen()  # and the run folder, if it has been removed
-    try:
+    with metrics.noting_failure(folder / MEMORY_FILE):
         (folder / MEMORY_FILE).write_text(json.dumps(found, indent=2) + "\n")
         if launched_with is not None:
             (folder / ACCELERATE_FILE).write_text(launched_with.read_text(encoding="utf-8"), encoding="utf-8")
-    except OSError as error:
-        metrics.note_failure(folder / MEMORY_FILE, error)
     if gpu_bytes:
         logger.info(
             f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit report --text {folder}` "

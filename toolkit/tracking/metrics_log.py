@@ -17,8 +17,7 @@ from typing import Any
 
 from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
-from toolkit.files.durable import written_beside
-from toolkit.files.json_lines import encode_json_line, load_json_lines
+from toolkit.files.json_lines import encode_json_line, load_json_lines, save_json_lines
 from toolkit.launch.log import lost_outputs
 
 logger = logging.getLogger("toolkit")
@@ -63,12 +62,10 @@ class MetricsLog:
         self.reopen()
         if self.error is not None:
             return
-        try:
+        with self.noting_failure(self.path):
             if self._file.write(text) < len(text):  # the disk is full; the next run drops the torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._num_bytes += len(text)
-        except OSError as error:
-            self.note_failure(self.path, error)
 
     def note_lost_outputs(self, step: int) -> None:
         """Write a line for each standard stream of the rank that writes that has failed since the last call."""
@@ -100,7 +97,7 @@ class MetricsLog:
         """Check with one `stat` that the file is unchanged; else open the one that is there now, or a new one, and say so."""
         if self._file is None or self.error is not None:
             return
-        try:
+        with self.noting_failure(self.path):
             with contextlib.suppress(FileNotFoundError):
                 there = os.stat(self.path)
                 if os.path.samestat(there, self._opened) and there.st_size >= self._num_bytes:
@@ -111,27 +108,25 @@ class MetricsLog:
             self._open()
             if self._num_bytes:  # its last line may be torn
                 self._num_bytes += self._file.write(b"\n")
-        except OSError as error:
-            self.note_failure(self.path, error)
-        except UserError as error:
-            self.error = error
-        else:
             logger.warning(f"{self.path} was removed or changed during the run: figures that it no longer has are lost")
 
-    def note_failure(self, path: Path, error: OSError) -> None:
+    @contextlib.contextmanager
+    def noting_failure(self, path: Path) -> Iterator[None]:
         """Remember, on any rank, that a file of figures cannot be written; the first failure counts."""
-        if self.error is None:
+        try:
+            yield
+        except OSError as error:
             reason = error.strerror or str(error)
-            self.error = UserError(f"{path} cannot be written ({reason}): fix that, and run the same command again")
+            self.error = self.error or UserError(f"{path} cannot be written ({reason}): fix that, and run the same command again")
+        except UserError as error:
+            self.error = self.error or error
 
     def sync(self) -> None:
         """Fsync all lines so far, so that they survive a power failure, as a checkpoint does."""
         self.reopen()
         if self._file is not None and self.error is None:
-            try:
+            with self.noting_failure(self.path):
                 os.fsync(self._file.fileno())
-            except OSError as error:
-                self.note_failure(self.path, error)
 
     def truncate_after(self, step: int, *, evaluation_due: bool = False) -> None:
         """Drop the lines after `step`, here and in every rank's `rows-<rank>.jsonl`, because a resumed run writes them again.
@@ -182,8 +177,6 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file atomically with only its complete, wanted lines, if it has others."""
     if not path.exists():
         return
-    kept = b"".join(encode_json_line(figures) for figures in load_json_lines(path, skip_torn_end=True) if wanted(figures))
-    if kept == path.read_bytes():
-        return
-    with written_beside(path) as beside:
-        beside.write_bytes(kept)
+    kept = [figures for figures in load_json_lines(path, skip_torn_end=True) if wanted(figures)]
+    if b"".join(map(encode_json_line, kept)) != path.read_bytes():
+        save_json_lines(path, kept)

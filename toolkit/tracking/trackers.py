@@ -17,7 +17,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.schema import TrackingConfig
-from toolkit.distributed.comm import barrier, on_rank_0
+from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError, refusal_named
 from toolkit.files.durable import written_beside
@@ -110,7 +110,7 @@ def close_trackers(trackers: Trackers) -> None:
             tracker.finish()
         except Exception as error:
             logger.warning(f"{tracker.name} could not be closed ({_in_one_line(error)}): it may lack the last figures")
-    barrier()
+    gather_objects(None)  # waits for all
 
 
 def _start(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:

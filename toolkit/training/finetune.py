@@ -33,10 +33,9 @@ from toolkit.training import loop
 from toolkit.training.data import prepare_data
 from toolkit.training.first_lines import log_first_lines
 from toolkit.training.model import build_model, build_skeleton
-from toolkit.training.own_loss import OwnLoss
 from toolkit.training.run import finish, release, start_run
 from toolkit.training.setup import begin
-from toolkit.training.user_functions import Figures, Own, StepInfo
+from toolkit.training.user_functions import Figures, Own, OwnLoss, StepInfo
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -38,10 +38,10 @@ from toolkit.training.after_step import (
     stop,
 )
 from toolkit.training.optim import clip_gradients, learning_rate
-from toolkit.training.own_loss import summed_own_loss
 from toolkit.training.parameter_checks import ParameterWatch
 from toolkit.training.run import Run, build_log, build_writer
 from toolkit.training.skip_guard import SkipGuard
+from toolkit.training.user_functions import summed_own_loss
 
 logger = logging.getLogger("toolkit")
 
@@ -72,6 +72,7 @@ def train(run: Run) -> None:
         watch = ParameterWatch(run.sharded.model, state.skips.num_skipped)
         micro_batches = _load_micro_batches(run, next_step)
         run.sharded.model.train()
+        run.trainable = [parameter for parameter in run.sharded.model.parameters() if parameter.requires_grad]
         run.guard = SkipGuard(config.optim, state.skips, reduction_groups(run.sharded.model))
         run.log = build_log(run)
         for number in range(state.step if state.evaluation_due else next_step, max(next_step, run.num_steps + 1)):
@@ -148,7 +149,7 @@ def train_step(
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # the fused kernel reads it, as from GradScaler
-    run.writer.before_update()
+    run.writer.copier.make_device_wait()  # the current save needs its copy before a weight changes
     run.optimizer.step()
     # Gradients of DDP are views of its buckets: new ones beside these would hold the gradients twice while they accumulate.
     run.optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
@@ -182,12 +183,10 @@ def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows]
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     path = run.folder / f"rows-{rank():05d}.jsonl"
-    try:
+    with run.metrics.noting_failure(path):
         run.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         with path.open("ab") as file:
             file.write(encode_json_line(line))
-    except OSError as error:
-        run.metrics.note_failure(path, error)
 
 
 @contextlib.contextmanager

@@ -35,8 +35,8 @@ from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.private import private
 from toolkit.training.optim import build_optimizer
-from toolkit.training.own_loss import check_own_loss
 from toolkit.training.setup import RunContext
+from toolkit.training.user_functions import check_own_loss
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

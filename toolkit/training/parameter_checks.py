@@ -39,9 +39,8 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        missing, unwanted = self._unexpected([p.grad is not None for p in self.model.parameters()])
-        _raise_if(missing, "trainable parameters got no gradient in the first step")
-        _raise_if(unwanted, "frozen parameters got a gradient")
+        flags = [p.grad is not None for p in self.model.parameters()]
+        self._check(flags, trainable="got no gradient in the first step", frozen="got a gradient")
 
     def check_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """After the first update: every trainable has optimizer state, and nothing else has. Collective.
@@ -49,9 +48,8 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        missing, unwanted = self._unexpected([bool(optimizer.state.get(p)) for p in self.model.parameters()])
-        _raise_if(missing, "trainable parameters have no optimizer state after the first update")
-        _raise_if(unwanted, "frozen parameters have optimizer state")
+        flags = [bool(optimizer.state.get(p)) for p in self.model.parameters()]
+        self._check(flags, trainable="have no optimizer state after the first update", frozen="have optimizer state")
 
     def count_update(self, lr: float) -> bool:
         """Count an update, skipped or not; return whether `check_moved` is due, because enough were large enough to show."""
@@ -70,10 +68,10 @@ class ParameterWatch:
         self.num_showing -= num_skipped - self.num_skipped
         self.num_skipped = num_skipped
         if self.num_showing == UPDATES_UNTIL_MOVED:
-            still, _ = self._unexpected(self._have_moved())
             # Rows of new tokens rest until one of them occurs.
-            still = [name for name in still if ".trainable_tokens_delta." not in name]
-            _raise_if(still, f"trainable parameters have not moved after {UPDATES_UNTIL_MOVED} updates")
+            rest = [".trainable_tokens_delta." in name for name, _ in self.model.named_parameters()]
+            flags = [moved or may for moved, may in zip(self._have_moved(), rest, strict=True)]
+            self._check(flags, trainable=f"have not moved after {UPDATES_UNTIL_MOVED} updates")
 
     def check_frozen(self) -> None:
         """At the end: every frozen parameter is bit-identical to the start. Collective.
@@ -81,18 +79,20 @@ class ParameterWatch:
         Raises:
             RuntimeError: with the names.
         """
-        _, changed = self._unexpected(self._have_moved())
-        _raise_if(changed, "frozen parameters have changed")
+        self._check(self._have_moved(), frozen="have changed")
 
     def _have_moved(self) -> list[bool]:
         return (_checksums(self.model) != self.start).any(dim=1).tolist()
 
-    def _unexpected(self, flags: list[bool]) -> tuple[list[str], list[str]]:
-        """Names of trainable parameters whose flag is set on no rank, and of frozen ones whose flag is set on any. Collective."""
+    def _check(self, flags: list[bool], trainable: str | None = None, frozen: str | None = None) -> None:
+        """Raise, in these words, if a trainable parameter's flag is set on no rank, or a frozen one's on any. Collective."""
         on_any = reduce_on_cpu(torch.tensor(flags, dtype=torch.int32), dist.ReduceOp.MAX).bool().tolist()
         named = list(zip(self.model.named_parameters(), on_any, strict=True))
-        missing = [name for (name, p), is_set in named if p.requires_grad and not is_set]
-        return missing, [name for (name, p), is_set in named if not p.requires_grad and is_set]
+        for what, is_trainable in ((trainable, True), (frozen, False)):
+            names = [clean(name) for (name, p), is_set in named if p.requires_grad == is_trainable and is_set != is_trainable]
+            if names and what is not None:
+                shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                raise RuntimeError(f"{'trainable' if is_trainable else 'frozen'} parameters {what}: {shown}")
 
 
 @torch.no_grad()
@@ -113,9 +113,3 @@ def _checksums(model: nn.Module) -> torch.Tensor:
         else:
             sums.append(local.new_zeros(2, dtype=torch.int64))
     return torch.stack(sums).cpu()
-
-
-def _raise_if(names: list[str], what: str) -> None:
-    if names:
-        shown = ", ".join(clean(name) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        raise RuntimeError(f"{what}: {shown}")

@@ -30,13 +30,13 @@ SAME = "return {'share': sum(p == r for p, r in zip(predictions, references)) / 
 
 def test_numbers_of_a_script_are_figures_named_by_its_folder(tmp_path: Path) -> None:
     (metric,) = load_text_metrics([str(write_metric(tmp_path / "same", SAME))])
-    assert metric.figures(["a", "b", "c"], ["a", "x", "c"]) == {"same/share": 2 / 3}
+    assert compute_figures([metric], ["a", "b", "c"], ["a", "x", "c"]) == {"same/share": 2 / 3}
     assert try_metrics([metric], ["a"] * 99) == ["same/share"]
     (again,) = load_text_metrics([str(tmp_path / "same" / "same.py")])
     write_metric(tmp_path / "same", SAME.replace("==", "!="))
     (changed,) = load_text_metrics([str(tmp_path / "same")])
     assert again.code_hash == metric.code_hash != changed.code_hash
-    assert changed.figures(["a", "b", "c"], ["a", "x", "c"]) == {"same/share": 1 / 3}
+    assert compute_figures([changed], ["a", "b", "c"], ["a", "x", "c"]) == {"same/share": 1 / 3}
 
 
 def test_numbers_of_a_function_are_figures_under_its_name() -> None:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from tests.support.adapter_models import adapted, forward_inputs, load_base, logits, randomize, save_base
+from tests.support.adapter_models import adapted, compare_logits, forward_inputs, load_base, logits, randomize, save_base
 from tests.support.model_folders import _build_tokenizer
 from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.config.python import load_config
@@ -26,7 +26,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export import write
 from toolkit.export.card import Origin
-from toolkit.export.compare import compare_logits, reload
+from toolkit.export.compare import reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
 from toolkit.export.write import Places, export_model

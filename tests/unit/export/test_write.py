@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
+from tests.support.adapter_models import compare_logits
 from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ExportConfig, ModelConfig, RunConfig, SummarizationConfig
@@ -18,7 +19,7 @@ from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export import compare
-from toolkit.export.compare import check_logits, choose_device, compare_logits, reload
+from toolkit.export.compare import check_logits, choose_device, reload
 from toolkit.export.write import _on_rank_0, _replaced, _trained_logits, check_export_places
 from toolkit.parallel.wrap import shard_model
 

@@ -1,24 +1,28 @@
-"""Baselines are measured at the end of a run."""
+"""Baselines, lead sentence and best constant, are measured at the end of a run: the figures that a model has to beat."""
 
 from __future__ import annotations
 
 import errno
 import os
+import random
+import statistics
 from pathlib import Path
 
 import pytest
 
 from toolkit.errors import UserError
+from toolkit.evaluation.rouge import mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
-from toolkit.tracking.baselines import _baselines, measure_baselines
+from toolkit.tracking import baselines
+from toolkit.tracking.baselines import _baselines, best_constant, lead_sentence, measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog
+
+VERBS, NOUNS = ["Return", "Opens", "Raise", "Closing"], ["the file", "a list of files", "the", "error errors", "value, if any"]
 
 
 def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import Dataset
-
-    from toolkit.tracking import baselines
 
     texts = {"target": ["Return the oar.", "Close the file."], "lead_text": ["Return the oar. And more.", "Nothing alike."]}
     rows, on = Dataset.from_dict(texts), {"rows": "a"}
@@ -37,7 +41,8 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
     # On other rows, and a line that cannot be written, as on a full disk.
     monkeypatch.undo()
     log.write("eval", 5, rougeL=1.0, measured_on=(other := {"rows": "b"}))
-    log.note_failure(log.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with log.noting_failure(log.path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(UserError, match="metrics.jsonl cannot be written .No space left on device.: fix that"):
         measure_baselines(log, 5, rows, data, other)
 
@@ -60,3 +65,41 @@ def test_a_set_has_baselines_of_its_own_rows() -> None:
     data = EvaluationRows(rows, tokenizer=None, collator=None, inputs=inputs)  # type: ignore[arg-type]
     lead = _baselines(rows, data)["lead sentence"]
     assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]
+
+
+def small_headlines(num_rows: int, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(VERBS + NOUNS, k=draw.randint(1, 5))) for _ in range(num_rows)]
+
+
+def test_lead_sentence():
+    assert lead_sentence("Opens the\nfile (e.g. A). Then reads it.\n\nMore.") == "Opens the file (e.g. A)."
+    assert lead_sentence("No stop here") == "No stop here"
+    assert lead_sentence("  \n") == ""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_constant_is_nearly_the_winner_by_rouge_1(seed):
+    targets, references = small_headlines(60, seed), small_headlines(15, seed + 100)
+    means = [mean_scores(rouge_scores([target] * len(references), references))["rouge1"] for target in targets]
+    winner = means[targets.index(best_constant(targets, references))]
+    assert winner >= 0.9 * max(means) and winner > 1.3 * statistics.fmean(means)
+
+
+def test_the_best_constant_counts_words_as_rouge_of_the_references_does():
+    """rouge_score has one word for these texts, "cd", and the first would win."""
+    targets, references = ["关闭窗口 cd", "打开一个文件"], ["打开文件", "打开一些文件", "读文件 cd"]
+    means = [mean_scores(rouge_scores([target] * len(references), references))["rougeL"] for target in targets]
+    assert best_constant(targets, references) == "打开一个文件" and max(means) == means[1] > 50
+
+
+def test_the_first_of_equals_wins():
+    assert best_constant(["x y", "Close file", "file close", "close files"], ["close"]) == "Close file"
+    assert best_constant(["x", "y"], ["z"]) == "x"
+
+
+def test_large_sets_are_thinned_evenly_and_alike_every_time(monkeypatch):
+    monkeypatch.setattr(baselines, "MAX_CANDIDATES", 3)
+    targets = ["a", "b", "c", "d", "e", "f", "f"]
+    assert best_constant(targets, ["d"]) == "a"  # "d" is not among a, c, e: all three score 0
+    assert best_constant(targets, ["e"]) == "e"
