@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from toolkit.checkpoint.find import newest_valid, whole_checkpoints
 from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_name
@@ -153,8 +154,6 @@ def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] 
 
 def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
     """The run's `config.yaml`. Attention kernels that this machine may lack are left out: they keep the same weights."""
-    import yaml
-
     for flag in flags:
         if flag.startswith("-") and (key := flag.removeprefix("--").partition("=")[0]) not in MAY_CHANGE:
             raise UserError(f"{key} is not a setting of an export: of the run's, give one of {', '.join(MAY_CHANGE)}")

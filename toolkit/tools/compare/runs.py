@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml
 from toolkit.tools.compare import table
@@ -153,8 +155,6 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
 
 def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
     """The preset with the processes, device and precision of this comparison."""
-    import torch
-
     use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
     num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
     own = mapping.get("num_processes", 1)
@@ -165,8 +165,6 @@ def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
 
 def _check_devices(mapping: dict[str, Any]) -> None:
     """Raise here for missing GPUs, because the ranks would do so only after seconds of imports."""
-    import torch
-
     if mapping["distributed_type"] == "NO" or mapping.get("use_cpu"):
         return
     if (num_gpus := torch.accelerator.device_count()) < mapping["num_processes"]:
