@@ -247,14 +247,13 @@ def test_what_happens_meanwhile_is_named(run: Path, tmp_path: Path, monkeypatch:
     import torch
 
     from toolkit.errors import UserError
-    from toolkit.tools.export import export as command
-    from toolkit.tools.export.choose import read_whole
+    from toolkit.tools import export as command
 
     def fill(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     with pytest.raises(UserError, match=f"^{tmp_path}/gone was removed meanwhile, as by a run that keeps its newest ones: give"):
-        read_whole(tmp_path / "gone")
+        command.read_whole(tmp_path / "gone")
     monkeypatch.setattr(command, "_export", fill)
     with pytest.raises(
         UserError, match=r"^the model does not fit this device \(CUDA out .* 2.00 GiB.\): set ACCELERATE_USE_CPU="

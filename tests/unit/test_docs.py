@@ -22,7 +22,7 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.models.lora import check_adapter_config
 from toolkit.tools import main as cli
 from toolkit.tools.compare.runs import load_preset
-from toolkit.tools.export.choose import MAY_CHANGE
+from toolkit.tools.export import MAY_CHANGE
 
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "accelerate_configs/README.md"]
 PAGES += ["toolkit/config/migrating.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]

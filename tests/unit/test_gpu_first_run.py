@@ -18,7 +18,7 @@ from benchmarks.measuring import REPOSITORY
 from benchmarks.plan import plan_error
 from benchmarks.throughput import mfu, shape_times
 from benchmarks.throughput.mfu import find_peak
-from toolkit.tools.report.results import format_table
+from toolkit.tools.report.terminal import format_table
 
 NEW_GPU = (9, 0)
 CHECKS = {check.number: check for check in read_checks(DOC.read_text(encoding="utf-8"))}

@@ -8,7 +8,7 @@ tied modules do, whatever their names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +217,24 @@ def describe(units: list[ShardUnit]) -> str:
     dtypes = " and ".join(sorted({dtype for unit in units for dtype in unit.dtypes}))
     num_parameters, mib = sum(unit.num_parameters for unit in units), sum(unit.local_bytes() for unit in units) / 2**20
     return f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0"
+
+
+def describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
+    """The kinds of units; equal ones share an entry."""
+    kinds: dict[tuple, list[ShardUnit]] = {}
+    for unit in units:
+        kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
+    return [
+        {
+            "unit": class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}",
+            "count": len(equal),
+            "num_parameters": num,
+            "num_trainable": num_trainable,
+            "dtypes": list(dtypes),
+            "bytes_on_rank_0": sum(unit.local_bytes() for unit in equal),
+        }
+        for (class_name, num, num_trainable, dtypes), equal in kinds.items()
+    ]
 
 
 def clean(name: str) -> str:

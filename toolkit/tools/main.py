@@ -105,7 +105,7 @@ def _add_compare(jobs: Any) -> None:
 
 def _add_export(jobs: Any) -> None:
     about = "write a checkpoint as a Hugging Face folder; also under accelerate launch -m"
-    add = _add_parser(jobs, "export", "export.export:export", help=about).add_argument
+    add = _add_parser(jobs, "export", "export:export", help=about).add_argument
     add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_functions")
     add("--checkpoint", metavar="STEP|best|last", help="which one (default: as the run's export.weights)")
     add("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")

@@ -207,7 +207,7 @@ def finish(run: Run) -> Path | None:
             logger.info(line)
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
-    on_all_ranks(lambda: _tool("report.results").show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
+    on_all_ranks(lambda: _tool("report.terminal").show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
     on_rank_0(lambda: _tool("report.picture").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
     _tool("report.page").save_run_page(run.folder)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.errors import UserError, escape_controls, one_line, refusal_named
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml, check_mapping
-from toolkit.tools.compare.picture import draw_comparison
-from toolkit.tools.compare.table import Outcome, as_json, common_changes, format_comparison, presets_that_ran, read_figures
+from toolkit.tools.compare import table
+from toolkit.tools.compare.table import Outcome
 from toolkit.tools.preset_runs import adapt_preset, find_preset, launch, reason_of_failure, save_preset
 
 logger = logging.getLogger("toolkit")
@@ -145,15 +147,13 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
     if exit_status != 0:
         return Outcome(**about, failure=reason_of_failure(log_path))
     try:
-        return Outcome(**about, figures=read_figures(output / name / "metrics.jsonl", conditions.warmup_steps))
+        return Outcome(**about, figures=table.read_figures(output / name / "metrics.jsonl", conditions.warmup_steps))
     except (OSError, ValueError) as error:
         return Outcome(**about, failure=f"no figures: {error}")
 
 
 def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
     """The preset with the processes, device and precision of this comparison."""
-    import torch
-
     use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
     num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
     own = mapping.get("num_processes", 1)
@@ -164,8 +164,6 @@ def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
 
 def _check_devices(mapping: dict[str, Any]) -> None:
     """Raise here for missing GPUs, because the ranks would do so only after seconds of imports."""
-    import torch
-
     if mapping["distributed_type"] == "NO" or mapping.get("use_cpu"):
         return
     if (num_gpus := torch.accelerator.device_count()) < mapping["num_processes"]:
@@ -192,19 +190,19 @@ def _spelt(value: Any) -> str:
 def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> None:
     """Print the table, and write it with the picture and the JSON."""
     recipe = Path(conditions.command[0]).name
-    ran = presets_that_ran(outcomes)
+    ran = table.presets_that_ran(outcomes)
     reference = next(iter(ran), None)
     heading = f"{recipe}: {conditions.num_steps} steps, timed from step {conditions.warmup_steps + 1} on"
     remarks = [f"loss difference: the largest over the steps, relative to {reference}"] if reference else []
-    if changes := common_changes(outcomes):
+    if changes := table.common_changes(outcomes):
         remarks.append(f"changed in all presets: {', '.join(changes)}")
     heading_with_remarks = "; ".join([heading, *remarks])
-    table = format_comparison(outcomes)
+    lines = table.format_comparison(outcomes)
     command = shlex.join(conditions.command)
-    (output / "comparison.md").write_text(f"`{command}`\n\n{heading_with_remarks}.\n\n{table}\n", encoding="utf-8")
+    (output / "comparison.md").write_text(f"`{command}`\n\n{heading_with_remarks}.\n\n{lines}\n", encoding="utf-8")
     about = {"command": conditions.command, "num_steps": conditions.num_steps, "warmup_steps": conditions.warmup_steps}
-    plain = {**about, "compared_with": reference, "presets": as_json(outcomes)}
+    plain = {**about, "compared_with": reference, "presets": table.as_json(outcomes)}
     (output / "comparison.json").write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    draw_comparison(ran, heading, output / "comparison.png")
+    table.draw_comparison(ran, heading, output / "comparison.png")
     written = f"written to {one_line(str(output))}: comparison.md, comparison.json, comparison.png"
-    print(escape_controls(f"\n{heading_with_remarks}.\n\n{table}\n\n{written}"), flush=True)
+    print(escape_controls(f"\n{heading_with_remarks}.\n\n{lines}\n\n{written}"), flush=True)

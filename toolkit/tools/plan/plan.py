@@ -22,12 +22,11 @@ from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
 from toolkit.optimizers import OPTIMIZERS
-from toolkit.parallel.units import local_tensor
+from toolkit.parallel.units import describe_units, local_tensor
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import Subject, build_subject, num_micro_batches, row_tokens
 from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
-from toolkit.tools.plan.units import describe_units
 
 USABLE_SHARE = 0.92
 """Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from markupsafe import Markup
 from rich.console import Console
 
 from toolkit.config.load import RecipeConfig, load_config
@@ -23,13 +26,13 @@ from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
-from toolkit.tools.preview.page import render_page
 from toolkit.tools.preview.row import find_cut_row, plural, view_row
 from toolkit.tools.preview.step import view_step
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_preview
-from toolkit.tools.preview.wording import Preview, list_parts
+from toolkit.tools.preview.wording import NAMES, Preview, list_parts
 from toolkit.tools.recipes import find_recipe
+from toolkit.tools.report.parts import load_template
 from toolkit.training.data import num_steps, prepare_data
 from toolkit.variables import num_launched
 
@@ -65,6 +68,14 @@ def preview(
     with written_beside(html) as beside:
         beside.write_text(render_page(found.title, list_parts(found, has_remarks=True)), encoding="utf-8")
     print(one_line(f"the page is {html}"))
+
+
+def render_page(title: str, parts: Iterable[Any]) -> str:
+    """The page of these parts, and of those of `report.parts`, styled as reports. Nothing is left that HTML would interpret."""
+    style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    template = load_template(NAMES=NAMES)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return str(template.page(title, policy, template.flow(parts), Markup(style)))
 
 
 def collect(

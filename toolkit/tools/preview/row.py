@@ -108,7 +108,10 @@ def view_row(rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) 
         full = row
         texts = {"row": example.text if num_pieces == 1 else str(rows.tokenizer.decode(row["input_ids"]))}
     else:
-        full = _tokenize_unlimited(rows, config, model, given[1])
+        unlimited = replace(config, **dict.fromkeys(config.task.sides.values(), _NO_LIMIT))
+        config.task.tokens.set_up(rows.tokenizer, unlimited, model)
+        columns = config.task.tokens.tokenize(given[1], rows.tokenizer, unlimited, origins)
+        full = {column: values[0] for column, values in columns.items()}
         if "source" in config.task.sides:
             texts = {"source": config.prefix + str(example.prompt), "target": str(example.completion)}
         elif example.messages is None:
@@ -162,16 +165,6 @@ def _find(splits: TokenizedRows | TextRows, row_id: int) -> tuple[str, dict[str,
 
 def _ids(part: Dataset) -> np.ndarray:
     return part.with_format("numpy")["row_id"][:]
-
-
-def _tokenize_unlimited(rows: TokenizedRows, config: Any, model: ModelConfig, cells: dict[str, list[Any]]) -> dict[str, Any]:
-    """The columns of one row, by the run's own function, without a limit."""
-    assert rows.texts is not None
-    kind, limits = config.task.tokens, dict.fromkeys(config.task.sides.values(), _NO_LIMIT)
-    unlimited = replace(config, **limits)
-    kind.set_up(rows.tokenizer, unlimited, model)
-    columns = kind.tokenize(cells, rows.tokenizer, unlimited, rows.texts.origins)
-    return {name: values[0] for name, values in columns.items()}
 
 
 def _build_side(

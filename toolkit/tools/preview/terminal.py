@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from toolkit.errors import align, visible
-from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING
-from toolkit.tools.preview.wording import Preview, list_parts
+from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, Tokens, list_parts
 from toolkit.tools.report.parts import Heading, Histogram, Lines, Table
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 STYLES = {LOSS: "bold green", CONTEXT: "", PADDING: "dim", LOST: "strike red"}
 MARKS = {LOSS: ("[[", "]]"), CONTEXT: ("", ""), PADDING: ("", ""), LOST: ("~~", "~~")}
@@ -36,44 +34,40 @@ class _Lines:
     """The lines of each part of the view, for one console."""
 
     def __init__(self, console: Console) -> None:
-        from rich.text import Text
-
-        self._console, self._text = console, Text
+        self._console = console
         self._has_colour = console.is_terminal and not console.no_color and console.color_system is not None
 
     def of(self, part: Any) -> Iterator[Text]:
         """In a terminal wrapped to its width, elsewhere never."""
         match part:
             case Heading(text, level):
-                yield from [self._text()] * (level < 4)
+                yield from [Text()] * (level < 4)
                 style = {1: "bold", 4: "bold"}.get(level, "bold cyan")
-                yield from self._wrapped(self._text(visible(text), style=style), indent=2 * (level == 4))
-            case Lines(lines):
+                yield from self._wrapped(Text(visible(text), style=style), indent=2 * (level == 4))
+            case Lines(lines, kind):
                 for line in lines:
-                    yield from self._wrapped(self._text(visible(line)))
+                    yield from self._wrapped(Text(visible(line)), indent=4 if kind == "text" else 2)
             case Table(rows, left):
                 for number, line in enumerate(align([list(map(visible, row)) for row in rows], left)):
-                    yield self._text(f"  {line}".rstrip(), style="" if number else "dim")
+                    yield Text(f"  {line}".rstrip(), style="" if number else "dim")
             case Histogram(bins):
                 width, most = max(len(label) for label, _ in bins), max(count for _, count in bins)
                 for label, count in bins:
-                    yield self._text(f"  {label:>{width}}  {'█' * math.ceil(BAR_WIDTH * count / most)} {count:,}")
+                    yield Text(f"  {label:>{width}}  {'█' * math.ceil(BAR_WIDTH * count / most)} {count:,}")
             case Legend(kinds, True):
-                yield self._text(f"  {', '.join(f'{BARS[kind]} {NAMES[kind]}' for kind in kinds)}")
+                yield Text(f"  {', '.join(f'{BARS[kind]} {NAMES[kind]}' for kind in kinds)}")
             case Legend(kinds):
                 names = [self._marked(kind, NAMES[kind]) for kind in kinds]
-                yield from self._wrapped(self._text("tokens, with | between two: ").append_text(self._text(", ").join(names)))
+                yield from self._wrapped(Text("tokens, with | between two: ").append_text(Text(", ").join(names)))
             case Bar():
                 yield self._bar(part)
-            case RowText(text):
-                yield from self._wrapped(self._text(visible(text)), indent=4)
             case Tokens():
                 shown = ((kind, "|".join(visible(text).replace("\n", "⏎\n") for text in texts)) for kind, texts in part.by_kind())
-                yield from self._wrapped(self._text().append("|", style="dim").join(starmap(self._marked, shown)), indent=4)
+                yield from self._wrapped(Text().append("|", style="dim").join(starmap(self._marked, shown)), indent=4)
 
     def _bar(self, bar: Bar) -> Text:
         """Parts are as wide as their share of the longest pack; `|` is between two rows."""
-        line, done, drawn = self._text("    "), 0, 0
+        line, done, drawn = Text("    "), 0, 0
         for place, (kind, num) in enumerate(bar.pack.parts):
             if place in bar.pack.begins[1:]:
                 line.append("|", style="dim")
@@ -85,10 +79,10 @@ class _Lines:
 
     def _marked(self, kind: str, text: str) -> Text:
         before, after = ("", "") if self._has_colour else MARKS[kind]
-        return self._text(f"{before}{text}{after}", style=STYLES[kind])
+        return Text(f"{before}{text}{after}", style=STYLES[kind])
 
     def _wrapped(self, text: Text, indent: int = 2) -> Iterator[Text]:
         for line in text.split("\n", allow_blank=True):
             width = max(20, self._console.width - indent)
             for piece in line.wrap(self._console, width, overflow="fold") if self._console.is_terminal else [line]:
-                yield self._text(" " * (indent if piece.plain else 0)).append_text(piece)
+                yield Text(" " * (indent if piece.plain else 0)).append_text(piece)

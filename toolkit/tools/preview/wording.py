@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from toolkit.tools.preview.page import NAMES, Bar, Legend, RowText, Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token, plural
-from toolkit.tools.preview.step import StepView
+from toolkit.tools.preview.step import Pack, StepView
 from toolkit.tools.report.parts import Heading, Lines, describe_data, percent
 
+NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 MOST_CHARACTERS, MOST_TOKENS = 1200, 240
 """How much of a long text is shown: two thirds from its start, one third from its end."""
 TOKENS_AT_A_CUT = 40
 """How many tokens before and after a cut are shown too."""
 MOST_PACKS = 24
 """Packs of the step that are drawn."""
+TOKENS_OF_A_BLOCK = 2000
+"""A browser's time to lay out a block grows with the square of its elements: a megabyte in one block did not open in 30 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,37 @@ class Preview:
     """Of `summarize`. None, as `step`, for a single row, which is shown in full length."""
     step: StepView | None
     rows: list[RowView]
+
+
+class Legend(NamedTuple):
+    """The kinds of tokens, or of parts of bars."""
+
+    kinds: Sequence[str]
+    is_of_bars: bool = False
+
+
+class Bar(NamedTuple):
+    """A pack, as long as its share of the longest one that is shown."""
+
+    pack: Pack
+    longest: int
+    label: str
+
+
+class Tokens(NamedTuple):
+    """Tokens of a row, each with what it is for."""
+
+    tokens: list[Token]
+
+    def by_kind(self) -> Iterator[tuple[str, list[str]]]:
+        """Neighbours of one kind, and their texts."""
+        for kind, group in itertools.groupby(self.tokens, key=lambda token: token[0]):
+            yield kind, [text for _, text in group]
+
+    def blocks(self) -> Iterator[Iterator[tuple[str, list[str]]]]:
+        """At most `TOKENS_OF_A_BLOCK` at once, by kind."""
+        for first in range(0, len(self.tokens), TOKENS_OF_A_BLOCK):
+            yield Tokens(self.tokens[first : first + TOKENS_OF_A_BLOCK]).by_kind()
 
 
 def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
@@ -98,7 +131,7 @@ def _describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Ite
     for side in row.sides:
         yield Heading(f"{side.name.capitalize()}: {_describe_length(side)}", 4)
         texts = shorten_text(side.text, row.row_id, is_whole=is_whole)
-        yield from (Lines([text], "quiet") if number == 1 else RowText(text) for number, text in enumerate(texts))
+        yield from (Lines([text], "quiet" if number == 1 else "text") for number, text in enumerate(texts))
         yield Lines(["as tokens"], "quiet")
         pieces = shorten_tokens(side.tokens, row.row_id, is_whole=is_whole)
         yield from (Lines([piece], "quiet") if isinstance(piece, str) else Tokens(piece) for piece in pieces)

@@ -78,7 +78,7 @@ def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:
     names = [name for run in runs for name in run.metric_names if name != "perplexity" and not split_metric(name, run.sets)[0]]
     charts = []
     for name in dict.fromkeys(("loss", *names)):  # figures of other rows have an axis of their own
-        charts += [_loss_chart(group) if name == "loss" else _metric_chart(group, name) for group in group_alike(runs, name)]
+        charts += [_evaluation_chart(group, name) for group in group_alike(runs, name)]
     charts += [
         _training_chart(runs, "learning_rate", "Learning rate", "per update"),
         _training_chart(runs, "grad_norm", "Gradient norm", "L2, before clipping, log scale", is_noisy=True, is_log=True),
@@ -158,24 +158,20 @@ def draw(chart: Chart) -> dict[str, Any]:
     return dict(json_item(plot))
 
 
-def _loss_chart(runs: Sequence[RunFacts]) -> Chart:
-    curves = []
+def _evaluation_chart(runs: Sequence[RunFacts], name: str) -> Chart:
+    """A figure of the evaluations, with its baselines; the loss beside that of training."""
+    curves, first, is_loss = [], runs[0], name == "loss"
     for run in runs:
-        steps, values = run.series("train", "loss")
-        curves.append(Curve(f"{run.prefix}training", _color(run), steps, values, is_noisy=True))
-        steps, values = run.series("eval", "loss")
-        color, dash = (_color(run), "dashed") if run.prefix else (EVALUATION_COLOR, "solid")
-        curves.append(Curve(f"{run.prefix}evaluation", color, steps, values, dash, has_points=True))
-        curves += _curves_of_sets(run, "loss")
-    return _chart("Loss", "nats per label token, log scale", curves, runs, is_log=True)
-
-
-def _metric_chart(runs: Sequence[RunFacts], name: str) -> Chart:
-    curves, first = [], runs[0]
-    for run in runs:
-        label = run.name if run.prefix else "evaluation"
-        curves.append(Curve(label, _color(run), *run.series("eval", name), has_points=True))
-        curves += _curves_of_sets(run, name)
+        color, dash = _color(run), "solid"
+        if is_loss:
+            curves.append(Curve(f"{run.prefix}training", color, *run.series("train", name), is_noisy=True))
+            color, dash = (color, "dashed") if run.prefix else (EVALUATION_COLOR, "solid")
+        label = run.name if run.prefix and not is_loss else f"{run.prefix}evaluation"
+        curves.append(Curve(label, color, *run.series("eval", name), dash, has_points=True))
+        # Each evaluation set of the only run of a page; those of several runs are in tables alone.
+        for place, of_set in enumerate([] if run.prefix else run.sets):
+            color = COLORS[2 + place % (len(COLORS) - 2)]  # the first two are of training and evaluation
+            curves.append(Curve(of_set, color, *run.series("eval", f"{of_set}/{name}"), has_points=True))
         if run.baselines and run.baselines == first.baselines and run is not first:
             continue  # drawn once
         for place, (baseline, figures) in enumerate(run.baselines.items()):
@@ -183,19 +179,12 @@ def _metric_chart(runs: Sequence[RunFacts], name: str) -> Chart:
                 ends = [0, max(1, run.last_step)]
                 dash = BASELINE_DASHES[place % len(BASELINE_DASHES)]
                 curves.append(Curve(f"{run.prefix}{baseline}", "#80868f", ends, [figures[name]] * 2, dash))
+    if is_loss:
+        return _chart("Loss", "nats per label token, log scale", curves, runs, is_log=True)
     is_percent = name.startswith(("rouge", "percent_", "token_accuracy", "accuracy", "exact_match"))
     unit = "percent" if is_percent else "bits" if name == "bits_per_byte" else "of the evaluation"
     title = name.removeprefix("percent_").replace("_", " ").replace("rouge", "ROUGE-")
     return _chart(title[:1].upper() + title[1:], unit, curves, runs)
-
-
-def _curves_of_sets(run: RunFacts, name: str) -> list[Curve]:
-    """A figure's curves of each evaluation set of the only run of a page; those of several runs are in tables alone."""
-    sets, colors = [] if run.prefix else run.sets, COLORS[2:]  # the first two are of training and evaluation
-    return [
-        Curve(of_set, colors[place % len(colors)], *run.series("eval", f"{of_set}/{name}"), has_points=True)
-        for place, of_set in enumerate(sets)
-    ]
 
 
 def _training_chart(

@@ -18,8 +18,7 @@ from toolkit.distributed.comm import rank, world_size
 from toolkit.files.durable import save_json
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.same_run import installed_versions
-from toolkit.parallel.units import ShardUnit
-from toolkit.tools.plan.units import describe_units
+from toolkit.parallel.units import ShardUnit, describe_units
 
 logger = logging.getLogger("toolkit")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from toolkit.tools.compare.picture import draw_comparison
 from toolkit.tools.compare.table import (
     Outcome,
     as_json,
     common_changes,
+    draw_comparison,
     format_comparison,
     loss_difference,
     presets_that_ran,

@@ -31,11 +31,10 @@ from tests.support.previews import (
 from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
-from toolkit.tools.preview.page import NAMES, TOKENS_OF_A_BLOCK, Tokens, render_page
-from toolkit.tools.preview.preview import collect
+from toolkit.tools.preview.preview import collect, render_page
 from toolkit.tools.preview.row import CONTEXT, LOSS
 from toolkit.tools.preview.terminal import _Lines, print_preview
-from toolkit.tools.preview.wording import list_parts
+from toolkit.tools.preview.wording import NAMES, TOKENS_OF_A_BLOCK, Tokens, list_parts
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 

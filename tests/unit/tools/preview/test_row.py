@@ -15,8 +15,8 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.errors import UserError
-from toolkit.tools.preview.page import Tokens
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Token, find_cut_row, token_texts, view_row
+from toolkit.tools.preview.wording import Tokens
 
 
 class Rows:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.report_runs import evaluation, save_run
 from toolkit.tools.report import facts, record
 from toolkit.tools.report.facts import read_runs
-from toolkit.tools.report.predictions import collect_predictions
+from toolkit.tools.report.page import collect_predictions
 
 
 def save_texts(folder: Path, first_reference: str, sources: dict[str, str], **texts: list[str]) -> Path:

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from toolkit.data.collate import CausalCollator
 from toolkit.evaluation.rows import EvaluationRows, even_places
-from toolkit.tools.plan.units import describe_units
+from toolkit.parallel.units import describe_units
 from toolkit.tools.preview.summary import _sources
 from toolkit.tools.report.record import MOST_PREDICTIONS
 
