@@ -78,6 +78,8 @@ def test_all_charts_are_drawn_for_who_does_not_scroll_and_a_print_has_whole_text
     for what, expected in (("body').backgroundColor", "rgb(251, 251, 250)"), (".text').maxHeight", "none")):
         selector, name = what.split("').")
         assert page.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{name}") == expected
+    bars = "[...document.querySelectorAll('.rank b')].map((bar) => getComputedStyle(bar).printColorAdjust)"
+    assert {*page.evaluate(bars)} == {"exact"}, "a printer leaves out a background"
     wait_until(page, f"{AXIS_COLOR} === '#5d6675'")
 
 
