@@ -35,6 +35,8 @@ def test_it_opens_on_a_desk_a_phone_and_in_the_dark(
     expect(page.locator("h1")).to_be_visible()
     assert page.evaluate("document.scripts.length") == 0
     take_screenshot(page, f"preview-{case}-desktop")
+    marked = "[...document.querySelectorAll('.tokens .loss, .pack .loss')].map((it) => getComputedStyle(it).printColorAdjust)"
+    assert {*page.evaluate(marked)} == {"exact"}, "a printer leaves out a background"
     check_tab_order(page)
     check_width(page, PHONE_WIDTH)
     take_screenshot(page, f"preview-{case}-phone")

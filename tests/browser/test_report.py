@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,43 @@ def test_all_charts_are_drawn_for_who_does_not_scroll_and_a_print_has_whole_text
     for what, expected in (("body').backgroundColor", "rgb(251, 251, 250)"), (".text').maxHeight", "none")):
         selector, name = what.split("').")
         assert page.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{name}") == expected
+    bars = "[...document.querySelectorAll('.rank b')].map((bar) => getComputedStyle(bar).printColorAdjust)"
+    assert {*page.evaluate(bars)} == {"exact"}, "a printer leaves out a background"
     wait_until(page, f"{AXIS_COLOR} === '#5d6675'")
+
+
+def test_a_print_of_a_dark_page_is_painted_in_the_colours_of_paper_at_once(open_page: OpenPage, whole: Path) -> None:
+    """A browser prints what stands in the canvas when it has announced the print, and waits for nothing."""
+    page = open_page(whole, color_scheme="dark")
+    last = AXIS_COLOR.replace("[0]", "[6]", 1)
+    wait_until(page, f"Bokeh.documents.length === 7 && {last} === '#a2abb9'")
+    page.wait_for_timeout(200)
+    canvas = page.locator("#chart-0 canvas").first.element_handle()
+    on_screen = canvas.evaluate("(canvas) => canvas.toDataURL()")
+    canvas.evaluate(f"""(canvas) => addEventListener("beforeprint", () => {{
+      globalThis.printed = [{AXIS_COLOR}, canvas.toDataURL(), getComputedStyle(document.body).backgroundColor];
+    }})""")
+    page.pdf()
+    color, printed, background = page.evaluate("printed")
+    assert (color, background) == ("#5d6675", "rgb(251, 251, 250)") and printed != on_screen
+    assert page.evaluate(AXIS_COLOR) == "#a2abb9"
+    assert canvas.evaluate("(canvas) => canvas.toDataURL()") == on_screen
+
+
+def test_a_logarithmic_axis_is_labelled_over_its_whole_length(open_page: OpenPage, tmp_path: Path) -> None:
+    losses = {"wide": [6.0, 3.0, 0.5, 0.08], "narrow": [8.0, 4.0, 2.2], "huge": [9000.0, 1.0]}
+    ticks = {"wide": [0.1, 0.2, 0.5, 1, 2, 5], "narrow": None, "huge": None}  # None: bokeh's own, as its labels are apart
+    axis = "Bokeh.documents[0].roots()[0].left[0]"
+    for name, values in losses.items():
+        save_page([save_run(tmp_path / name, *itertools.starmap(train, enumerate(values, start=1)))], tmp_path / f"{name}.html")
+        page = open_page(tmp_path / f"{name}.html")
+        page.locator("#chart-0 canvas").first.wait_for()
+        wait_until(page, f"{axis} && Number.isFinite(Bokeh.documents[0].roots()[0].y_range.start)")
+        page.wait_for_timeout(200)
+        shown = page.evaluate(f"{axis}.ticker.type === 'FixedTicker' ? {axis}.ticker.ticks : null")
+        assert (shown and pytest.approx(shown)) == ticks[name], name
+        assert page.evaluate(f"{axis}.formatter.doFormat([5], {{loc: 0}})") == ["5"]
+        assert page.evaluate(f"{axis}.formatter.doFormat([0.0005, 0.001, 120000], {{loc: 0}})") == ["0.0005", "0.001", "120000"]
 
 
 def test_predictions_are_searched_and_sorted(open_page: OpenPage, long: Path) -> None:
@@ -106,6 +143,13 @@ def test_predictions_are_searched_and_sorted(open_page: OpenPage, long: Path) ->
     page.get_by_label("Search").fill("ابجد")
     expect(first).to_have_text("Row 7")
     expect(count).to_have_text("1 of 1 rows")
+
+
+def test_an_empty_text_says_so(open_page: OpenPage, tmp_path: Path) -> None:
+    save_page([save_run(tmp_path / "run", evaluation(0, loss=3.0), predictions={0: ["", "b"]})], tmp_path / "page.html")
+    first, second = open_page(tmp_path / "page.html").locator("article").all()
+    expect(first.locator(".quiet")).to_have_text(["not known", "empty"])  # the source, the prediction
+    expect(second.locator(".quiet")).to_have_text("not known")
 
 
 def test_10_000_steps_and_1_000_predictions_open(open_page: OpenPage, long: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ def table_rows(curve: Curve) -> list[tuple[str, str]]:
 def draw(chart: Chart) -> dict[str, Any]:
     """The chart as the JSON that bokeh's script shows. Its labels are ours or text that bokeh escapes."""
     from bokeh.embed import json_item
-    from bokeh.models import BoxZoomTool, HoverTool, NumeralTickFormatter, ResetTool
+    from bokeh.models import BasicTickFormatter, BoxZoomTool, HoverTool, NumeralTickFormatter, ResetTool
     from bokeh.plotting import figure
 
     plot = figure(
@@ -134,6 +134,8 @@ def draw(chart: Chart) -> dict[str, Any]:
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     plot.xaxis.axis_label = "step"
     plot.xgrid.visible = False
+    # Bokeh would write 0.0005 as 5.000e-4, and on a logarithmic axis 5 as 10¹ when 5 is its only tick.
+    plot.yaxis.formatter = BasicTickFormatter(power_limit_low=-6, power_limit_high=9)
     values = {value for curve in chart.curves for value in curve.values}
     if values == {0}:
         plot.y_range.update(start=0)  # bokeh would put a line of zeros into the middle

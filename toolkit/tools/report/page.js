@@ -9,8 +9,8 @@ const make = (tag, kind, text) => {
 
 // Charts. Their texts and lines take the colours of the page, also when the system turns to dark.
 const dark = matchMedia("screen and (prefers-color-scheme: dark)");
-const plots = [];
-const paint = (plot) => {
+const views = [];
+const paint = ({ model: plot }) => {
   const colors = getComputedStyle(document.documentElement);
   const [quiet, line] = ["--quiet", "--line"].map((name) => colors.getPropertyValue(name).trim());
   for (const axis of [...plot.below, ...plot.left]) {
@@ -19,13 +19,34 @@ const paint = (plot) => {
   }
   for (const grid of plot.center) if (grid.grid_line_color !== undefined) grid.grid_line_color = line;
 };
-const draw = async (item, place) => {
-  const view = await Bokeh.embed.embed_item(item, place);
-  const plot = [...view.roots][0].model;
-  plots.push(plot);
-  paint(plot);
+// Bokeh labels a logarithmic axis of less than two decades evenly, which leaves its lower half without a label.
+const label = ({ left: [axis], y_range }) => {
+  const own = axis.ticker;
+  const choose = () => {
+    const { start, end } = y_range;
+    const powers = [0, 1, 2, 3].map((more) => 10 ** (Math.floor(Math.log10(start)) + more));
+    const ticks = powers.flatMap((power) => [power, 2 * power, 5 * power]).filter((tick) => start <= tick && tick <= end);
+    axis.ticker = ticks.length > 2 && end < 1000 * start ? new (Bokeh.Models.get("FixedTicker"))({ ticks }) : own;
+  };
+  if (own.type !== "LogTicker") return;
+  y_range.change.connect(choose);
+  choose();
 };
-dark.addEventListener("change", () => plots.forEach(paint));
+const draw = async (item, place) => {
+  const [view] = (await Bokeh.embed.embed_item(item, place)).roots;
+  views.push(view);
+  paint(view);
+  label(view.model);
+};
+dark.addEventListener("change", () => views.forEach(paint));
+// A print has the colours of paper. It is taken at once, so the charts cannot be drawn later, as they are elsewhere.
+for (const [event, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(event, () => {
+    document.documentElement.classList.toggle("printed", isPrinted);
+    views.forEach(paint);
+    views.forEach((view) => view.paint());
+  });
+}
 // All are drawn, as nobody scrolls for a printer or a screen reader; one after the other, so that the page opens at once.
 const drawAll = async () => {
   for (const [place, item] of Object.entries(read("data-charts"))) {
@@ -63,7 +84,7 @@ const showPredictions = () => {
   const part = (label, text, words) => {
     const box = make("div");
     box.append(make("div", "label", label));
-    box.append(text === null ? make("div", "quiet", "not known") : highlighted(visible(text), words));
+    box.append(text ? highlighted(visible(text), words) : make("div", "quiet", text === null ? "not known" : "empty"));
     return box;
   };
   const showRow = (row, words) => {

@@ -119,6 +119,14 @@ def test_names_and_settings_stay_text(tmp_path: Path) -> None:
     assert len(page.scripts) == 4 and not any(tag in ("img", "b") or "onload" in attributes for tag, attributes in page.tags)
 
 
+def test_the_key_of_each_baseline_has_the_dashes_of_its_line(tmp_path: Path) -> None:
+    names = ("lead sentence", "nearest training row", "constant")
+    lines = [{"kind": "baseline", "step": 1, "name": name, "rougeL": 1.0, "measured_on": {"rows": "a"}} for name in names]
+    page = write(tmp_path, save_run(tmp_path / "run", evaluation(1, loss=1.0, rougeL=2.0), *lines))
+    keys = [dict(attributes)["stroke-dasharray"] for tag, attributes in page.tags if tag == "svg"]
+    assert keys == ["none", "none", "2 4", "6 4 2 4", "6"], "of the loss, of ROUGE-L, and of its baselines"
+
+
 def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
     lines = [evaluation(0, loss=3.0), train(1), evaluation(1, loss=2.0, rougeL=9.0)]
     one = save_run(tmp_path / "one", *lines, lr=0.1, predictions={1: ["a", "b"]})
