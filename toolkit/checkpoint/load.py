@@ -78,7 +78,8 @@ def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         before = checkpoint.settings.get(key, value if value == 0 else None)  # one added since counts as None, a number as 0
         if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_places(before) != _without_places(value):
-            raise UserError(f"{key} is {value!r}, but {checkpoint.folder} was made with {before!r}: {_ways_out()}")
+            where = " in the accelerate YAML ('no' without one)" if key == "mixed_precision" else ""
+            raise UserError(f"{key} is {value!r}, but {checkpoint.folder} was made with {before!r}: {_ways_out(where)}")
 
 
 def load_checkpoint(
@@ -207,8 +208,8 @@ def _without_places(value: Any) -> Any:
     ]
 
 
-def _ways_out() -> str:
-    return "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
+def _ways_out(where: str = "") -> str:
+    return f"set it back{where} to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
 
 def _load(folder: Path, sharded: ShardedModel, own_tensors: Callable[[], Tensors]) -> Tensors:
