@@ -156,10 +156,8 @@ def try_metrics(
 ) -> list[str]:
     """Compute every metric on a few references as their own predictions; returns the names of the figures. Collective.
 
-    What would fail after hours of training, at the first evaluation, fails here.
-
-    Args:
-        needed: a figure; if the few lack it, all references are tried, because keys of a dict may depend on the rows.
+    What would fail after hours of training, at the first evaluation, fails here. If the few references lack the figure `needed`,
+    all are tried: the keys of a dict may depend on the rows.
 
     Raises:
         UserError: as `compute_figures`; on every rank.

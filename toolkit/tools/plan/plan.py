@@ -109,12 +109,8 @@ def build_plan(
     with fake_ranks(num_processes):
         _show_progress("tracing a micro-batch of the full model")
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
-        if searches:
-            _show_progress("searching for the largest micro-batch that fits")
         largest = largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable
-        if searches and not fits:
-            _show_progress("searching for a change of the preset with which it fits")
         change = _find_change(subject, strategy, usable) if searches and not fits else None
     # The rest is arithmetic. A checkpoint has no frozen weights.
     num = num_micro_batches(subject.config, strategy, rows)
@@ -151,6 +147,7 @@ def _show_progress(doing: str) -> None:
 
 def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
     """Most rows of a micro-batch that fit in `usable` bytes: secant search with bisection bounds, as memory is near linear."""
+    _show_progress("searching for the largest micro-batch that fits")
     fits, fails, rows = 0, MOST_ROWS + 1, 1
     before = (0, 0)
     while fails - fits > 1:
@@ -165,6 +162,7 @@ def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> in
 
 def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None:
     """The first change with which the micro-batch fits; tries each alone, then each on top of those before it."""
+    _show_progress("searching for a change of the preset with which it fits")
     changes = list(_changes(strategy))
     for chosen in [*([change] for change in changes), *(changes[:end] for end in range(2, len(changes) + 1))]:
         together = {key: value for _, change in chosen for key, value in change.items()}
