@@ -18,7 +18,7 @@ from toolkit.tools.plan.subject import Subject, build_subject
 from toolkit.tools.plan.trace import fake_ranks
 
 GPU_MEMORY_GIB = 80
-NUM_GPUS = (1, 8, 64)
+NUM_GPUS = (1, 8, 16, 64)
 GPUS_A_MACHINE = 8
 LLM_ROWS = ["--data.max_length_tokens=4096"]
 T5_ROWS = ["--data.max_source_length_tokens=512", "--data.max_target_length_tokens=128"]

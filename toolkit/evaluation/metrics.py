@@ -51,6 +51,34 @@ class TextMetric:
     given: Any = None
     """The dataset that Python code has given; a `row_id` is a place in it."""
 
+<<<<<<< HEAD
+=======
+    def figures(self, predictions: Sequence[str], references: Sequence[str], row_ids: Sequence[int] = ()) -> dict[str, float]:
+        """The metric's numbers over all rows; what is not a number (lists, texts) is left out. Only for rank 0.
+
+        Raises:
+            UserError: a module raised an error, or the metric returned no number, or takes rows that there are not. A function's
+                errors are its own.
+        """
+        assert self.compute is not None
+        takes_rows = hasattr(self.compute, "takes_rows")
+        if takes_rows and self.given is None:
+            raise UserError(
+                f"metrics[{self.name!r}] takes rows: give finetune a datasets.Dataset as train, not data.files, "
+                "or let the metric take references (without @on_rows)"
+            )
+        result = self.compute(list(predictions), self.given.select(row_ids).to_list() if takes_rows else list(references))
+        named = (
+            {f"{self.name}/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {self.name: result}
+        )
+        numbers_only = {name: float(value) for name, value in named.items() if isinstance(value, numbers.Real)}
+        if not numbers_only:
+            raise UserError(
+                f"eval.metrics {self.name} returned {result!r:.80}: a metric returns a number, or a dict with numbers"
+            )
+        return numbers_only
+
+>>>>>>> walk
 
 def load_text_metrics(
     modules: Sequence[str], functions: Mapping[str, TextFunction] | None = None, given: Any = None
@@ -136,16 +164,25 @@ def own_figures(metrics: Sequence[TextMetric], figures: Mapping[str, Any]) -> li
     return [name for name, value in figures.items() if name.split("/")[0] in names and not isinstance(value, str)]
 
 
-def try_metrics(metrics: Sequence[TextMetric], references: Sequence[str], row_ids: Sequence[int] = ()) -> list[str]:
+def try_metrics(
+    metrics: Sequence[TextMetric], references: Sequence[str], row_ids: Sequence[int] = (), needed: str = ""
+) -> list[str]:
     """Compute every metric on a few references as their own predictions; returns the names of the figures. Collective.
 
-    What would fail after hours of training, at the first evaluation, fails here.
+    What would fail after hours of training, at the first evaluation, fails here. If the few references lack the figure `needed`,
+    all are tried: the keys of a dict may depend on the rows.
 
     Raises:
         UserError: as `compute_figures`; on every rank.
     """
-    few, ids = list(references[:NUM_ROWS_TRIED]), row_ids[:NUM_ROWS_TRIED]
-    return broadcast_object(on_all_ranks(lambda: list(compute_figures(metrics, few, few, ids)) if rank() == 0 and few else []))
+
+    def compute(number: int) -> list[str]:
+        few = list(references[:number])
+        return list(compute_figures(metrics, few, few, row_ids[:number])) if rank() == 0 and few else []
+
+    figures = broadcast_object(on_all_ranks(lambda: compute(NUM_ROWS_TRIED)))
+    is_owned = needed.split("/")[0] in {metric.name for metric in metrics}
+    return broadcast_object(on_all_ranks(lambda: compute(len(references)))) if is_owned and needed not in figures else figures
 
 
 def _load_module(name: str) -> TextMetric:

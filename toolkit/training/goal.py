@@ -88,5 +88,5 @@ def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
             choice = (f"{of_set}/{figure}" if of_set else figure for figure in known)
             raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
 
-    figures = try_metrics(data.metrics, data.references, data.prompted_ids) if data.metrics else []
+    figures = try_metrics(data.metrics, data.references, data.prompted_ids, metric) if data.metrics else []
     on_all_ranks(lambda: check(figures))

@@ -63,7 +63,7 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
 def test_precision_and_model_config_belong_to_a_run() -> None:
     check_settings(saved(), SETTINGS)
     sentence = "mixed_precision is 'no', but step-00000003 was made with 'bf16'"
-    with pytest.raises(UserError, match=f"^{sentence}: set it back"):
+    with pytest.raises(UserError, match=f"^{sentence}: set it back in the accelerate YAML \\('no' without one\\) to resume"):
         check_settings(saved(), SETTINGS | {"mixed_precision": "no"})
     assert check_identity(saved(), identity()) == TrainState(3)
     with pytest.raises(UserError, match="^the model's config.json is not the one step-00000003 was trained with: set it back"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_metric_on_rows_gets_the_rows_of_the_predictions_with_all_columns() ->
     metric = TextMetric("right", "", of_topic, given)
     assert compute_figures([metric], ["a2", "a9"], ["r", "r"], [2, 0]) == {"right/t2": 1.0, "right/t0": 0.0}
     assert len(try_metrics([metric], ["r"] * 20, range(20))) == 8
-    with pytest.raises(UserError, match=r"^metrics\['right'\] takes rows: give finetune a datasets.Dataset as train, with "):
+    with pytest.raises(UserError, match=r"^metrics\['right'\] takes rows: give finetune a datasets.Dataset as train, not data"):
         compute_figures([TextMetric("right", "", of_topic)], ["a"], ["r"], [0])
 
 
@@ -139,6 +140,14 @@ def test_the_best_metric_must_exist_and_have_a_direction(settings: dict[str, Any
         check_metric_on_rows(EvalConfig(**settings), rows_with(own("same", returning({"share": 1}))))
 
 
+def test_the_best_metric_may_be_a_figure_that_the_first_rows_lack() -> None:
+    of_topic = own("right", lambda predictions, references: dict.fromkeys(references, 1))
+    data = rows_with(of_topic, targets=[f"t{place}" for place in range(20)])
+    check_metric_on_rows(EvalConfig(best_metric="right/t19", higher_is_better=True), data)
+    with pytest.raises(UserError, match=r"eval.best_metric is right/t20: choose one of .*, right/t19$"):
+        check_metric_on_rows(EvalConfig(best_metric="right/t20", higher_is_better=True), data)
+
+
 def test_figures_are_equals_only_where_their_code_is_the_same() -> None:
     before, after = (rows_with(own("same", returning(1), code)) for code in ("1", "2"))
     of_loss, of_rouge, of_own = (goal(metric, before) for metric in ("loss", "rougeL", "same"))
@@ -151,9 +160,9 @@ def goal(metric: str, data: EvaluationRows) -> Goal:
     return build_goal(EvalConfig(best_metric=metric, higher_is_better=None if metric == "loss" else True), data)
 
 
-def rows_with(*metrics: TextMetric) -> EvaluationRows:
+def rows_with(*metrics: TextMetric, targets: Sequence[str] = ("text",)) -> EvaluationRows:
     import datasets
 
     tokenizer: Any = None
-    rows = datasets.Dataset.from_list([{"row_id": 0, "input_ids": [1], "labels": [2], "target": "text"}])
+    rows = datasets.Dataset.from_list([{"row_id": 0, "input_ids": [1], "labels": [2], "target": target} for target in targets])
     return EvaluationRows(rows, tokenizer, SummarizationCollator(0, 0), metrics=metrics)

@@ -10,6 +10,7 @@ extrapolate: memory in every phase of a micro-batch grows linearly with the numb
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
@@ -99,11 +100,13 @@ def build_plan(
         raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
     # What to plan for.
     strategy = load_strategy(preset, num_processes, gpu_memory_gib)
+    _show_progress(f"building {model}")
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows
     # Trace the run, then search for the largest micro-batch and, if the run does not fit, a change of the preset.
     with fake_ranks(num_processes):
+        _show_progress("tracing a micro-batch of the full model")
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
         largest = largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable
@@ -136,8 +139,14 @@ def build_plan(
     )
 
 
+def _show_progress(doing: str) -> None:
+    """A line on stderr: stdout has the result alone, which may be JSON."""
+    print(one_line(f"planning: {doing}"), file=sys.stderr, flush=True)
+
+
 def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
     """Most rows of a micro-batch that fit in `usable` bytes: secant search with bisection bounds, as memory is near linear."""
+    _show_progress("searching for the largest micro-batch that fits")
     fits, fails, rows = 0, MOST_ROWS + 1, 1
     before = (0, 0)
     while fails - fits > 1:
@@ -152,6 +161,7 @@ def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> in
 
 def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None:
     """The first change with which the micro-batch fits; tries each alone, then each on top of those before it."""
+    _show_progress("searching for a change of the preset with which it fits")
     changes = list(_changes(strategy))
     for chosen in [*([change] for change in changes), *(changes[:end] for end in range(2, len(changes) + 1))]:
         together = {key: value for _, change in chosen for key, value in change.items()}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS
+from toolkit.config.validate import check_config
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
 from toolkit.models.attention import choose_packed_attention
@@ -49,10 +51,11 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     """
     # The config; defaults take its place if the user gives none.
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
-        defaults = ["--data.source=not/read", "--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
+        defaults = ["--train.num_epochs=1", "--train.micro_batch_size_rows=1"]
         run_arguments = [*defaults, f"--train.global_batch_size_rows={strategy.num_processes}", *run_arguments]
     config_class = CONFIGS[find_recipe(run_arguments, recipe, model)]
-    config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"])
+    check = partial(check_config, needs_source=False)
+    config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"], check=check)
     check_global_batch_size(config.train, strategy.num_processes)
     check_adapter_config(config)
     # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index. Flash and flex

@@ -550,3 +550,17 @@ def test_the_command_s_exit_code_is_its_verdict(
         assert end.value.code == code
     printed = capsys.readouterr()
     assert {None: "\nFITS", 1: "\nDOES NOT FIT", 2: "error: "}[code] in printed.out + printed.err
+    search = "searching for "
+    done = ["building ", "tracing ", f"{search}the largest ", f"{search}a change "]
+    lines = [line.removeprefix("planning: ") for line in printed.err.splitlines() if line.startswith("planning: ")]
+    assert "planning" not in printed.out
+    assert len(lines) == {None: 3, 1: 4, 2: 1}[code]
+    assert all(line.startswith(start) for line, start in zip(lines, done, strict=False))
+
+
+def test_a_run_yaml_without_data_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    run_yaml = str(PRESETS.parent / "recipes/configs/llm_chat_lora.yaml")
+    planned = plan(LLAMA | {"num_hidden_layers": 1}, "fsdp2_full_shard", 4, f"--config={run_yaml}", "--data.max_length_tokens=32")
+    assert planned.fits
+    assert planned.micro_batch_size_rows == 2
+    assert capsys.readouterr().out == ""
