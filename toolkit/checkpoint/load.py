@@ -220,24 +220,5 @@ def _without_places(value: Any) -> Any:
     ]
 
 
-<<<<<<< HEAD
-def _ways_out() -> str:
-    return "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
-=======
 def _ways_out(where: str = "") -> str:
     return f"set it back{where} to resume, or take another run.name (model.init_from starts a new run from these weights)"
-
-
-def _load(folder: Path, sharded: ShardedModel, own_tensors: Callable[[], Tensors]) -> Tensors:
-    """Read a checkpoint into the run's own tensors, and return them; if one rank fails, all raise its UserError. Collective."""
-    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
-    tensors = own_tensors()
-    working("loading the checkpoint")
-    load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
-    at("loading the checkpoint")
-    # Only under FSDP1 are they not views of the parameters already.
-    state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-    set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
-    refresh_scales(sharded.model)
-    return tensors
->>>>>>> walk

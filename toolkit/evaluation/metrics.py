@@ -51,34 +51,6 @@ class TextMetric:
     given: Any = None
     """The dataset that Python code has given; a `row_id` is a place in it."""
 
-<<<<<<< HEAD
-=======
-    def figures(self, predictions: Sequence[str], references: Sequence[str], row_ids: Sequence[int] = ()) -> dict[str, float]:
-        """The metric's numbers over all rows; what is not a number (lists, texts) is left out. Only for rank 0.
-
-        Raises:
-            UserError: a module raised an error, or the metric returned no number, or takes rows that there are not. A function's
-                errors are its own.
-        """
-        assert self.compute is not None
-        takes_rows = hasattr(self.compute, "takes_rows")
-        if takes_rows and self.given is None:
-            raise UserError(
-                f"metrics[{self.name!r}] takes rows: give finetune a datasets.Dataset as train, not data.files, "
-                "or let the metric take references (without @on_rows)"
-            )
-        result = self.compute(list(predictions), self.given.select(row_ids).to_list() if takes_rows else list(references))
-        named = (
-            {f"{self.name}/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {self.name: result}
-        )
-        numbers_only = {name: float(value) for name, value in named.items() if isinstance(value, numbers.Real)}
-        if not numbers_only:
-            raise UserError(
-                f"eval.metrics {self.name} returned {result!r:.80}: a metric returns a number, or a dict with numbers"
-            )
-        return numbers_only
-
->>>>>>> walk
 
 def load_text_metrics(
     modules: Sequence[str], functions: Mapping[str, TextFunction] | None = None, given: Any = None
@@ -146,7 +118,10 @@ def compute_figures(
         assert metric.compute is not None
         takes_rows, name = hasattr(metric.compute, "takes_rows"), metric.name
         if takes_rows and metric.given is None:
-            raise UserError(f"metrics[{name!r}] takes rows: give finetune a datasets.Dataset as train, with the evaluation's")
+            raise UserError(
+                f"metrics[{name!r}] takes rows: give finetune a datasets.Dataset as train, not data.files, "
+                "or let the metric take references (without @on_rows)"
+            )
         result = metric.compute(list(predictions), metric.given.select(row_ids).to_list() if takes_rows else list(references))
         named = {f"{name}/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {name: result}
         numbers_only = {name: float(value) for name, value in named.items() if isinstance(value, numbers.Real)}
