@@ -16,6 +16,7 @@ from tests.planting.faults import FAULTS
 from tests.planting.verify_run import RUNS_OF_CHECK, run_part, run_verify
 from tests.support.launch import REPOSITORY
 from tests.support.workbench import Workbench, new_bench
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
 
 CHECKS = {
@@ -53,6 +54,16 @@ def test_t5_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest
     of_step_1 = [p["difference"] for p in verdict["proofs"] if p["compared"].endswith(("4 norms", "(with ReLU)"))]
     assert 0 < max(of_step_1) < DEFAULT_TOLERANCE, "several processes add up in another order"
     assert sorted(path.name for path in output.iterdir()) == ["logs", "presets", "verify.json", "verify.md"]
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_t5_passes_with_other_optimizers(benches: dict[str, Workbench], tmp_path: Path, optimizer: str) -> None:
+    bench = benches["t5"]
+    flags = [flag for flag in flags_of(bench) if not flag.startswith("--optim.")] + [f"--optim.name={optimizer}"]
+    assert run_verify(tmp_path / "verify", flags, model=model_of(bench), presets=["fsdp2_full_shard"])
+    verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
+    updates = [proof["compared"] for proof in verdict["proofs"] if proof["check"] == "update"]
+    assert len(updates) == 3 and all(OPTIMIZERS[optimizer].TITLE in compared for compared in updates)
 
 
 @pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])

@@ -20,7 +20,7 @@ UPDATE_TOLERANCE = 1e-4
 def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
     """Check weights and moments after steps 1 and 2 against clipping and the optimizer written out in fp64,
     computed from those before, the recorded gradients and the logged learning rate."""
-    kind = OPTIMIZERS[config.name].__name__
+    kind = OPTIMIZERS[config.name].TITLE
     lrs = {line["step"]: line["learning_rate"] for line in load_lines(run, "train")}
     decay = load_about(run, "updated-1")["weight_decay"]
     states = [load_tensors(run, name) for name in ("loaded", "updated-1", f"saved-{SAVED_STEP}")]
