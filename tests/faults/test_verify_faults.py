@@ -60,10 +60,11 @@ def test_t5_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest
 def test_t5_passes_with_other_optimizers(benches: dict[str, Workbench], tmp_path: Path, optimizer: str) -> None:
     bench = benches["t5"]
     flags = [flag for flag in flags_of(bench) if not flag.startswith("--optim.")] + [f"--optim.name={optimizer}"]
-    assert run_verify(tmp_path / "verify", flags, model=model_of(bench), presets=["fsdp2_full_shard"])
+    presets = ["fsdp2_full_shard", *(["fsdp1_full_shard"] if OPTIMIZERS[optimizer].TAKES_FLAT else [])]
+    assert run_verify(tmp_path / "verify", flags, model=model_of(bench), presets=presets)
     verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
     updates = [proof["compared"] for proof in verdict["proofs"] if proof["check"] == "update"]
-    assert len(updates) == 3 and all(OPTIMIZERS[optimizer].TITLE in compared for compared in updates)
+    assert len(updates) == 2 + len(presets) and all(OPTIMIZERS[optimizer].TITLE in compared for compared in updates)
 
 
 @pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])

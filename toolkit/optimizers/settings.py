@@ -12,16 +12,17 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFl
 class OptimizerSettings:
     """Settings that an optimizer does not have are None, or refused."""
 
-    name: Literal["adamw", "adafactor"] = "adamw"
-    """`adamw`, or `adafactor` (T5's: row and column statistics in place of moments). docs/configuration.md says which to take."""
+    name: Literal["adamw", "adafactor", "lion"] = "adamw"
+    """`adamw`; `adafactor` (T5's: row and column statistics in place of moments); `lion` (one moment, steps of one size).
+    docs/configuration.md says which to take."""
     lr: PositiveFloat = 1e-3  # type: ignore[valid-type]
     """Peak learning rate."""
     beta1: ClosedUnitInterval | None = None  # type: ignore[valid-type]
     """Decay rate of the first moment. If unset, 0.9; `adafactor` has none."""
     beta2: ClosedUnitInterval | None = None  # type: ignore[valid-type]
-    """Decay rate of the second moment. If unset, 0.999; `adafactor` raises its own from step to step."""
+    """Decay rate of the second moment, or of Lion's one. If unset, 0.999, for `lion` 0.99; `adafactor` has its own."""
     eps: PositiveFloat | None = None  # type: ignore[valid-type]
-    """Term added to the root of the second moment. If unset, 1e-8; `adafactor` has none."""
+    """Term added to the root of the second moment. If unset, 1e-8; `adafactor` and `lion` have none."""
     weight_decay: NonNegativeFloat = 0.0  # type: ignore[valid-type]
     """Decoupled weight decay. Norms and biases are excluded."""
     scale_by_weight: bool = False

@@ -6,8 +6,8 @@ because it imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from torch.distributed.tensor.placement_types import Shard as Cut
 
 from toolkit.optimizers.state import Layout, Part, Shape
 from toolkit.private import private
+
+PIECE_ELEMENTS = 1 << 24
+"""Of a piece: each fp32 temporary takes 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,21 @@ class Shard:
     """Of the full weight."""
     lr: float
     weight_decay: float
+
+    def pieces(self) -> Iterator[Shard]:
+        """The shard in flat pieces, so that what an update computes of each element takes little memory; `step` is in each."""
+        size = self.weight.numel()
+        for start in range(0, size, PIECE_ELEMENTS):
+            share = min(PIECE_ELEMENTS, size - start)
+
+            def cut(tensor: torch.Tensor) -> torch.Tensor:
+                """Its part of this piece; scales have fewer elements."""
+                if not tensor.ndim:
+                    return tensor
+                return tensor.view(-1).narrow(0, start * tensor.numel() // size, share * tensor.numel() // size)  # noqa: B023
+
+            state = {name: cut(tensor) for name, tensor in self.state.items()}
+            yield replace(self, weight=cut(self.weight), gradient=cut(self.gradient), state=state)
 
     def put(self, skip: torch.Tensor, weight: torch.Tensor, **state: torch.Tensor) -> None:
         """Write the update, unless `skip` says not to; the host does not wait to know."""

@@ -314,7 +314,7 @@ def test_flags_that_are_no_flags() -> None:
     assert refusal("--optim", "adafactor") == "--optim is adafactor: write optim.name: adafactor, as in --optim.name VALUE"
     reason = "it gathers every weight in full, and cannot skip an update on the device"
     assert refusal("--optim", "muon") == f"--optim is muon: {reason}, as in --optim.name VALUE"
-    assert refusal("--optim.name", "muon") == f"--optim.name is muon ({reason}): give adamw or adafactor"
+    assert refusal("--optim.name", "muon") == f"--optim.name is muon ({reason}): give adamw, adafactor or lion"
     assert refusal("--optim", "mine") == "--optim is mine: optim.name names the optimizer, as in --optim.name VALUE"
     assert refusal("--optim", "{lrr: 3}") == "unknown key optim.lrr: did you mean optim.lr?"
 
