@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Protocol, TypeVar
 
 from toolkit.errors import UserError
-from toolkit.optimizers import adafactor, adamw, lion
+from toolkit.optimizers import adafactor, adamw, adamw_8bit, lion
 from toolkit.optimizers.settings import OptimizerSettings
 from toolkit.optimizers.state import Layout, Shape
 
@@ -47,7 +47,7 @@ class Optimizer(Protocol):
         """
 
 
-OPTIMIZERS: dict[str, Optimizer] = {"adamw": adamw, "adafactor": adafactor, "lion": lion}
+OPTIMIZERS: dict[str, Optimizer] = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor, "lion": lion}
 
 
 SettingsT = TypeVar("SettingsT", bound=OptimizerSettings)

@@ -12,9 +12,9 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFl
 class OptimizerSettings:
     """Settings that an optimizer does not have are None, or refused."""
 
-    name: Literal["adamw", "adafactor", "lion"] = "adamw"
-    """`adamw`; `adafactor` (T5's: row and column statistics in place of moments); `lion` (one moment, steps of one size).
-    docs/configuration.md says which to take."""
+    name: Literal["adamw", "adamw_8bit", "adafactor", "lion"] = "adamw"
+    """`adamw`; `adamw_8bit` (its moments in 8 bits); `adafactor` (T5's: row and column statistics in place of moments); `lion`
+    (one moment, steps of one size). docs/configuration.md says which to take."""
     lr: PositiveFloat = 1e-3  # type: ignore[valid-type]
     """Peak learning rate."""
     beta1: ClosedUnitInterval | None = None  # type: ignore[valid-type]

@@ -311,10 +311,11 @@ def test_flags_that_are_no_flags() -> None:
     assert refusal("--config") == "--config has no value: give one, as in --config VALUE"
     assert refusal("--data.files", "a.csv", "b.csv").startswith("unexpected argument b.csv: ")
     assert refusal("--data", "3").startswith("--data takes a section as a whole")
+    assert refusal("--optim", "adamw_8bit") == "--optim is adamw_8bit: write optim.name: adamw_8bit, as in --optim.name VALUE"
     assert refusal("--optim", "adafactor") == "--optim is adafactor: write optim.name: adafactor, as in --optim.name VALUE"
     reason = "it gathers every weight in full, and cannot skip an update on the device"
     assert refusal("--optim", "muon") == f"--optim is muon: {reason}, as in --optim.name VALUE"
-    assert refusal("--optim.name", "muon") == f"--optim.name is muon ({reason}): give adamw, adafactor or lion"
+    assert refusal("--optim.name", "muon") == f"--optim.name is muon ({reason}): give adamw, adamw_8bit, adafactor or lion"
     assert refusal("--optim", "mine") == "--optim is mine: optim.name names the optimizer, as in --optim.name VALUE"
     assert refusal("--optim", "{lrr: 3}") == "unknown key optim.lrr: did you mean optim.lr?"
 
