@@ -72,11 +72,12 @@ def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: s
     bench, fault = benches[recipe], FAULTS[name]
     expected, detail = fault.verify[recipe]
     settings: dict[str, Any] = {"model": model_of(bench)}
+    flags = [*flags_of(bench), *fault.flags]
     if (check := min(expected)) in RUNS_OF_CHECK and len(expected) == 1:
-        proofs = run_part(check, tmp_path, flags_of(bench), name, only_in_ranks=fault.only_in_ranks, **settings)
+        proofs = run_part(check, tmp_path, flags, name, only_in_ranks=fault.only_in_ranks, **settings)
         failed = [dataclasses.asdict(proof) for proof in proofs if not proof.passed]
     else:
-        assert not run_verify(tmp_path / "verify", flags_of(bench), name, presets=fault.presets, **settings)
+        assert not run_verify(tmp_path / "verify", flags, name, presets=fault.presets, **settings)
         verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
         failed = [proof for proof in verdict["proofs"] if proof["is_reached"] and not proof["passed"]]
     assert {proof["check"] for proof in failed} == expected
