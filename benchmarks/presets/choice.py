@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.presets.page import CHOICE_FILE, hash_inputs
-from toolkit.optimizers import AdamW
+from toolkit.optimizers import state_bytes
 from toolkit.tools.plan.peak import estimate_peak
 from toolkit.tools.plan.plan import USABLE_SHARE, largest_micro_batch
 from toolkit.tools.plan.strategy import Strategy, load_strategy
@@ -110,5 +110,5 @@ def candidates(num_gpus: int, folder: Path) -> Iterator[tuple[str, Strategy]]:
 def _state_bytes(subject: Subject, strategy: Strategy) -> int:
     """Bytes of parameters and moments on one rank, a lower bound of the peak."""
     parameters = list(subject.skeleton.parameters())
-    moments = AdamW.state_bytes * sum(p.numel() for p in parameters if p.requires_grad)
+    moments = sum(state_bytes(subject.config.optim.name, tuple(p.shape)) for p in parameters if p.requires_grad)
     return 0 if strategy.offload else (sum(p.nbytes for p in parameters) + moments) // strategy.num_shards

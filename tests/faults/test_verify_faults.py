@@ -16,6 +16,7 @@ from tests.planting.faults import FAULTS
 from tests.planting.verify_run import RUNS_OF_CHECK, run_part, run_verify
 from tests.support.launch import REPOSITORY
 from tests.support.workbench import Workbench, new_bench
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
 
 CHECKS = {
@@ -55,16 +56,28 @@ def test_t5_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest
     assert sorted(path.name for path in output.iterdir()) == ["logs", "presets", "verify.json", "verify.md"]
 
 
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_t5_passes_with_other_optimizers(benches: dict[str, Workbench], tmp_path: Path, optimizer: str) -> None:
+    bench = benches["t5"]
+    flags = [flag for flag in flags_of(bench) if not flag.startswith("--optim.")] + [f"--optim.name={optimizer}"]
+    presets = ["fsdp2_full_shard", *(["fsdp1_full_shard"] if OPTIMIZERS[optimizer].TAKES_FLAT else [])]
+    assert run_verify(tmp_path / "verify", flags, model=model_of(bench), presets=presets)
+    verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
+    updates = [proof["compared"] for proof in verdict["proofs"] if proof["check"] == "update"]
+    assert len(updates) == 2 + len(presets) and all(OPTIMIZERS[optimizer].TITLE in compared for compared in updates)
+
+
 @pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])
 def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: str, name: str) -> None:
     bench, fault = benches[recipe], FAULTS[name]
     expected, detail = fault.verify[recipe]
     settings: dict[str, Any] = {"model": model_of(bench)}
+    flags = [*flags_of(bench), *fault.flags]
     if (check := min(expected)) in RUNS_OF_CHECK and len(expected) == 1:
-        proofs = run_part(check, tmp_path, flags_of(bench), name, only_in_ranks=fault.only_in_ranks, **settings)
+        proofs = run_part(check, tmp_path, flags, name, only_in_ranks=fault.only_in_ranks, **settings)
         failed = [dataclasses.asdict(proof) for proof in proofs if not proof.passed]
     else:
-        assert not run_verify(tmp_path / "verify", flags_of(bench), name, presets=fault.presets, **settings)
+        assert not run_verify(tmp_path / "verify", flags, name, presets=fault.presets, **settings)
         verdict = json.loads((tmp_path / "verify" / "verify.json").read_text())
         failed = [proof for proof in verdict["proofs"] if proof["is_reached"] and not proof["passed"]]
     assert {proof["check"] for proof in failed} == expected

@@ -37,6 +37,8 @@ class Fault:
     """Where a user may have it: by recipe, the checks of `verify` that fail of it, and part of what is said."""
     presets: list[str] | None = None
     """Those of `verify`; None: its own."""
+    flags: tuple[str, ...] = ()
+    """Those that `verify` needs to see it."""
     only_in_ranks: bool = False
     """A mistake of the toolkit: what `verify` compares with is whole."""
 
@@ -86,6 +88,11 @@ FAULTS: dict[str, Fault] = {
         Fault(state.silent_ddp, SHARDS, "DTensor", {"t5": ({"sharding"}, "a rank holds 100% of the parameters")}),
         Fault(state.dropped_slice, verify={"t5": ({"save"}, "could not be written")}),
         Fault(state.lost_slice, verify={"t5": ({"save", "resume"}, "optimizer.state.shared.weight.exp_avg differs")}),
+        Fault(
+            state.moments_requantized,
+            verify={"t5": ({"save", "resume"}, ".exp_avg")},
+            flags=("--optim.name=adamw_8bit",),
+        ),
         Fault(
             state.random_state_not_restored,
             verify={"t5": ({"resume"}, "loss of step 3 differs"), "llm": ({"resume"}, "loss of step 3 differs")},

@@ -51,6 +51,28 @@ def _change_a_moment(patch: MonkeyPatch, change: Callable[[dict[str, Any], str],
     patch.setattr(checkpoint_writer, "save_tensors", saving)
 
 
+def moments_requantized(patch: MonkeyPatch) -> None:
+    """Moments in 8 bits are quantized again as a checkpoint is loaded, as where blocks follow from the number of ranks."""
+    from toolkit.checkpoint import load
+    from toolkit.optimizers import adamw_8bit
+    from toolkit.optimizers.adamw_8bit import _decode, _encode
+    from toolkit.parallel.units import local_tensor
+
+    load_tensors = load.load_tensors
+
+    def requantizing(tensors: dict[str, Any], *rest: Any) -> None:
+        load_tensors(tensors, *rest)
+        for name in [name.removesuffix("_scale") for name in tensors if name.endswith(".exp_avg_scale")]:
+            state = {"exp_avg": local_tensor(tensors[name]), "exp_avg_scale": local_tensor(tensors[f"{name}_scale"])}
+            flat = {key: tensor.view(-1) for key, tensor in state.items()}
+            for key, new in _encode(flat, "exp_avg", _decode(flat, "exp_avg")).items():
+                flat[key].copy_(new)
+
+    patch.setattr(load, "load_tensors", requantizing)
+    patch.setattr(adamw_8bit, "FEWEST_ELEMENTS", 1024)  # the tests' models have no larger weights
+    patch.setattr(adamw_8bit, "FEWEST_BLOCK_ELEMENTS", 32)
+
+
 def random_state_not_restored(patch: MonkeyPatch) -> None:
     """Dropout is drawn from the random state as it stands, as in most loops, and a resume does not restore it."""
     from toolkit.checkpoint import load as checkpoint

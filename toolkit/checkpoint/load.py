@@ -42,6 +42,8 @@ MAY_CHANGE_ON_RESUME = (
     "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.", "optim.max_skipped_steps", "attention",
 )  # fmt: skip
 """Config keys (or sections) that a resumed run may set differently. Data is compared by its tokens, not by its files."""
+ADDED_SINCE = {"optim.name": "adamw"}
+"""What a checkpoint without the key was made with."""
 _OF_EVALUATION_OR_PLACES = ("files", "name", "hub_eval_split")
 """Those of an entry of `data.mix`."""
 
@@ -75,7 +77,8 @@ def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
         UserError: naming the first one.
     """
     for key, value in settings.items():
-        before = checkpoint.settings.get(key, value if value == 0 else None)  # one added since counts as None, a number as 0
+        # One added since counts as None, a number as 0.
+        before = checkpoint.settings.get(key, ADDED_SINCE.get(key, value if value == 0 else None))
         if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_places(before) != _without_places(value):
             where = " in the accelerate YAML ('no' without one)" if key == "mixed_precision" else ""
             raise UserError(f"{key} is {value!r}, but {checkpoint.folder} was made with {before!r}: {_ways_out(where)}")

@@ -21,6 +21,8 @@ from toolkit.config.schema import RecipeConfig as RecipeConfig
 from toolkit.config.validate import check_config
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
+from toolkit.optimizers import with_defaults
+from toolkit.optimizers.settings import OptimizerSettings
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -102,8 +104,10 @@ def save_config(config: Any, path: Path) -> None:
 
 
 def _with_plain_numbers(value: Any) -> Any:
-    """Convert jsonargparse's restricted types to plain int and float: YAML cannot write subclasses of them."""
+    """Convert jsonargparse's restricted types to plain int and float: YAML cannot write subclasses of them. An optimizer's
+    defaults are filled in."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = with_defaults(value) if isinstance(value, OptimizerSettings) else value
         plain = {f.name: _with_plain_numbers(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **plain)
     if isinstance(value, list):

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from toolkit.config.other_trainers import find_meanings
+from toolkit.config.other_trainers import find_meanings, say_elsewhere
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 
@@ -166,8 +166,8 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     meanings = find_meanings(name)
     meant = [leaf for leaf, _, _ in meanings if leaf in leaves]
-    if not (namesakes or meant) and (elsewhere := [text for _, _, text in meanings if text]):
-        return f": {elsewhere[0]}"
+    if not (namesakes or meant) and (elsewhere := say_elsewhere(name)):
+        return f": {elsewhere}"
     if namesakes:
         near = difflib.get_close_matches(key, namesakes, n=1, cutoff=0)
     elif meant:
@@ -227,20 +227,27 @@ def sentence(message: str, config_class: type, flags: list[str], entries: dict[s
         return " ".join(message.split())
     if keys[-1] in sections:
         example = next(leaf for leaf in leaves if leaf.startswith(f"{keys[-1]}."))
-        if elsewhere := [text for _, _, text in find_meanings(keys[-1]) if text]:  # another trainer's flag
-            return f"--{keys[-1]} is {dict(reversed(given_flags(flags))).get(keys[-1])}: {elsewhere[0]}, as in --{example} VALUE"
+        value = dict(reversed(given_flags(flags))).get(keys[-1], "")
+        if where := say_elsewhere(keys[-1]):  # another trainer's flag
+            return f"--{keys[-1]} is {value}: {say_elsewhere(value) or where}, as in --{example} VALUE"
         return f"--{keys[-1]} takes a section as a whole, '{{...}}' or a file: give its keys one by one, as in --{example} VALUE"
     return _type_sentence(keys[-1], leaves[keys[-1]], flags, entries)
 
 
 def _type_sentence(key: str, hint: Any, flags: list[str], entries: dict[str, Entry]) -> str:
-    """The sentence for a value of the wrong type: its place, the value, and what is allowed."""
+    """The sentence for a value of the wrong type: its place, the value, what is allowed, and why another trainer's is not."""
+
+    def why(value: str) -> str:
+        where = say_elsewhere(value) if get_origin(hint) is Literal else None
+        return f" ({where})" if where else ""
+
     if key in entries:
         entry = entries[key]
-        return f"{entry.path}, line {entry.line}: {key} is {_shortened(entry.text) or 'null'}: write {allowed(hint)}"
+        shown = f"{_shortened(entry.text) or 'null'}{why(entry.text)}"
+        return f"{entry.path}, line {entry.line}: {key} is {shown}: write {allowed(hint)}"
     for name, given in given_flags(flags):
         if name == key:
-            return f"--{key} is {_shortened(given)}: give {allowed(hint)}"
+            return f"--{key} is {_shortened(given)}{why(given)}: give {allowed(hint)}"
     return f"{key} has a value of the wrong type: give {allowed(hint)}"
 
 

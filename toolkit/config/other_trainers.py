@@ -19,5 +19,10 @@ def find_meanings(name: str) -> list[tuple[str, str, str]]:
     return [(field, value, text) for other, field, value, text in _LINE.findall(page) if _plain(other) == _plain(name)]
 
 
+def say_elsewhere(name: str) -> str | None:
+    """A sentence that says where to set something that is not a field; None if `name` is unknown."""
+    return next((text for _, _, text in find_meanings(name) if text), None)
+
+
 def _plain(name: str) -> str:
     return name.lower().replace("-", "_")

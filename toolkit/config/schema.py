@@ -20,7 +20,7 @@ from jsonargparse.typing import (
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.task import Task
-from toolkit.optimizers import AdamW
+from toolkit.optimizers.settings import OptimizerSettings
 
 HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
 NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])
@@ -120,7 +120,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(AdamW):
+class OptimConfig(OptimizerSettings):
     """The optimizer, its learning-rate schedule, and which updates are clipped or skipped."""
 
     schedule: Literal["linear", "cosine", "constant", "step"] = "linear"

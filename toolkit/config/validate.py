@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.optimizers import OPTIMIZERS
 
 EXCLUSIVE = {
     ("train.max_steps", "train.num_epochs"): "null",
@@ -49,8 +50,19 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
     if config.model.add_tokens and config.model.from_scratch:
         raise UserError("model.add_tokens is for weights that are there: with model.from_scratch, put them into the tokenizer")
+    _check_optimizer(config.optim)
     if config.optim.skip_beyond_sigmas is not None and config.optim.skip_window_steps < 2:
         raise UserError("optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100")
+
+
+def _check_optimizer(optim: Any) -> None:
+    """Check that no setting of another optimizer is given."""
+    own = OPTIMIZERS[optim.name].DEFAULTS
+    for name in sorted({name for other in OPTIMIZERS.values() for name in other.DEFAULTS} - set(own)):
+        if value := getattr(optim, name):
+            unset = "false" if value is True else "null"
+            has_none = f"optim.{name} is {value}, but optim.name is {optim.name}, which does not have it"
+            raise UserError(f"{has_none}: leave it out, or set it to {unset}")
 
 
 def check_length_and_name(config: Any) -> None:

@@ -1,10 +1,78 @@
-"""The optimizers by name. Another one is a file like `adamw.py`, an entry here, and a base of `OptimConfig`.
+"""The optimizers by name. Another one is a file like `lion.py`, an entry here, and a value of `OptimizerSettings.name`."""
 
-The second one makes `OptimConfig.name` a field, and types this mapping. A checkpoint without a setting resumes only where the
-setting's default is 0 or None: so `name` is None for AdamW. The bases of `OptimConfig` are in the order AdamW, new: a field that
-both have keeps AdamW's default and help.
-"""
+import dataclasses
+from typing import Any, Protocol, TypeVar
 
-from toolkit.optimizers.adamw import AdamW
+from toolkit.errors import UserError
+from toolkit.optimizers import adafactor, adamw, adamw_8bit, lion
+from toolkit.optimizers.settings import OptimizerSettings
+from toolkit.optimizers.state import Layout, Shape
 
-OPTIMIZERS = {"adamw": AdamW}
+
+class Optimizer(Protocol):
+    """What the file of an optimizer has."""
+
+    TITLE: str
+    """Its name in texts."""
+    DEFAULTS: dict[str, Any]
+    """Those of `OptimizerSettings` that only some optimizers have, with their values if unset."""
+    TAKES_FLAT: bool
+    """Whether it also updates FSDP1's flat parameters, of which no rank knows the rows."""
+
+    def layout(self, shape: Shape) -> Layout:
+        """The state of a weight of this shape. It depends on nothing else, so that any number of ranks can resume it."""
+
+    def build(self, settings: Any, groups: list[dict[str, Any]]) -> Any:
+        """The torch optimizer of these groups of parameters, which are DTensors under FSDP2.
+
+        `settings` are `OptimizerSettings` that `with_defaults` has completed, here and in `write_out`.
+        Where its `found_inf` is 1, a step changes no weight and no state, and still makes the state; the host reads nothing.
+        """
+
+    def write_out(
+        self,
+        settings: Any,
+        weight: Any,
+        gradient: Any,
+        state: dict[str, Any],
+        step: int,
+        lr: float,
+        weight_decay: float,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The formula, for checks: the change of a weight in the 1-based `step`, and the state after it.
+
+        Args:
+            weight: fp64 array; `gradient` has its shape.
+            state: before the step, as `layout` says, in fp64; empty before the first.
+        """
+
+
+OPTIMIZERS: dict[str, Optimizer] = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor, "lion": lion}
+
+
+SettingsT = TypeVar("SettingsT", bound=OptimizerSettings)
+
+
+def with_defaults(settings: SettingsT) -> SettingsT:
+    """The settings with the optimizer's own defaults where they are unset."""
+    own = OPTIMIZERS[settings.name].DEFAULTS
+    unset: dict[str, Any] = {name: default for name, default in own.items() if getattr(settings, name) is None}
+    return dataclasses.replace(settings, **unset)
+
+
+def state_bytes(name: str, shape: Shape, num_rows: int | None = None) -> int:
+    """Bytes of the state of a weight on a rank that holds `num_rows` of its rows; None: all of them."""
+    return sum(part.num_bytes(num_rows) for part in OPTIMIZERS[name].layout(tuple(shape)).values())
+
+
+def check_sharding(name: str, *, is_flat: bool) -> None:
+    """Refuse an optimizer that FSDP1 hides the rows from.
+
+    Raises:
+        UserError: naming it.
+    """
+    if is_flat and not OPTIMIZERS[name].TAKES_FLAT:
+        others = " or ".join(other for other, optimizer in OPTIMIZERS.items() if optimizer.TAKES_FLAT)
+        raise UserError(
+            f"optim.name is {name}, which needs the rows that FSDP1 flattens: write fsdp_version: 2, or take {others}"
+        )

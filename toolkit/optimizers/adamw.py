@@ -7,62 +7,52 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
-
+from toolkit.optimizers.state import Layout, Part, Shape
 from toolkit.private import private
 
+TITLE = "AdamW"
+DEFAULTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+TAKES_FLAT = True
 
-@dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
 
-    name = "adamw"
-    state_bytes = 8
-    """Bytes of state of a trainable parameter: two fp32 moments."""
-    lr: PositiveFloat = 1e-3  # type: ignore[valid-type]
-    """Peak learning rate."""
-    beta1: ClosedUnitInterval = 0.9  # type: ignore[valid-type]
-    """Decay rate of the first moment."""
-    beta2: ClosedUnitInterval = 0.999  # type: ignore[valid-type]
-    """Decay rate of the second moment."""
-    eps: PositiveFloat = 1e-8  # type: ignore[valid-type]
-    """Term added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.0  # type: ignore[valid-type]
-    """Decoupled weight decay. Norms and biases are excluded."""
+def layout(shape: Shape) -> Layout:
+    """Two fp32 moments."""
+    return {"exp_avg": Part(shape), "exp_avg_sq": Part(shape)}
 
-    def build(self, groups: list[dict[str, Any]]) -> Any:
-        """The torch optimizer of these groups of parameters, which are DTensors under FSDP2.
 
-        Where its `found_inf` is 1, a step changes no weight and no state, and still allocates the state, filled: every trainable
-        parameter has state after the first step (torch's SGD leaves its buffers unfilled then: fill them here). `fused` needs one
-        kernel for all parameters; it reads `found_inf` on the device. Where a kernel has no strategy for DTensors, as SGD's,
-        give it local shards, and keep DTensors in `state` under the parameters, also where torch writes state back after a step.
-        """
-        import torch
+def build(settings: Any, groups: list[dict[str, Any]]) -> Any:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) of torch.
 
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
-        optimizer._init_group = functools.partial(_collect_shards, private("_init_group", optimizer))  # type: ignore[method-assign]
-        return optimizer
+    Where its `found_inf` is 1, a step changes no weight and no state, and still allocates the state, filled: every trainable
+    parameter has state after the first step. `fused` needs one kernel for all parameters; it reads `found_inf` on the device.
+    """
+    import torch
 
-    def write_out(
-        self, weight: Any, gradient: Any, state: dict[str, Any], step: int, lr: float, weight_decay: float
-    ) -> tuple[Any, dict[str, Any]]:
-        """The formula, for checks: the change of a weight in the 1-based `step`, and the state after it.
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
+    optimizer._init_group = functools.partial(_collect_shards, private("_init_group", optimizer))  # type: ignore[method-assign]
+    return optimizer
 
-        Args:
-            weight: fp64 array; `gradient` and what is in `state` have its shape.
-            state: before the step, by torch's names; empty before the first.
-        """
-        import numpy as np
 
-        first = self.beta1 * state.get("exp_avg", 0) + (1 - self.beta1) * gradient
-        second = self.beta2 * state.get("exp_avg_sq", 0) + (1 - self.beta2) * gradient**2
-        root = np.sqrt(second / (1 - self.beta2**step))
-        change = -lr * weight_decay * weight - lr * first / (1 - self.beta1**step) / (root + self.eps)
-        return change, {"exp_avg": first, "exp_avg_sq": second}
+def write_out(
+    settings: Any,
+    weight: Any,
+    gradient: Any,
+    state: dict[str, Any],
+    step: int,
+    lr: float,
+    weight_decay: float,
+) -> tuple[Any, dict[str, Any]]:
+    """As `Optimizer.write_out`."""
+    import numpy as np
+
+    first = settings.beta1 * state.get("exp_avg", 0) + (1 - settings.beta1) * gradient
+    second = settings.beta2 * state.get("exp_avg_sq", 0) + (1 - settings.beta2) * gradient**2
+    root = np.sqrt(second / (1 - settings.beta2**step))
+    change = -lr * weight_decay * weight - lr * first / (1 - settings.beta1**step) / (root + settings.eps)
+    return change, {"exp_avg": first, "exp_avg_sq": second}
 
 
 def _collect_shards(collect: Callable[..., bool], group: dict[str, Any], *collected: list[Any]) -> bool:

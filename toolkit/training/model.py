@@ -29,7 +29,7 @@ from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
-from toolkit.optimizers import OPTIMIZERS
+from toolkit.optimizers import check_sharding, state_bytes
 from toolkit.parallel.chunked_loss import has_own_forward, holds_all_logits
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
@@ -65,6 +65,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
     on_all_ranks(lambda: _adapt(skeleton, config))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
+    on_all_ranks(lambda: check_sharding(config.optim.name, is_flat=fsdp_version(context.accelerator) == 1))
     config = on_all_ranks(lambda: choose_packing(config, skeleton))
     if "data.packing" in dotted_keys(config):
         chosen = {"data.packing": config.data.packing}
@@ -72,7 +73,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         if (checkpoint := context.resume_from) is not None:
             on_all_ranks(lambda: check_settings(checkpoint, chosen))
     _choose_packed_attention(config, context.accelerator, skeleton, why)
-    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, OPTIMIZERS[config.optim.name].state_bytes)
+    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, config.optim.name)
     return config, model_config, skeleton
 
 
@@ -195,18 +196,14 @@ def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, ske
         logger.warning(warning)
 
 
-def _note_needless_shards(
-    accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype, optimizer_bytes: int
-) -> None:
-    """Log a line if FSDP shards a model whose training state takes at most `ROOMY_SHARE` of the smallest GPU. Collective.
-
-    Args:
-        optimizer_bytes: of a trainable parameter.
-    """
+def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype, optimizer: str) -> None:
+    """Log a line if FSDP shards a model whose training state takes at most `ROOMY_SHARE` of the smallest GPU. Collective."""
     if fsdp_version(accelerator) is None or accelerator.mixed_precision == "fp8":  # which needs FSDP2
         return
     gpu_bytes = smallest_gpu_bytes(accelerator.device)
-    needed = sum(p.numel() * (8 + optimizer_bytes if p.requires_grad else frozen_dtype.itemsize) for p in skeleton.parameters())
+    trained = [p for p in skeleton.parameters() if p.requires_grad]
+    needed = sum(8 * p.numel() + state_bytes(optimizer, tuple(p.shape)) for p in trained)
+    needed += sum(frozen_dtype.itemsize * p.numel() for p in skeleton.parameters() if not p.requires_grad)
     if gpu_bytes is not None and needed <= ROOMY_SHARE * gpu_bytes:
         logger.info(
             f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
-from toolkit.optimizers import OPTIMIZERS
+from toolkit.optimizers import OPTIMIZERS, with_defaults
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 from toolkit.private import private
 
@@ -31,7 +31,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         if parameter.requires_grad:
             (decayed if name in decayed_names else plain).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = OPTIMIZERS[config.name].build(config, [group for group in groups if group["params"]])
+    optimizer = OPTIMIZERS[config.name].build(with_defaults(config), [group for group in groups if group["params"]])
     if is_sharded_with_cast(model):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
     return optimizer

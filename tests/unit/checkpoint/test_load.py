@@ -206,3 +206,11 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load_weights(tmp_path, nothing)
     assert gathered == ["at loading the checkpoint"] * 2
+
+
+def test_another_optimizer_is_refused_and_older_checkpoints_are_of_adamw() -> None:
+    check_settings(saved(), SETTINGS | {"optim.name": "adamw"})
+    for before, now in (({}, "adafactor"), ({"optim.name": "adafactor"}, "adamw")):
+        was = before.get("optim.name", "adamw")
+        with pytest.raises(UserError, match=rf"^optim.name is '{now}', but .* was made with '{was}': set it back to resume"):
+            check_settings(saved(SETTINGS | before), SETTINGS | {"optim.name": now})

@@ -19,6 +19,7 @@ from toolkit.config.messages import known_keys
 from toolkit.config.schema import OptimConfig, SummarizationConfig
 from toolkit.config.validate import EXCLUSIVE, check_evaluation_rows, check_num_steps
 from toolkit.errors import UserError
+from toolkit.optimizers import with_defaults
 
 REQUIRED = ["--model.name_or_path", "folder", "--data.source", "not/read", "--train.max_steps", "20"]
 NUMBER_KEYS = {
@@ -51,7 +52,7 @@ def refusal(*flags: str) -> str:
 
 def test_defaults_are_those_of_the_dataclasses() -> None:
     config = load()
-    assert config.optim == OptimConfig()
+    assert config.optim == with_defaults(OptimConfig())
     assert (config.model.name_or_path, config.data.source, config.train.max_steps) == ("folder", "not/read", 20)
 
 
@@ -217,10 +218,12 @@ def test_what_is_no_field_is_said_where_it_is(key: str, where: str) -> None:
 
 
 def test_a_strange_key_gets_those_that_exist(tmp_path: Path) -> None:
-    assert refusal("--optim.zzz", "3").startswith("unknown flag --optim.zzz; known are --optim.lr, --optim.beta1, ")
+    assert refusal("--optim.zzz", "3").startswith("unknown flag --optim.zzz; known are --optim.name, --optim.lr, --optim.beta1, ")
     assert refusal("--zzz", "3").startswith("unknown flag --zzz; known are --model, --data, ")
     path = write(tmp_path, "optim:\n  lr: 1\n  zzz: 3\n")
-    assert refusal(f"--config={path}").startswith(f"{path}, line 3: unknown key optim.zzz; known are optim.lr, optim.beta1, ")
+    assert refusal(f"--config={path}").startswith(
+        f"{path}, line 3: unknown key optim.zzz; known are optim.name, optim.lr, optim.beta1, "
+    )
 
 
 def test_abbreviations_are_no_flags() -> None:
@@ -269,7 +272,7 @@ BROKEN_FILES = {
         "optim.beta1?; line 4: unknown key runn: did you mean run?"
     ),
     "": "{path} holds no keys and values: write them as in `log_every_steps: 10`",
-    "optim:\n": "{path}, line 1: optim is empty: indent its keys under it, such as optim.lr, or leave it out",
+    "optim:\n": "{path}, line 1: optim is empty: indent its keys under it, such as optim.name, or leave it out",
     "optim: {lr: 1}\ntrain: [a]\n": "{path}, line 2: train is [a]: indent its keys under it, such as "
     "train.global_batch_size_rows, or leave it out",
     "optim:\n  lr: 1\n  gamma: 1\n  lr: 2\n": "{path}, line 4: optim.lr was given before, on line 2: keep one of them",
@@ -308,8 +311,12 @@ def test_flags_that_are_no_flags() -> None:
     assert refusal("--config") == "--config has no value: give one, as in --config VALUE"
     assert refusal("--data.files", "a.csv", "b.csv").startswith("unexpected argument b.csv: ")
     assert refusal("--data", "3").startswith("--data takes a section as a whole")
-    of_others = "--optim is adamw_8bit: the optimizer is AdamW; the section optim has its settings, as in --optim.lr VALUE"
-    assert refusal("--optim", "adamw_8bit") == of_others
+    assert refusal("--optim", "adamw_8bit") == "--optim is adamw_8bit: write optim.name: adamw_8bit, as in --optim.name VALUE"
+    assert refusal("--optim", "adafactor") == "--optim is adafactor: write optim.name: adafactor, as in --optim.name VALUE"
+    reason = "it gathers every weight in full, and cannot skip an update on the device"
+    assert refusal("--optim", "muon") == f"--optim is muon: {reason}, as in --optim.name VALUE"
+    assert refusal("--optim.name", "muon") == f"--optim.name is muon ({reason}): give adamw, adamw_8bit, adafactor or lion"
+    assert refusal("--optim", "mine") == "--optim is mine: optim.name names the optimizer, as in --optim.name VALUE"
     assert refusal("--optim", "{lrr: 3}") == "unknown key optim.lrr: did you mean optim.lr?"
 
 

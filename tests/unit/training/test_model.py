@@ -78,6 +78,6 @@ def test_shards_that_one_gpu_does_not_need_are_a_line(
     monkeypatch.setattr(model, "fsdp_version", lambda _: version)
     monkeypatch.setattr(model, "smallest_gpu_bytes", lambda _: gpu_bytes)
     monkeypatch.setattr(model, "world_size", lambda: world_size)
-    _note_needless_shards(accelerator, skeleton, torch.bfloat16, 8)  # type: ignore[arg-type]
+    _note_needless_shards(accelerator, skeleton, torch.bfloat16, "adamw")  # type: ignore[arg-type]
     start = "the preset shards a model that one GPU holds with room to spare: "
     assert capsys.readouterr().out.strip() == (says and start + says)

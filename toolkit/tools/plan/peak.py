@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.loss import summed_loss
-from toolkit.optimizers import OPTIMIZERS
+from toolkit.optimizers import state_bytes
 from toolkit.parallel.units import ShardUnit, local_tensor
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.tools.plan.strategy import Strategy, planned_accelerator
@@ -64,14 +64,21 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         stacks = find_stacks(sharded.plain)
         trace = trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
+        optimizer_bytes = local_state_bytes(subject, sharded.model)
     # What the trace does not see.
     if strategy.kind == "fsdp1":
         _add_flat_gradients(trace, sharded.units, strategy)
     for peak in trace.peaks:
-        peak[OPTIMIZER] = 0 if strategy.offload else num_trainable * OPTIMIZERS[subject.config.optim.name].state_bytes
+        peak[OPTIMIZER] = 0 if strategy.offload else optimizer_bytes
         if strategy.kind == "ddp" and strategy.num_processes > 1:
             peak[GRADIENTS] = num_trainable * 4  # views of DDP's buckets, which it allocates at the start
     return trace, sharded
+
+
+def local_state_bytes(subject: Subject, model: nn.Module) -> int:
+    """Bytes of the optimizer state on a rank, for its shards of the trainable parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sum(state_bytes(subject.config.optim.name, tuple(p.shape), len(local_tensor(p)) if p.ndim else None) for p in trained)
 
 
 def estimate_peak(subject: Subject, strategy: Strategy, rows: int) -> int:

@@ -22,9 +22,9 @@ from toolkit.errors import UserError, one_line
 from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.shard_reader import PIECE_BYTES
-from toolkit.optimizers import OPTIMIZERS
+from toolkit.optimizers import state_bytes
 from toolkit.parallel.units import describe_units, local_tensor
-from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
+from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, local_state_bytes, trace_rank
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import Subject, build_subject, num_micro_batches, row_tokens
 from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
@@ -113,7 +113,8 @@ def build_plan(
         change = _find_change(subject, strategy, usable) if searches and not fits else None
     # The rest is arithmetic. A checkpoint has no frozen weights.
     num = num_micro_batches(subject.config, strategy, rows)
-    num_trainable = sum(p.numel() for p in subject.skeleton.parameters() if p.requires_grad)
+    trained = [p for p in subject.skeleton.parameters() if p.requires_grad]
+    num_trainable = sum(p.numel() for p in trained)
     gathered_as = strategy.compute_dtype.itemsize if strategy.is_fsdp else 0
     return Plan(
         model=model,
@@ -126,7 +127,7 @@ def build_plan(
         host_bytes=_host_bytes(subject, strategy, sharded.model),
         checkpoint_bytes={
             "trainable parameters": num_trainable * 4,
-            OPTIMIZER: num_trainable * OPTIMIZERS[subject.config.optim.name].state_bytes,
+            OPTIMIZER: sum(state_bytes(subject.config.optim.name, tuple(p.shape)) for p in trained),
         },
         moved_bytes=_moved_bytes(strategy, trace, num_trainable * 4, num),
         units=[unit | {"gather_bytes": unit["num_parameters"] * gathered_as} for unit in describe_units(sharded.units)],
@@ -193,7 +194,7 @@ def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
     """One rank's host memory: what loading needs besides the shards, what is offloaded, and the copy staged for a checkpoint."""
     num_trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
-    trained = num_trainable * (4 + OPTIMIZERS[subject.config.optim.name].state_bytes)
+    trained = num_trainable * 4 + local_state_bytes(subject, model)
     loads_parts = strategy.kind == "fsdp2" and not subject.config.model.from_scratch
     # A piece as stored and as converted; otherwise the full model.
     loaded = 2 * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())

@@ -21,6 +21,7 @@ from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.position_limits import check_positions
+from toolkit.optimizers import check_sharding
 from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.units import repeated_blocks
 from toolkit.tools.plan.strategy import Strategy, planned_frozen_dtype
@@ -58,6 +59,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     config: RecipeConfig = load_config(config_class, [*run_arguments, f"--model.name_or_path={model}"], check=check)
     check_global_batch_size(config.train, strategy.num_processes)
     check_adapter_config(config)
+    check_sharding(config.optim.name, is_flat=strategy.kind == "fsdp1")
     # The model's config; `from_scratch`, because nothing of the weights is needed, not even their index. Flash and flex
     # attention may lack their package or device here. sdpa's kernels keep the same tensors; flex attention keeps a mask of
     # blocks instead of a bias.

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from toolkit.config.schema import OptimConfig
+from toolkit.optimizers import state_bytes
 from toolkit.tools.verify.records import (
     Proof,
     Tensors,
@@ -69,7 +70,7 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
             for run, kept in recomputing
         ),
         ("bf16", [run for name, run in runs.items() if name == "bf16"], partial(compare_bf16, reference)),
-        ("sharding", [run for run in others if run.plan.num_shards], check_shards),
+        ("sharding", [run for run in others if run.plan.num_shards], partial(check_shards, optimizer=optim.name)),
         ("ties", [*strategies, resharded, resumed], check_ties),
         ("moved", strategies, check_moved),
         ("frozen", strategies, partial(check_frozen, expects_frozen=expects_frozen)),
@@ -178,22 +179,25 @@ def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
 # --- What each rank holds.
 
 
-def check_shards(run: WatchedRun) -> Proof:
+def check_shards(run: WatchedRun, optimizer: str) -> Proof:
     """Check that no rank holds more of the parameters than its shard, nor ranks on average more of the moments, as under DDP.
 
     Moments are averaged because FSDP1 shards trainable and frozen parameters together: one rank may hold most of the former.
     """
     about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.plan.num_shards or 1
-    whole = fair = trainable = 0
+    whole = fair = moments = fair_moments = 0
     for parameter in about["parameters"].values():
         first, *rest = parameter["shape"] or [1]
         row_bytes = math.prod(rest) * parameter["itemsize"]
-        whole, fair = whole + first * row_bytes, fair + -(-first // num_shards) * row_bytes
-        trainable += first * row_bytes * parameter["is_trainable"]
+        rows = -(-first // num_shards)
+        whole, fair = whole + first * row_bytes, fair + rows * row_bytes
+        if parameter["is_trainable"]:
+            moments += state_bytes(optimizer, tuple(parameter["shape"]))
+            fair_moments += state_bytes(optimizer, tuple(parameter["shape"]), rows)
     of_ranks = {kind: [rank[f"{kind}_bytes"] for rank in about["ranks"]] for kind in ("parameter", "moment")}
     shares = {
         "parameters": (max(of_ranks["parameter"]) / whole, fair / whole),
-        "moments": (sum(of_ranks["moment"]) / len(about["ranks"]) / (2 * trainable), fair / whole),
+        "moments": (sum(of_ranks["moment"]) / len(about["ranks"]) / moments, fair_moments / moments),
     }
     name, (share, limit) = max(shares.items(), key=lambda item: item[1][0] - item[1][1])
     where = ", ".join(about["placements"])

@@ -20,7 +20,7 @@ UPDATE_TOLERANCE = 1e-4
 def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
     """Check weights and moments after steps 1 and 2 against clipping and the optimizer written out in fp64,
     computed from those before, the recorded gradients and the logged learning rate."""
-    kind = OPTIMIZERS[config.name].__name__
+    kind = OPTIMIZERS[config.name].TITLE
     lrs = {line["step"]: line["learning_rate"] for line in load_lines(run, "train")}
     decay = load_about(run, "updated-1")["weight_decay"]
     states = [load_tensors(run, name) for name in ("loaded", "updated-1", f"saved-{SAVED_STEP}")]
@@ -48,10 +48,12 @@ def _difference(
         {key.removeprefix(prefix): tensor.astype(np.float64) for key, tensor in state.items() if key.startswith(prefix)}
         for state in (before, after)
     )
+    rounding = {key.removeprefix(prefix): 0.5 * (t.dtype == np.uint8) for key, t in after.items()}  # a code is the nearest
     change, expected = OPTIMIZERS[config.name].write_out(config, old, gradient, kept, step, lr, decay)
     last_bits = 2 * np.spacing(np.maximum(np.abs(old), np.abs(new)).astype(np.float32))
     beyond = np.maximum(0, np.abs(new - old - change) - last_bits)
-    pairs = [(beyond, change), *((found.get(name, 0) - state, state) for name, state in expected.items())]
+    apart = {key: np.abs(found.get(key, 0) - state) for key, state in expected.items()}
+    pairs = [(beyond, change), *((np.maximum(0, apart[key] - rounding.get(key, 0)), state) for key, state in expected.items())]
     return max(relative(wrong, right) for wrong, right in pairs)
 
 

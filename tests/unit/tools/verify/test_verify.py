@@ -153,7 +153,7 @@ def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path:
 )
 def test_a_rank_holds_its_shard_only(tmp_path: Path, held: dict[str, int], detail: str) -> None:
     run = watched(tmp_path, "run", ranks=[{"parameter_bytes": 16, "moment_bytes": held["moment_bytes"]}, held])
-    proof = checks.check_shards(run)
+    proof = checks.check_shards(run, "adamw")
     assert (proof.passed, proof.detail) == (not detail, detail)
 
 

@@ -1,0 +1,152 @@
+"""Of every optimizer: its state is that of its layout, its update that written out, and a skipped one changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.host_reads import recorded
+from tests.support.optimizer_model import SHAPES, WeightsOf, give_gradients
+from toolkit.config.load import load_config
+from toolkit.config.schema import OptimConfig, SummarizationConfig
+from toolkit.errors import UserError
+from toolkit.optimizers import OPTIMIZERS, check_sharding, state_bytes, with_defaults
+from toolkit.training.optim import build_optimizer
+
+LR, DECAY = 1e-2, 0.1
+LEAST = ["--model.name_or_path=a", "--data.source=b/c", "--train.max_steps=3"]
+
+
+def built(name: str, **settings: Any) -> tuple[OptimConfig, nn.Module, Any]:
+    config = with_defaults(OptimConfig(name=name, lr=LR, weight_decay=DECAY, **settings))  # type: ignore[arg-type]
+    model = WeightsOf(SHAPES)
+    return config, model, build_optimizer(config, model)
+
+
+def in_fp64(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_is_that_of_the_layout(name: str) -> None:
+    _, model, optimizer = built(name)
+    give_gradients(model, step=1)
+    optimizer.step()
+    for parameter in model.parameters():
+        shape = tuple(parameter.shape)
+        kept = {key: tensor for key, tensor in optimizer.state[parameter].items() if name != "adamw" or key != "step"}
+        layout = OPTIMIZERS[name].layout(shape)
+        assert {key: (t.shape, str(t.dtype)) for key, t in kept.items()} == {
+            key: (part.shape, f"torch.{part.dtype}") for key, part in layout.items()
+        }
+        assert state_bytes(name, shape) == state_bytes(name, shape, shape[0]) == sum(t.nbytes for t in kept.values())
+        assert state_bytes(name, shape, 0) == sum(t.nbytes for key, t in kept.items() if not layout[key].is_cut)
+
+
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in OPTIMIZERS), ("adafactor", {"scale_by_weight": True})])
+def test_an_update_is_that_written_out(name: str, settings: dict[str, Any]) -> None:
+    config, model, optimizer = built(name, **settings)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for step in range(1, 4):
+        give_gradients(model, step=step)
+        before = [(p.detach().clone(), {k: t.clone() for k, t in optimizer.state[p].items()}) for p in model.parameters()]
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        for parameter, (weight, state), gradient in zip(model.parameters(), before, gradients, strict=True):
+            old, after = weight.double().numpy(), in_fp64(optimizer.state[parameter])
+            decay = decays[id(parameter)]
+            written = OPTIMIZERS[name].write_out(config, old, gradient.double().numpy(), in_fp64(state), step, LR, decay)
+            change, expected = written
+            np.testing.assert_allclose(parameter.detach().double().numpy() - old, change, rtol=1e-4, atol=1e-6)
+            for key, value in expected.items():
+                if OPTIMIZERS[name].layout(tuple(parameter.shape))[key].dtype == "uint8":
+                    assert np.abs(after[key] - value).max() < 0.51, "a code is the nearest to the exact moment"
+                else:
+                    np.testing.assert_allclose(after[key], value, rtol=1e-5, atol=1e-6 * np.abs(value).max())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_update_changes_no_bit_and_makes_the_state(name: str) -> None:
+    _, model, optimizer = built(name)
+
+    def bits() -> list[bytes]:
+        kept = [tensor for p in model.parameters() for tensor in (p.detach(), *optimizer.state[p].values())]
+        return [tensor.numpy().tobytes() for tensor in kept]
+
+    for step, skipped in enumerate((1.0, 0.0, 1.0)):
+        give_gradients(model, step=step)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.fill_(torch.nan) if skipped else None
+        optimizer.found_inf = torch.tensor(skipped)
+        before = bits()
+        weights = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(optimizer.state[p] for p in model.parameters())
+        assert all(torch.equal(p, weight) == bool(skipped) for p, weight in zip(model.parameters(), weights, strict=True))
+        if step:  # the first one makes the state
+            assert (bits() == before) == bool(skipped)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_host_reads_nothing(name: str) -> None:
+    _, model, optimizer = built(name)
+    for step in range(3):
+        give_gradients(model, step=step)
+        optimizer.found_inf = torch.tensor(float(step == 1))
+        reads: Counter[str] = Counter()
+        with recorded(reads):
+            optimizer.step()
+        assert not reads, step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_saved_state_goes_on_exactly(name: str) -> None:
+    (_, model, optimizer), (_, other, resumed) = built(name), built(name)
+    for step in range(4):
+        if step == 2:
+            other.load_state_dict(model.state_dict())
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, of in ((model, optimizer), (other, resumed)):
+            give_gradients(each, step=step if of is optimizer or step >= 2 else step + 50)
+            of.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert {k: t.dtype for k, t in optimizer.state[a].items()} == {k: t.dtype for k, t in resumed.state[b].items()}
+        assert all(torch.equal(tensor, resumed.state[b][key]) for key, tensor in optimizer.state[a].items())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fsdp1_takes_those_that_need_no_rows(name: str) -> None:
+    check_sharding(name, is_flat=False)
+    if not OPTIMIZERS[name].TAKES_FLAT:
+        with pytest.raises(
+            UserError, match=f"^optim.name is {name}, which needs the rows that FSDP1 flattens: write fsdp_version: 2"
+        ):
+            check_sharding(name, is_flat=True)
+    else:
+        check_sharding(name, is_flat=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_unset_settings_are_the_optimizers_own(name: str) -> None:
+    optim = load_config(SummarizationConfig, [*LEAST, f"--optim.name={name}"]).optim
+    defaults: dict[str, Any] = dict(OPTIMIZERS[name].DEFAULTS)
+    fields = {field.name: getattr(optim, field.name) for field in dataclasses.fields(OptimConfig)}
+    assert {key: fields[key] for key in defaults} == defaults
+    assert all(fields[key] is None for key in ("beta1", "beta2", "eps") if key not in defaults)
+
+
+def test_a_setting_of_another_optimizer_is_refused() -> None:
+    flags = [*LEAST, "--optim.name=adafactor", "--optim.beta2=0.95"]
+    with pytest.raises(UserError, match=r"^optim.beta2 is 0.95, but optim.name is adafactor, which does not have it: .* null$"):
+        load_config(SummarizationConfig, flags)
+    with pytest.raises(UserError, match=r"^optim.scale_by_weight is True, but optim.name is adamw, .* set it to false$"):
+        load_config(SummarizationConfig, [*LEAST, "--optim.scale_by_weight=true"])

@@ -1,0 +1,123 @@
+"""Adafactor (Shazeer and Stern 2018) as transformers' `Adafactor(relative_step=False)` computes it, without a first moment.
+
+Of a weight's squared gradients it keeps the running mean of each row and of each column. A rank has whole rows, so rows are its
+own; sums down the columns are reduced over the ranks. Vectors keep all squares.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from toolkit.optimizers.state import Layout, Part, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.optimizers.stepping import Shard, Sum
+
+TITLE = "Adafactor"
+DEFAULTS: dict[str, Any] = {"scale_by_weight": False}
+TAKES_FLAT = False
+
+DECAY_POWER = 0.8
+"""Squares are averaged with a decay of 1 - step ** -DECAY_POWER."""
+SQUARES_EPS, SCALE_EPS = 1e-30, 1e-3
+CLIP_RMS = 1.0
+"""A larger root mean square of an update is scaled down to this."""
+
+
+def layout(shape: Shape) -> Layout:
+    """Row and column means of squares, or all squares of a vector; and the number of updates."""
+    step = {"step": Part((), is_cut=False)}
+    if len(shape) < 2:
+        return {"exp_avg_sq": Part(shape), **step}
+    columns = Part(shape[:-2] + shape[-1:], is_cut=len(shape) > 2)
+    return {"exp_avg_sq_row": Part(shape[:-1]), "exp_avg_sq_col": columns, **step}
+
+
+def build(settings: Any, groups: list[dict[str, Any]]) -> Any:
+    """As `Optimizer.build`."""
+    from functools import partial
+
+    from toolkit.optimizers.stepping import ShardedOptimizer
+
+    return ShardedOptimizer(groups, settings.lr, layout, partial(_update, settings.scale_by_weight))
+
+
+def write_out(
+    settings: Any,
+    weight: Any,
+    gradient: Any,
+    state: dict[str, Any],
+    step: int,
+    lr: float,
+    weight_decay: float,
+) -> tuple[Any, dict[str, Any]]:
+    """As `Optimizer.write_out`."""
+    import numpy as np
+
+    def average(name: str, new: Any) -> Any:
+        return state.get(name, 0) + (new - state.get(name, 0)) * step**-DECAY_POWER
+
+    squares = gradient**2 + SQUARES_EPS
+    if gradient.ndim < 2:
+        after = {"exp_avg_sq": average("exp_avg_sq", squares)}
+        update = gradient / np.sqrt(after["exp_avg_sq"])
+    else:
+        names = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
+        after = {name: average(name, squares.mean(axis)) for name, axis in names.items()}
+        rows, columns = after.values()
+        update = gradient / np.sqrt((rows / rows.mean(-1, keepdims=True))[..., None] * columns[..., None, :])
+    update = update / max(1.0, np.sqrt(np.mean(update**2)) / CLIP_RMS)
+    scale = max(SCALE_EPS, np.sqrt(np.mean(weight**2))) if settings.scale_by_weight else 1.0
+    return -lr * scale * (weight_decay * weight + update), after
+
+
+def _update(scales: bool, shards: list[Shard], skip: torch.Tensor, add_up: Sum) -> None:
+    """Update all shards, with two all-reduces; gradients become updates in place. Collective."""
+    # 1. This rank's squares. Means of rows are complete; means of columns and over all rows are not.
+    kept, parts = zip(*(_average_squares(shard) for shard in shards), strict=True)
+    totals = iter(add_up([part for of_shard in parts for part in of_shard]))
+    # 2. The updates, whose root mean square is limited.
+    weight_squares = []
+    for shard, state in zip(shards, kept, strict=True):
+        column_means, row_mean, squares = (next(totals) for _ in range(3))
+        weight_squares.append(squares)
+        if shard.gradient.ndim < 2:
+            shard.gradient.mul_(state["exp_avg_sq"].rsqrt())
+            continue
+        rows = state["exp_avg_sq_row"]
+        if shard.gradient.ndim == 2:
+            state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(column_means, _rate(state))
+        else:
+            row_mean = rows.mean(-1, keepdim=True)
+        shard.gradient.mul_((rows / row_mean).rsqrt().unsqueeze(-1)).mul_(state["exp_avg_sq_col"].rsqrt().unsqueeze(-2))
+    update_squares = add_up([shard.gradient.square().sum() for shard in shards])
+    # 3. The weights.
+    for shard, state, of_weight, of_update in zip(shards, kept, weight_squares, update_squares, strict=True):
+        size = math.prod(shard.shape)
+        lr = (of_weight / size).sqrt().clamp(min=SCALE_EPS) * shard.lr if scales else shard.lr
+        update = shard.gradient / ((of_update / size).sqrt() / CLIP_RMS).clamp(min=1.0)
+        shard.put(skip, shard.weight - (shard.weight * shard.weight_decay + update) * lr, **state)
+
+
+def _average_squares(shard: Shard) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """The state after the step, as far as this rank's rows tell it, and this rank's parts of three sums over all rows:
+    of a matrix's squares by column and of its row means, both over the number of rows, and of the weight's squares."""
+    state = {"step": shard.state["step"] + 1}
+    rate, squares = _rate(state), shard.gradient.square().add_(SQUARES_EPS)
+    parts = [squares.new_zeros(0), squares.new_zeros(0), shard.weight.square().sum()]
+    if squares.ndim < 2:
+        return state | {"exp_avg_sq": shard.state["exp_avg_sq"].lerp(squares, rate)}, parts
+    state["exp_avg_sq_row"] = shard.state["exp_avg_sq_row"].lerp(squares.mean(-1), rate)
+    if squares.ndim == 2:
+        parts[:2] = [squares.sum(0) / shard.shape[0], state["exp_avg_sq_row"].sum() / shard.shape[0]]
+    else:
+        state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(squares.mean(-2), rate)
+    return state, parts
+
+
+def _rate(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The share of this step's squares in the averages."""
+    return state["step"].pow(-DECAY_POWER)

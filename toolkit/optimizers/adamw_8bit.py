@@ -1,0 +1,139 @@
+"""AdamW with moments in 8 bits (Dettmers et al. 2021), with torchao's maps, scales and formula.
+
+A row of a weight is cut into blocks, each with an fp32 scale, its largest element; a code is the place of a number in a map of
+256 from -1 or 0 to 1. torchao cuts a rank's shard into blocks instead, so that its state changes with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from toolkit.optimizers import adamw
+from toolkit.optimizers.state import Layout, Part, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.optimizers.stepping import Shard, Sum
+
+TITLE = "8-bit AdamW"
+DEFAULTS = adamw.DEFAULTS
+TAKES_FLAT = False
+
+BLOCK_ELEMENTS, FEWEST_BLOCK_ELEMENTS = 256, 64
+"""torchao's, and the fewest where that does not divide a row."""
+FEWEST_ELEMENTS = 4096
+"""Smaller weights keep their moments in fp32, as in bitsandbytes and torchao."""
+SMALLEST_SCALE = 1e-12
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Whether a moment has a sign."""
+
+
+def layout(shape: Shape) -> Layout:
+    """Codes and scales of both moments, or both in fp32; and the number of updates."""
+    step = {"step": Part((), is_cut=False)}
+    row = math.prod(shape[1:])
+    block = math.gcd(row, BLOCK_ELEMENTS)
+    if math.prod(shape) < FEWEST_ELEMENTS or block < FEWEST_BLOCK_ELEMENTS:
+        return {name: Part(shape) for name in MOMENTS} | step
+    codes = {name: Part(shape, "uint8") for name in MOMENTS}
+    return codes | {f"{name}_scale": Part((shape[0], row // block)) for name in MOMENTS} | step
+
+
+def build(settings: Any, groups: list[dict[str, Any]]) -> Any:
+    """As `Optimizer.build`."""
+    from toolkit.optimizers.stepping import ShardedOptimizer
+
+    return ShardedOptimizer(groups, settings.lr, layout, functools.partial(_update, settings))
+
+
+def write_out(
+    settings: Any, weight: Any, gradient: Any, state: dict[str, Any], step: int, lr: float, weight_decay: float
+) -> tuple[Any, dict[str, Any]]:
+    """As `Optimizer.write_out`; a code stands between two whole ones where the moment stands between two numbers of the map."""
+    import numpy as np
+    import torch
+
+    scales = {name: (layout(weight.shape).get(f"{name}_scale"), f"{name}_scale") for name in MOMENTS}
+    maps = {name: _values(is_signed, torch.device("cpu")).numpy().astype(np.float64) for name, is_signed in MOMENTS.items()}
+    before = {name: state[name] for name in MOMENTS if name in state}
+    for name in before:
+        if scales[name][0]:
+            scale = state[scales[name][1]].reshape(-1, 1)
+            before[name] = (maps[name][before[name].astype(int)].reshape(len(scale), -1) * scale).reshape(weight.shape)
+    change, after = adamw.write_out(settings, weight, gradient, before, step, lr, weight_decay)
+    for name in MOMENTS:
+        part, key = scales[name]
+        if part:
+            blocks = after[name].reshape(math.prod(part.shape), -1)
+            scale = np.maximum(np.abs(blocks).max(-1), SMALLEST_SCALE)
+            after[key] = scale.reshape(part.shape)
+            after[name] = np.interp(blocks / scale[:, None], maps[name], np.arange(256.0)).reshape(weight.shape)
+    return change, after
+
+
+def _update(settings: Any, shards: list[Shard], skip: torch.Tensor, _: Sum) -> None:
+    """Update all shards; in the order of torchao's `single_param_adam`, so that each number is rounded as there."""
+    for shard in shards:
+        step, lr = shard.state["step"] + 1, shard.lr
+        first_correction, second_correction = 1 - settings.beta1**step, (1 - settings.beta2**step).sqrt()
+        for piece in shard.pieces():
+            first = _decode(piece.state, "exp_avg").lerp(piece.gradient, 1 - settings.beta1)
+            second = _decode(piece.state, "exp_avg_sq").lerp(piece.gradient.square(), 1 - settings.beta2)
+            root = second.sqrt().div_(second_correction).add_(settings.eps)
+            weight = piece.weight - lr * shard.weight_decay * piece.weight
+            weight = weight - lr * (first / first_correction) / root
+            moments = {"exp_avg": first, "exp_avg_sq": second}
+            encoded = {key: t for name, moment in moments.items() for key, t in _encode(piece.state, name, moment).items()}
+            piece.put(skip, weight, **encoded)
+        shard.state["step"] += ~skip
+
+
+def _decode(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A flat fp32 moment."""
+    if f"{name}_scale" not in state:
+        return state[name]
+    scale = state[f"{name}_scale"].unsqueeze(1)
+    return (_values(MOMENTS[name], scale.device)[state[name].int()].view(len(scale), -1) * scale).view(-1)
+
+
+def _encode(state: dict[str, torch.Tensor], name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state of a flat fp32 moment: codes of the nearest numbers, and scales."""
+    if f"{name}_scale" not in state:
+        return {name: moment}
+    import torch
+
+    blocks = moment.view(len(state[f"{name}_scale"]), -1)
+    scale = blocks.abs().amax(1).clamp_(min=SMALLEST_SCALE)
+    codes = torch.bucketize(blocks / scale.unsqueeze(1), _bounds(MOMENTS[name], scale.device), right=True)
+    return {name: codes.to(torch.uint8).view(-1), f"{name}_scale": scale}
+
+
+@functools.cache
+def _values(is_signed: bool, device: torch.device) -> torch.Tensor:
+    """The 256 numbers of a map, ascending, fp32: seven decades, each twice as fine as the smaller one, and 0 and 1."""
+    import torch
+
+    values = [torch.tensor([0.0, 1.0])]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not is_signed)) + 1)
+        means = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
+        values += [means, -means] if is_signed else [means]
+    return torch.cat(values).sort().values.to(device)
+
+
+@functools.cache
+def _bounds(is_signed: bool, device: torch.device) -> torch.Tensor:
+    """The least numbers that torchao rounds up to the second, third, … number of the map, by half a gap or more."""
+    import torch
+
+    values = _values(is_signed, torch.device("cpu"))
+    lower, half = values[:-1], values.diff() * 0.5
+    bounds = lower + half
+    for _ in range(2):  # by a bit, because the sum is rounded
+        below = bounds.nextafter(lower)
+        bounds = torch.where(below - lower >= half, below, bounds)
+        bounds = torch.where(bounds - lower < half, bounds.nextafter(values[1:]), bounds)
+    return bounds.to(device)

@@ -1,0 +1,141 @@
+"""The optimizers that torch does not have in a form that shards, skips and resumes exactly: what they share.
+
+Their weights, gradients and state are DTensors under FSDP2; an update gets this rank's shards. It is imported where one is built,
+because it imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard as Cut
+
+from toolkit.optimizers.state import Layout, Part, Shape
+from toolkit.private import private
+
+PIECE_ELEMENTS = 1 << 24
+"""Of a piece: each fp32 temporary takes 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a weight with its gradient and state; without rows, if the weight has fewer than there are ranks."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    """May be overwritten."""
+    state: dict[str, torch.Tensor]
+    shape: Shape
+    """Of the full weight."""
+    lr: float
+    weight_decay: float
+
+    def pieces(self) -> Iterator[Shard]:
+        """The shard in flat pieces, so that what an update computes of each element takes little memory; `step` is in each."""
+        size = self.weight.numel()
+        for start in range(0, size, PIECE_ELEMENTS):
+            share = min(PIECE_ELEMENTS, size - start)
+
+            def cut(tensor: torch.Tensor) -> torch.Tensor:
+                """Its part of this piece; scales have fewer elements."""
+                if not tensor.ndim:
+                    return tensor
+                return tensor.view(-1).narrow(0, start * tensor.numel() // size, share * tensor.numel() // size)  # noqa: B023
+
+            state = {name: cut(tensor) for name, tensor in self.state.items()}
+            yield replace(self, weight=cut(self.weight), gradient=cut(self.gradient), state=state)
+
+    def put(self, skip: torch.Tensor, weight: torch.Tensor, **state: torch.Tensor) -> None:
+        """Write the update, unless `skip` says not to; the host does not wait to know."""
+        for old, new in [(self.weight, weight), *((self.state[name], new) for name, new in state.items())]:
+            old.copy_(torch.where(skip, old, new))
+
+
+Sum = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""Adds up tensors over the ranks that hold the shards of a weight, in one all-reduce. Collective."""
+Update = Callable[[list[Shard], torch.Tensor, Sum], None]
+"""Updates all shards; the second argument is whether to skip, a bool scalar on the device."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Takes `update` over the shards of all groups. Every rank has the same parameters with a gradient, in the same order."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, layout: Callable[[Shape], Layout], update: Update) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.layout, self.update = layout, update
+        self.found_inf: torch.Tensor | None = None
+        """1.0 to skip the next steps, else 0.0; a scalar on the device."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update; where `found_inf` is 1, it changes no weight and no state, but makes the state. Collective."""
+        with_gradient = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not with_gradient:
+            return
+        for _, p in with_gradient:
+            if not self.state[p]:
+                self.state[p] = {name: _zeros(p, part) for name, part in self.layout(tuple(p.shape)).items()}
+        first = with_gradient[0][1]
+        skip = torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf.to(first.device)
+        shards = [
+            Shard(
+                _local(p),
+                _local(p.grad),
+                {name: _local(t) for name, t in self.state[p].items()},
+                tuple(p.shape),
+                group["lr"],
+                group["weight_decay"],
+            )
+            for group, p in with_gradient
+        ]
+        self.update(shards, skip.view(()) > 0, _sum_over(first))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Copy the state of each weight: torch's would cast it to the weight's dtype. Hyperparameters stay the config's."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, p in zip(keys, parameters, strict=True):
+            for name, saved in state_dict["state"].get(key, {}).items():
+                if name not in self.state[p]:
+                    self.state[p][name] = _zeros(p, self.layout(tuple(p.shape))[name])
+                self.state[p][name].copy_(saved)
+
+
+def _zeros(weight: torch.Tensor, part: Part) -> torch.Tensor:
+    """A tensor of state, sharded like its weight if it is cut by rows."""
+    dtype = getattr(torch, part.dtype)
+    if not isinstance(weight, DTensor) or not part.is_cut:
+        return torch.zeros(part.shape, dtype=dtype, device=weight.device)
+    local = torch.zeros((len(_local(weight)), *part.shape[1:]), dtype=dtype, device=weight.device)
+    # An offloaded shard lies on the host, where `from_local` takes it to the mesh's device.
+    stride = torch.empty(part.shape, device="meta").stride()
+    whole = DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=torch.Size(part.shape), stride=stride
+    )
+    return whole.to(weight.device)
+
+
+def _local(tensor: torch.Tensor) -> Any:
+    return private("_local_tensor", tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_over(weight: torch.Tensor) -> Sum:
+    """The sum over the ranks that share `weight`, as all weights are sharded; replicas hold equal shards."""
+    placed = list(enumerate(weight.placements)) if isinstance(weight, DTensor) else []
+    groups = [weight.device_mesh.get_group(dim) for dim, placement in placed if isinstance(placement, Cut)]  # type: ignore[attr-defined]
+
+    def add_up(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not groups or not parts:
+            return parts
+        flat = torch.cat([part.flatten() for part in parts])
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        return [s.view(part.shape) for s, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)]
+
+    return add_up
