@@ -71,7 +71,7 @@ def _find_weights(folder: Path) -> Path:
 
 
 def _load_exported(model: PreTrainedModel, folder: Path) -> None:
-    options = {"config": model.config, "revision": None, "dtype": torch.float32}
+    options = {"config": model.config, "dtype": torch.float32}
     other, about = from_files(type(model), str(folder), f"model.init_from {folder}", options, lambda: model)
     for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of"), ("unexpected_keys", "also has")):
         if about[kind]:

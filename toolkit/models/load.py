@@ -192,7 +192,8 @@ def from_files(
     """
     from transformers import PreTrainedConfig
 
-    options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}  # the caller names the first shape
+    # Unless the options say otherwise, the caller's error names the first shape that differs.
+    options = {"revision": None, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     try:
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=options["revision"])
         if not settings.get("quantization_config"):
@@ -201,9 +202,10 @@ def from_files(
     except (OSError, WholeOnly) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} has no loadable safetensors weights ({first_line}){way_out}") from None
-    # transformers takes either a name or tensors.
-    state = {key: source.read(tuple(slice(0, size) for size in source.shape)) for key, source in stored.items()}
-    built = build()
+    # transformers takes either a name or tensors. On the meta device nothing is read.
+    built, is_meta = build(), torch.device("meta") in options.get("device_map", {}).values()
+    boxes = {key: tuple(slice(0, size) for size in source.shape) for key, source in stored.items()}
+    state = {key: torch.empty(stored[key].shape, device="meta") if is_meta else stored[key].read(boxes[key]) for key in boxes}
     model, report = type(built).from_pretrained(None, state_dict=state, **options | {"config": built.config})
     model.name_or_path = model.config.name_or_path = built.name_or_path
     model.generation_config = built.generation_config
