@@ -63,7 +63,7 @@ def test_nf4_by_rows_is_what_bitsandbytes_makes_of_it(kind: str, rows: int) -> N
 @pytest.mark.parametrize("shape", [(256, 384), (200, 130), (64, 32)])
 def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path: Path, shape: tuple[int, int], scales_dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    codes, scales = quantize_fp8(torch.randn(shape) * 3, scales_dtype)
+    codes, scales = quantize_fp8(torch.randn(shape) * torch.arange(1, shape[1] + 1), scales_dtype)
     save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
     files = WeightFiles([tmp_path / "model.safetensors"], "it")
     assert files.stored.keys() == {"some.weight"}
