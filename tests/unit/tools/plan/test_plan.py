@@ -148,7 +148,7 @@ def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shard
 def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to() -> None:
     about = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     plain, quantized = (
-        build_subject(FSDP2, model_folder(settings), list(UNPACKED)).skeleton
+        build_subject(model_folder(settings), FSDP2, list(UNPACKED), None).skeleton
         for settings in (LLAMA, LLAMA | {"quantization_config": about})
     )
     sizes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (plain, quantized)]
