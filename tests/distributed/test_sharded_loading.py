@@ -19,6 +19,7 @@ from tests.support.model_folders import build_model_folders
 from tests.support.workbench import as_flags
 from toolkit.errors import UserError
 
+QUANTIZED = Path(__file__).parents[1] / "support" / "quantized"
 SMALL_PIECE_BYTES = 1024
 """So that tensors of these models are read in several pieces."""
 LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 2}
@@ -50,6 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "new-tokens-t5-lora": ("small_t5", NEW_TOKENS | LORA),
     "new-tokens-in-free-rows-lora": ("llama", NEW_TOKENS | LORA),
     "new-tokens-saved-lora": ("small_llama", NEW_TOKENS | LORA | {"adapter.modules_to_save": ["embed_tokens"]}),
+    **{kind: (kind, {}) for kind in ("fp8", "bnb_nested", "bnb_plain")},
+    **{f"{kind}-lora": (kind, LORA | {"model.frozen_dtype": "bfloat16"}) for kind in ("fp8", "bnb_nested")},
+    "fp8-dora": ("fp8", DORA | {"model.frozen_dtype": "bfloat16"}),
+    "fp8-as-other-weights": ("plain_of_fp8", {"model.init_from": "{fp8}"}),
     "existing-adapter": ("llama_tied", LORA | {"adapter.name_or_path": "{adapter}"}),
 }
 """Model folder and flags."""
@@ -83,7 +88,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 """Model folder, flags, and the beginning or a part of the sentence."""
-PLACES = ("{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
+PLACES = ("{fp8}", "{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
 """Values of flags that are model folders."""
 
 
@@ -99,6 +104,8 @@ def build_folders(parent: Path) -> dict[str, Path]:
     from safetensors.torch import load_file, save_file
 
     from tests.support.adapter_models import adapted, export_adapter, randomize
+    from tests.support.quantized.fp8 import SIZES as FP8_SIZES
+    from tests.support.quantized.fp8 import save_fp8_model
 
     folders = build_model_folders(parent)
 
@@ -143,6 +150,10 @@ def build_folders(parent: Path) -> dict[str, Path]:
         model = adapted(folders["llama_tied"], "llama_tied", rank=2)
     randomize(model)
     folders["adapter"] = export_adapter(parent / "adapter", model)
+    folders |= {kind: QUANTIZED / kind for kind in ("bnb_nested", "bnb_plain")} | {"fp8": save_fp8_model(parent / "fp8")}
+    qwen3 = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**FP8_SIZES))
+    folders["plain_of_fp8"] = parent / "plain_of_fp8"
+    qwen3.save_pretrained(folders["plain_of_fp8"])
     return folders
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,7 @@ from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
 from toolkit.models.config import check_weight_files
 from toolkit.models.freeze import hash_parameters
+from toolkit.models.load import from_files
 from toolkit.models.lora_files import CONFIG_FILE, base_name
 
 if TYPE_CHECKING:
@@ -70,19 +71,8 @@ def _find_weights(folder: Path) -> Path:
 
 
 def _load_exported(model: PreTrainedModel, folder: Path) -> None:
-    try:
-        loaded: Any = type(model).from_pretrained(
-            folder,
-            config=model.config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # the error below names the first one
-            output_loading_info=True,
-        )
-    except OSError as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"model.init_from {folder} has no loadable safetensors weights ({first_line})") from None
-    other, about = loaded
+    options = {"config": model.config, "dtype": torch.float32}
+    other, about = from_files(type(model), str(folder), f"model.init_from {folder}", options, lambda: model)
     for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of"), ("unexpected_keys", "also has")):
         if about[kind]:
             name = min(key if isinstance(key, str) else key[0] for key in about[kind])

@@ -12,6 +12,7 @@ from torch import nn
 
 from toolkit.distributed.device import GIB, free_memory_bytes
 from toolkit.errors import UserError
+from toolkit.models.load import from_files
 from toolkit.private import private
 from toolkit.variables import local_world_size
 
@@ -34,14 +35,22 @@ FLOP_PER_S = {"cpu": 2e10, "cuda": 1e13}
 
 
 def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.device, **options: Any) -> PreTrainedModel:
-    """A model of the skeleton's class, loaded by plain transformers in fp32 on `device`."""
+    """A model of the skeleton's class, loaded by plain transformers in fp32 on `device`; a quantized base is dequantized."""
+
+    def build_base() -> Any:
+        config = type(skeleton.config).from_pretrained(name_or_path, revision=options.get("revision", "main"))
+        del config.quantization_config
+        with torch.device("meta"):
+            return type(skeleton)(config)
+
     attention = private("_attn_implementation", skeleton.config)
     # The CPU has no flash attention. Keep the others: a model may differ between them (Gemma 2 caps scores in `eager` only).
     if attention in ("eager", "sdpa"):
         options["attn_implementation"] = attention
     if device.type != "cpu":  # otherwise all of it would pass through host memory
         options["device_map"] = {"": device}
-    loaded: Any = type(skeleton).from_pretrained(name_or_path, dtype=torch.float32, use_safetensors=True, **options)
+    options |= {"dtype": torch.float32, "ignore_mismatched_sizes": False}
+    loaded, _ = from_files(type(skeleton), str(name_or_path), f"model {name_or_path}", options, build_base)
     return loaded.eval()
 
 
@@ -94,7 +103,7 @@ def check_logits(
         if chosen is not None:
             inputs = {name: tensor.to(chosen) for name, tensor in check.items() if name != "logits"}
             logits_BTV = load(chosen)(**inputs, use_cache=False).logits.cpu()
-    except OSError as error:
+    except UserError as error:
         raise UserError(f"{folder} stands, with the trained weights, but its logits cannot be compared: {error}") from None
     except torch.OutOfMemoryError as error:  # a fragmented device has less than is free
         chosen, reason = None, str(error).splitlines()[0]

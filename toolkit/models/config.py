@@ -23,6 +23,8 @@ logger = logging.getLogger("toolkit")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
+DEQUANTIZED = ("bitsandbytes nf4", "mxfp4", "fp8 in blocks of [128, 128]")
+"""Formats of quantized weights that `dequantize.py` reads."""
 LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
@@ -30,7 +32,8 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
     """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`.
 
     Raises:
-        UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own.
+        UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own, or
+            are quantized in a format that is not read.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -75,6 +78,7 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
             f"the config.json of {name} names the attention {kernels[0]}, which is code of the hub: set "
             "model.attn_implementation sdpa or eager, or model.trust_remote_code true"
         )
+    _take_quantization(model_config, name)
     is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, task.auto_class))
     if not is_known:
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {task.takes}")
@@ -83,6 +87,19 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
         _check_trainable(model_config, name)
         _set_for_training(model_config, config)
     return model_config
+
+
+def _take_quantization(model_config: PretrainedConfig, name: str) -> None:
+    """Refuse quantized weights that `dequantize.py` does not read; others are plain when they are loaded, also for the config."""
+    if about := vars(model_config).pop("quantization_config", None):
+        four_bits = about.get("bnb_4bit_quant_type", "fp4") if about.get("load_in_4bit") else "int8"
+        kinds = {"bitsandbytes": four_bits, "fp8": f"in blocks of {about.get('weight_block_size', [128, 128])}"}
+        method = about.get("quant_method")
+        if (quantized := f"{method} {kinds.get(method, '')}".strip()) not in DEQUANTIZED:
+            raise UserError(
+                f"model.name_or_path {name} is quantized as {quantized}, and only {', '.join(DEQUANTIZED)} are read: give the "
+                "model in full precision"
+            )
 
 
 def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:

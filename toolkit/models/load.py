@@ -21,6 +21,7 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.freeze import hash_tensor
+from toolkit.models.safetensors_index import WeightFiles, WholeOnly, find_weight_files
 from toolkit.models.shard_reader import Box, pieces
 from toolkit.private import private
 from toolkit.variables import local_rank
@@ -164,27 +165,51 @@ def load_model(
     if config.from_scratch:
         model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     else:
-        try:
-            model, report = getattr(transformers, task.auto_class).from_pretrained(
-                config.name_or_path,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # the error below names the first one
-                config=model_config,
-                revision=config.revision,
-                dtype=dtype,
-                use_safetensors=True,
-                **_options(config),
-            )
-        except OSError as error:
-            first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UserError(
-                f"model {config.name_or_path} has no loadable safetensors weights ({first_line}): "
-                "give a folder with them, or model.from_scratch true for random ones"
-            ) from None
+        options = {"config": model_config, "revision": config.revision, "dtype": dtype, **_options(config)}
+        model, report = from_files(
+            getattr(transformers, task.auto_class), config.name_or_path, f"model {config.name_or_path}", options,
+            lambda: build_on_meta(config, model_config, task, dtype),
+            ": give a folder with them, or model.from_scratch true for random ones",
+        )  # fmt: skip
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
         check_loaded(model, config.name_or_path, without_new_head(task, model, report["missing_keys"]), other_shapes)
     grow_vocabulary(model, config)
     return model
+
+
+def from_files(
+    model_class: Any, name: str, what: str, options: dict[str, Any], build: Callable[[], Any], way_out: str = ""
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """`from_pretrained` of safetensors files, dequantized if they are quantized; the model, and what does not fit it.
+
+    Args:
+        what: the setting and path of the files.
+        options: of `from_pretrained`.
+        build: builds such a model, of which only the class and the configs are taken.
+
+    Raises:
+        UserError: there are no such files, or they cannot be read.
+    """
+    from transformers import PreTrainedConfig
+
+    # Unless the options say otherwise, the caller's error names the first shape that differs.
+    options = {"revision": None, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(name, revision=options["revision"])
+        if not settings.get("quantization_config"):
+            return model_class.from_pretrained(name, use_safetensors=True, **options)
+        stored = WeightFiles(find_weight_files(name, options["revision"]), what).stored
+    except (OSError, WholeOnly) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{what} has no loadable safetensors weights ({first_line}){way_out}") from None
+    # transformers takes either a name or tensors. On the meta device nothing is read.
+    built, is_meta = build(), torch.device("meta") in options.get("device_map", {}).values()
+    boxes = {key: tuple(slice(0, size) for size in source.shape) for key, source in stored.items()}
+    state = {key: torch.empty(stored[key].shape, device="meta") if is_meta else stored[key].read(boxes[key]) for key in boxes}
+    model, report = type(built).from_pretrained(None, state_dict=state, **options | {"config": built.config})
+    model.name_or_path = model.config.name_or_path = built.name_or_path
+    model.generation_config = built.generation_config
+    return model, report
 
 
 def without_new_head(task: Task, model: PreTrainedModel, missing: Iterable[str]) -> list[str]:

@@ -59,8 +59,6 @@ def open_weights(
     def begin() -> tuple[PreTrainedModel, WeightFiles, Match]:
         if not type(skeleton).__module__.startswith("transformers."):
             raise WholeOnly("its code is not transformers' own")
-        if getattr(model_config, "quantization_config", None):
-            raise WholeOnly("its weights are quantized")
         if getattr(type(model_config), "extra_files", ()):
             raise WholeOnly("some of its weights lie in files of another kind")
         if init_from is not None and not (init_from / "config.json").is_file():

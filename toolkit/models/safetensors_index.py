@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -22,7 +23,8 @@ from torch import nn
 from toolkit.distributed.comm import on_rank_0
 from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
-from toolkit.models.shard_reader import Box, Source, pieces
+from toolkit.models.dequantize import dequantized
+from toolkit.models.shard_reader import Box, Source, Sources, pieces
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
 }  # fmt: skip
 """torch dtypes by safetensors' names."""
 
@@ -54,19 +57,8 @@ class Match:
     """Names in the files that the model does not have."""
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file."""
-
-    file: BinaryIO
-    begin: int
-    """Offset of its bytes in the file."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class WeightFiles:
-    """Open safetensors files. Opening reads only the headers; parts of tensors are read on demand.
+    """Open safetensors files. Opening reads only the headers; parts of tensors are read on demand, quantized ones dequantized.
 
     The safetensors library does not read them: with a mapped file every page it touches stays resident, and its `pread`
     backend (0.8.0) takes a tenth of a second per part.
@@ -77,22 +69,26 @@ class WeightFiles:
 
         Raises:
             UserError: a file cannot be read.
-            WholeOnly: a file holds a dtype that is not in `DTYPES`.
+            WholeOnly: a file holds a dtype that is not in `DTYPES`, or codes in fp8 without their scales.
         """
-        self.stored: dict[str, _Stored] = {}
+        stored: Sources = {}
         for path in paths:
             try:
                 with safe_open(path, framework="pt"):  # checks offsets, shapes and the file's size
                     file = path.open("rb", buffering=0)
-                    self.stored |= _read_header(file)
+                    stored |= _read_header(file)
             except (SafetensorError, OSError) as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
+        self.stored = dequantized(stored)
+        for name, source in self.stored.items():
+            if source.dtype == torch.float8_e4m3fn:
+                raise WholeOnly(f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128")
 
     def source(self, key: str, dtype: torch.dtype) -> Source:
         """The source of a tensor, converted to `dtype` part by part."""
         stored = self.stored[key]
-        return Source(stored.shape, lambda box: _read_part(stored, box).to(dtype))
+        return Source(stored.shape, lambda box: stored.read(box).to(dtype))
 
 
 def find_weight_files(name_or_path: str, revision: str | None, named: str | None = None) -> list[Path]:
@@ -178,7 +174,7 @@ def untie_differing(model: PreTrainedModel, files: WeightFiles, match: Match) ->
         model.all_tied_weights_keys.pop(name)
 
 
-def _read_header(file: BinaryIO) -> dict[str, _Stored]:
+def _read_header(file: BinaryIO) -> Sources:
     """The tensors of a safetensors file: 8 bytes with the header's length, the header as JSON, then the tensors' bytes."""
     length = int.from_bytes(file.read(8), "little")
     stored = {}
@@ -187,32 +183,32 @@ def _read_header(file: BinaryIO) -> dict[str, _Stored]:
             continue
         if about["dtype"] not in DTYPES:
             raise WholeOnly(f"{name} is stored as {about['dtype']}")
-        begin = 8 + length + about["data_offsets"][0]
-        stored[name] = _Stored(file, begin, DTYPES[about["dtype"]], tuple(about["shape"]))
+        dtype, shape, begin = DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + about["data_offsets"][0]
+        stored[name] = Source(shape, partial(_read_part, file, begin, dtype, shape), dtype)
     return stored
 
 
-def _read_part(stored: _Stored, box: Box) -> torch.Tensor:
-    """A part of a tensor: reads its full rows, then slices the other dimensions.
+def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    """A part of a tensor whose bytes begin at `offset`: reads its full rows, then slices the other dimensions.
 
     Raises:
         UserError: the file has become unreadable or shorter since it was opened.
     """
     first, end = (box[0].start, box[0].stop) if box else (0, 1)
-    num_row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    num_row_bytes = math.prod(shape[1:]) * dtype.itemsize
     num_bytes = (end - first) * num_row_bytes
     if not num_bytes:
-        return torch.empty(end - first, *stored.shape[1:], dtype=stored.dtype)
+        return torch.empty(end - first, *shape[1:], dtype=dtype)
     # Anonymous memory goes back to the system when freed; malloc would keep such buffers, separately for every thread.
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    unread, place = memoryview(buffer), stored.begin + first * num_row_bytes
+    unread, place = memoryview(buffer), offset + first * num_row_bytes
     while unread:
         try:
-            num_read, reason = os.preadv(stored.file.fileno(), [unread], place), "it has become shorter"
+            num_read, reason = os.preadv(file.fileno(), [unread], place), "it has become shorter"
         except OSError as error:
             num_read, reason = 0, str(error.strerror)
         if num_read == 0:
-            raise UserError(f"{stored.file.name} changed or went away while it was read ({reason}): start again when it is whole")
+            raise UserError(f"{file.name} changed or went away while it was read ({reason}): start again when it is whole")
         unread, place = unread[num_read:], place + num_read
-    part = torch.frombuffer(buffer, dtype=stored.dtype).view(end - first, *stored.shape[1:])
+    part = torch.frombuffer(buffer, dtype=dtype).view(end - first, *shape[1:])
     return part[(slice(None), *box[1:])] if box else part[0]

@@ -34,6 +34,8 @@ class Source:
     shape: tuple[int, ...]
     read: Callable[[Box], torch.Tensor]
     """Reads any part onto the CPU, in the dtype of the loaded parameter."""
+    dtype: torch.dtype | None = None
+    """As stored in a file; None for values that are made."""
 
 
 Sources = dict[str, Source]

@@ -23,7 +23,7 @@ SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
 def test_any_part_of_any_tensor_is_read(tmp_path: Path) -> None:
-    kept = [dtype for dtype in DTYPES.values() if dtype != torch.bool]
+    kept = [dtype for dtype in DTYPES.values() if dtype not in (torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu)]
     tensors = {f"{dtype}": (torch.arange(120).view(6, 5, 4) - 7).to(dtype) for dtype in kept}
     tensors |= {"bools": torch.tensor([True, False, True]), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
     save_file(tensors, tmp_path / "some.safetensors")

@@ -18,8 +18,9 @@ from torch import nn
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import AdapterConfig
 from toolkit.export.compare import LOGIT_TOLERANCE
+from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.load import fastest_attention
+from toolkit.models.load import build_on_meta, fastest_attention, from_files
 from toolkit.models.lora import is_enabled
 from toolkit.tools.verify.records import Proof, Tensors, exact, largest, load_about, load_tensors, named, relative, within
 from toolkit.tools.verify.runs import GENERATION, WatchedRun
@@ -76,8 +77,13 @@ def _load(config: RecipeConfig, name_or_path: str | Path) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     auto_class: Any = getattr(transformers, config.task.auto_class)
-    options |= {"dtype": torch.float32, "use_safetensors": True, "attn_implementation": attention}
-    return auto_class.from_pretrained(name_or_path, **options).eval()
+    options |= {"dtype": torch.float32, "attn_implementation": attention, "ignore_mismatched_sizes": False}
+    base, task = config.model, config.task
+    loaded, _ = from_files(
+        auto_class, str(name_or_path), f"model {name_or_path}", options,
+        lambda: build_on_meta(base, load_model_config(base, task), task, torch.float32),
+    )  # fmt: skip
+    return loaded.eval()
 
 
 def _load_adapter(base: Any, folder: Path) -> Any:

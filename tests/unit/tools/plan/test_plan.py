@@ -145,6 +145,16 @@ def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shard
         assert highest(traced, kind) == highest(fewer, kind)
 
 
+def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to() -> None:
+    about = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    plain, quantized = (
+        build_subject(model_folder(settings), FSDP2, list(UNPACKED), None).skeleton
+        for settings in (LLAMA, LLAMA | {"quantization_config": about})
+    )
+    sizes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (plain, quantized)]
+    assert sizes[0] == sizes[1] and sum(parameter.numel() for parameter in quantized.parameters()) == NUM_PARAMETERS
+
+
 def test_more_ranks_than_rows_of_a_weight_pad_it_and_take_no_longer_to_plan() -> None:
     traced = trace(LLAMA, with_(num_shards=2048), UNPACKED)
     # One row of a matrix at least, and of a norm one element, in 512 bytes at least.

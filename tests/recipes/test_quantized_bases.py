@@ -1,0 +1,94 @@
+"""Runs on bases that are quantized already: they train as on the plain model of the same values, and export plain ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import REPOSITORY, run_on_ranks
+from tests.support.workbench import FP32, Workbench, run_without_toolkit
+
+LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 2, "optim__lr": 1e-2, "export__merge": True}
+SHORT: dict[str, Any] = {"eval__generate": False, "train__max_steps": 2}
+BNB = REPOSITORY / "tests" / "support" / "quantized" / "bnb_nested"
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fp8": ("fp8", "fsdp2_cpu", LORA),
+    "fp8_single": ("fp8", "single", LORA | {"train__micro_batch_size_rows": 8}),
+    "nf4": ("nf4", "fsdp2_cpu", LORA),
+    "nf4_as_plain": ("nf4_as_plain", "fsdp2_cpu", LORA),
+    "nf4_full": ("nf4", "single", {"train__micro_batch_size_rows": 8}),
+}
+"""Model, preset and settings."""
+EXPORTS = {"fp8": "merged", "fp8_single": "merged", "nf4": "merged", "nf4_as_plain": "merged", "nf4_full": "export"}
+"""The model's folder in a run."""
+
+RELOAD = """
+from safetensors.torch import load_file
+import transformers
+
+for run in runs:
+    check = load_file(run / "export_check.safetensors")
+    logits = check.pop("logits")
+    folder = run / ("merged" if (run / "merged").is_dir() else "export")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    difference = ((model(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()).item()
+    found[run.name] = {"difference": difference, "quantized": hasattr(model.config, "quantization_config")}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(llm_bench: Workbench) -> Workbench:
+    """All runs of `RUNS`."""
+    folders = run_on_ranks(
+        build_folders, preset="single", overrides=FP32, args=(llm_bench.runs.parent / "quantized", llm_bench.models["llama"])
+    )[0]
+    for name, (model, preset, settings) in RUNS.items():
+        llm_bench.run(name, model=folders[model], preset=preset, **SHORT | settings)
+    return llm_bench
+
+
+def build_folders(parent: Path, llama: Path) -> dict[str, Path]:
+    """Quantized models with a tokenizer, and NF4's values in a plain folder; on one process."""
+    import transformers
+
+    from tests.support.quantized.fp8 import save_fp8_model
+    from toolkit.config.schema import ModelConfig
+    from toolkit.models.config import load_model_config
+    from toolkit.models.load import load_model
+    from toolkit.tasks import causal
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(llama)
+    folders = {"fp8": save_fp8_model(parent / "fp8"), "nf4": Path(shutil.copytree(BNB, parent / "nf4"))}
+    config = ModelConfig(name_or_path=str(BNB))
+    plain = load_model(config, load_model_config(config, causal.TASK), causal.TASK, 0)
+    folders["nf4_as_plain"] = parent / "nf4_as_plain"
+    plain.save_pretrained(folders["nf4_as_plain"])
+    for folder in folders.values():
+        tokenizer.save_pretrained(folder)
+    return folders
+
+
+def losses(bench: Workbench, name: str) -> list[float]:
+    return [line["loss"] for kind in ("train", "eval") for line in bench.lines(name, kind)]
+
+
+def test_ranks_train_as_one_process_and_as_on_the_plain_model(trained: Workbench) -> None:
+    assert losses(trained, "fp8") == pytest.approx(losses(trained, "fp8_single"), rel=1e-5)
+    assert losses(trained, "nf4") == losses(trained, "nf4_as_plain")
+    assert all(len(set(losses(trained, name))) > 2 for name in RUNS)
+    # An adapter's base is known by the values that it was trained on, whatever they are stored as.
+    records = [json.loads((trained.runs / name / "export" / "base.json").read_text()) for name in ("nf4", "nf4_as_plain")]
+    assert records[0]["bf16_sha256"] == records[1]["bf16_sha256"]
+
+
+def test_what_is_exported_is_a_plain_model(trained: Workbench, tmp_path: Path) -> None:
+    for name, folder in EXPORTS.items():
+        assert "quantization" not in (trained.runs / name / folder / "config.json").read_text()
+    found = run_without_toolkit(RELOAD, [trained.runs / name for name in RUNS], tmp_path)
+    assert found.keys() == RUNS.keys()
+    for name, about in found.items():
+        assert about["difference"] < 1e-4 and not about["quantized"], (name, about)

@@ -1,0 +1,189 @@
+"""Quantized weights in files: slices of them are bit for bit what the libraries make of them; other formats are named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.support.quantized.fp8 import quantize_fp8, save_fp8_model
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import UserError
+from toolkit.models.config import load_model_config
+from toolkit.models.load import load_model
+from toolkit.models.safetensors_index import WeightFiles, WholeOnly, match_names
+from toolkit.models.shard_reader import Source
+from toolkit.tasks import causal
+
+QUANTIZED = Path(__file__).parents[2] / "support" / "quantized"
+
+
+def read_by_rows(source: Source, rows: int) -> torch.Tensor:
+    """All of a source, so many rows at a time."""
+    rest = [slice(0, size) for size in source.shape[1:]]
+    begins = range(0, source.shape[0], rows)
+    return torch.cat([source.read((slice(begin, min(begin + rows, source.shape[0])), *rest)) for begin in begins])
+
+
+def digest(values: torch.Tensor) -> str:
+    assert values.dtype == torch.bfloat16
+    return hashlib.sha256(values.contiguous().view(torch.int16).numpy().tobytes()).hexdigest()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype == torch.bfloat16 and torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("kind", ["bnb_nested", "bnb_plain"])
+def test_nf4_by_rows_is_what_bitsandbytes_makes_of_it(kind: str, rows: int) -> None:
+    files = WeightFiles([QUANTIZED / kind / "model.safetensors"], "it")
+    hashes = json.loads((QUANTIZED / kind / "hashes_of_values.json").read_text())
+    assert files.stored.keys() == hashes.keys()
+    for name, expected in hashes.items():
+        assert digest(read_by_rows(files.source(name, torch.bfloat16), rows)) == expected, name
+    source = files.source("model.layers.0.mlp.down_proj.weight", torch.float32)
+    assert source.shape == (72, 232)
+    columns = source.read((slice(3, 9), slice(100, 103)))
+    assert torch.equal(columns, read_by_rows(source, 72)[3:9, 100:103]) and columns.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130), (64, 32)])
+def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path: Path, shape: tuple[int, int], scales_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    codes, scales = quantize_fp8(torch.randn(shape) * torch.arange(1, shape[1] + 1), scales_dtype)
+    save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    files = WeightFiles([tmp_path / "model.safetensors"], "it")
+    assert files.stored.keys() == {"some.weight"}
+    source = files.source("some.weight", torch.bfloat16)
+    expected = _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).bfloat16()
+    for rows in (5, 128, 1000):
+        assert same_bits(read_by_rows(source, rows), expected)
+    assert same_bits(source.read((slice(40, 50), slice(3, 30))), expected[40:50, 3:30])
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 3])
+def test_mxfp4_by_experts_is_what_transformers_makes_of_it(tmp_path: Path, num_experts: int) -> None:
+    """In the files of a gpt-oss; every code and exponent is met."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_local_experts=3,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("proj")}
+    expected = {}
+    for name, out, groups in (("gate_up_proj", 192, 2), ("down_proj", 64, 3)):
+        key = f"model.layers.0.mlp.experts.{name}"
+        blocks = torch.randint(0, 256, (3, out, groups, 16), dtype=torch.uint8)
+        scales = torch.randint(0, 255, (3, out, groups), dtype=torch.uint8)
+        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        expected[key] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = WeightFiles([tmp_path / "model.safetensors"], "it")
+    match = match_names(model, files)
+    assert (match.missing, match.other_shapes, match.unknown) == ([], {}, [])
+    for key, values in expected.items():
+        source = files.source(match.tensors[key], torch.bfloat16)
+        assert same_bits(read_by_rows(source, num_experts).contiguous(), values)
+        assert same_bits(source.read((slice(1, 2), slice(5, 40), slice(0, 9))).contiguous(), values[1:2, 5:40, :9].contiguous())
+
+
+def test_a_slice_reads_its_own_codes_and_scales(tmp_path: Path) -> None:
+    """Half the rows take half the bytes; NF4's blocks and fp8's may reach over the edge."""
+    codes, scales = quantize_fp8(torch.randn(512, 256), torch.float32)
+    save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    nf4 = WeightFiles([QUANTIZED / "bnb_nested" / "model.safetensors"], "it").source(
+        "model.layers.0.mlp.up_proj.weight", torch.bfloat16
+    )
+    fp8 = WeightFiles([tmp_path / "model.safetensors"], "it").source("some.weight", torch.bfloat16)
+    blocks = 232 * 72 // 64 // 2 + 1
+    expected = {nf4: 232 * 72 // 4 + blocks + 4 * 256 + 4, fp8: 256 * 256 + 2 * 2 * 4}
+    read: list[int] = []
+    preadv = os.preadv
+
+    def count(file: int, buffers: Any, place: int) -> int:
+        read.append(preadv(file, buffers, place))
+        return read[-1]
+
+    for source, num_bytes in expected.items():
+        read.clear()
+        with patch("os.preadv", count):
+            source.read((slice(0, source.shape[0] // 2), slice(0, source.shape[1])))
+        assert sum(read) == num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_quantized_model_loads_as_a_plain_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    about = transformers.FineGrainedFP8Config(dequantize=True)
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        save_fp8_model(tmp_path / "fp8"), dtype=torch.bfloat16, quantization_config=about
+    )
+    values = {"fp8": {name: digest(tensor) for name, tensor in plain.state_dict().items()}}
+    shutil.copytree(QUANTIZED / "bnb_nested", tmp_path / "nf4")
+    values["nf4"] = json.loads((tmp_path / "nf4" / "hashes_of_values.json").read_text())
+    values["nf4"]["lm_head.weight"] = values["nf4"]["model.embed_tokens.weight"]
+    for kind, expected in values.items():
+        config = ModelConfig(name_or_path=str(tmp_path / kind))
+        model_config = load_model_config(config, causal.TASK)
+        model: Any = load_model(config, model_config, causal.TASK, 0, dtype)
+        state = model.state_dict()
+        assert {tensor.dtype for tensor in state.values()} == {dtype}
+        assert {name: digest(tensor.bfloat16()) for name, tensor in state.items()} == expected
+        assert all(torch.equal(tensor, tensor.bfloat16().to(dtype)) for tensor in state.values())
+        # Its own folder is a plain model's, for anyone.
+        assert not any("quantization" in str(settings) for settings in (model_config.to_dict(), model.config.to_dict()))
+        model.save_pretrained(tmp_path / "saved")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype)
+        assert {name: digest(tensor.bfloat16()) for name, tensor in again.state_dict().items()} == expected
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "hqq": {"quant_method": "hqq"},
+    "compressed-tensors": {"quant_method": "compressed-tensors"},
+    "torchao": {"quant_method": "torchao"},
+    "bitsandbytes int8": {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "fp4"},
+    "bitsandbytes fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "fp8 in blocks of None": {"quant_method": "fp8", "weight_block_size": None},
+    "fp8 in blocks of [1, 32]": {"quant_method": "fp8", "weight_block_size": [1, 32]},
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_format_that_is_not_read_is_named(tmp_path: Path, kind: str) -> None:
+    settings = json.loads((QUANTIZED / "bnb_plain" / "config.json").read_text()) | {"quantization_config": FORMATS[kind]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError) as raised:
+        load_model_config(ModelConfig(name_or_path=str(tmp_path)), causal.TASK)
+    assert str(raised.value) == (
+        f"model.name_or_path {tmp_path} is quantized as {kind}, and only bitsandbytes nf4, mxfp4, fp8 in blocks of [128, 128] "
+        "are read: give the model in full precision"
+    )
+
+
+def test_codes_whose_scales_are_missing_or_of_other_blocks_are_refused(tmp_path: Path) -> None:
+    folder = save_fp8_model(tmp_path / "fp8")
+    name, tensors = "model.layers.0.mlp.down_proj.weight", load_file(folder / "model.safetensors")
+    del tensors[f"{name}_scale_inv"]
+    for scales in ({}, {f"{name}_scale_inv": torch.ones(1, 1)}):
+        save_file(tensors | scales, folder / "model.safetensors", metadata={"format": "pt"})
+        reason = f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128"
+        with pytest.raises(WholeOnly, match=f"^{reason}$"):
+            WeightFiles([folder / "model.safetensors"], "it")
+        config = ModelConfig(name_or_path=str(folder))
+        with pytest.raises(UserError, match=rf"fp8 has no loadable safetensors weights \({reason}\): give a folder with them"):
+            load_model(config, load_model_config(config, causal.TASK), causal.TASK, 0)
