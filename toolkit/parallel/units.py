@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
+from toolkit.models.quantized import num_weights
 from toolkit.parallel.chunked_loss import called_once, find_head
 from toolkit.parallel.float8 import plain
 from toolkit.private import private
@@ -38,6 +39,7 @@ class ShardUnit:
     module: nn.Module
     parameter_names: tuple[str, ...]
     num_parameters: int
+    """Of the plain model where a layer is quantized."""
     num_trainable: int
     dtypes: tuple[str, ...]
 
@@ -163,7 +165,7 @@ def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Mo
 
     def visit(path: str, module: nn.Module) -> dict[int, int]:
         """Sizes of the parameters under `module` that no unit holds, by id, so that tied ones count once."""
-        left = {id(p): p.numel() for p in module.parameters(recurse=False)}
+        left = {id(p): num_weights(name, p) for name, p in module.named_parameters(recurse=False)}
         for child_name, child in module.named_children():
             left |= visit(f"{path}.{child_name}".lstrip("."), child)
         is_called_once = type(module).forward is not nn.Module.forward and module is not head
@@ -189,7 +191,7 @@ def build_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[ShardUni
                 class_name=type(module).__name__,
                 module=module,
                 parameter_names=tuple(own),
-                num_parameters=sum(p.numel() for p in own.values()),
+                num_parameters=sum(num_weights(n, p) for n, p in own.items()),
                 num_trainable=sum(p.numel() for p in own.values() if p.requires_grad),
                 dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in own.values()})),
             )

@@ -83,9 +83,9 @@ def _export(options: Options, config: RecipeConfig) -> None:
     places = on_rank_0(lambda: choose_places(options, config, checkpoint.step))
 
     # The model as the run built it, still without weights.
-    has_adapter = is_enabled(config.adapter)
+    of_adapter: Any = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
     stored = settings.get("model.frozen_dtype", "float32")
-    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, has_adapter=has_adapter))
+    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, **of_adapter))
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
     context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
     config, model_config, skeleton = build_skeleton(config, context)
