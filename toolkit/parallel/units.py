@@ -43,6 +43,11 @@ class ShardUnit:
     num_trainable: int
     dtypes: tuple[str, ...]
 
+    def gathered_bytes(self, itemsize: int) -> int:
+        """Bytes of this unit's parameters once gathered in a compute dtype of this size; codes and scales stay as they are."""
+        own = [p for name, p in self.module.named_parameters() if clean(name) in self.parameter_names]
+        return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in own)
+
     def local_bytes(self) -> int:
         """Bytes of this unit's parameters on this rank; after sharding, about 1/world of the unit."""
         own = {name: parameter for name, parameter in self.module.named_parameters() if clean(name) in self.parameter_names}
