@@ -192,18 +192,13 @@ def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool, b
         UserError: bfloat16 or codes (`base_dtype`) under FSDP1, which cannot flatten them with trainable fp32, or bfloat16 where
             nothing casts it to compute.
     """
-    if base_dtype is not None and fsdp_version(accelerator) == 1:
-        raise UserError(
-            f"adapter.base_dtype is {base_dtype}, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: "
-            "leave it out, or set fsdp_version: 2"
-        )
+    other = {"adapter.base_dtype": base_dtype, "model.frozen_dtype": setting if setting == "bfloat16" else None}
+    for key, value in other.items():
+        if value is not None and fsdp_version(accelerator) == 1:
+            what = f"{key} is {value}, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype"
+            raise UserError(f"{what}: leave it out, or set fsdp_version: 2")
     if setting == "auto":
         return compute_dtype(accelerator) if has_adapter and fsdp_version(accelerator) != 1 else torch.float32
-    if setting == "bfloat16" and fsdp_version(accelerator) == 1:
-        raise UserError(
-            "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: leave "
-            "it out, or set fsdp_version: 2"
-        )
     if setting == "bfloat16" and compute_dtype(accelerator) == torch.float32 and not fsdp_version(accelerator):
         raise UserError(
             "model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16"

@@ -79,14 +79,15 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.kind = kind
         self.out_features, self.in_features = linear.weight.shape
-        codes = (self.in_features // 2, torch.uint8) if kind == "nf4" else (self.in_features, torch.int8)
-        for name, (size, dtype) in {"codes": codes, "scales": (self.in_features // BLOCK_SIZE * 4, torch.uint8)}.items():
-            empty = torch.empty(self.out_features, size, dtype=dtype, device="meta")
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self.codes: nn.Parameter
-        self.scales: nn.Parameter
-        self.pairs: torch.Tensor
+
+        def frozen(num_columns: int, dtype: torch.dtype) -> nn.Parameter:
+            empty = torch.empty(self.out_features, num_columns, dtype=dtype, device="meta")
+            return nn.Parameter(empty, requires_grad=False)
+
+        self.codes = frozen(self.in_features // 2, torch.uint8) if kind == "nf4" else frozen(self.in_features, torch.int8)
+        self.scales = frozen(self.in_features // BLOCK_SIZE * 4, torch.uint8)
         self.bias = linear.bias
+        self.pairs: torch.Tensor
         self.register_buffer("pairs", NF4_PAIRS.clone(), persistent=False)
         self.dtype = linear.weight.dtype
         """Of `weight`: a plain frozen layer's."""

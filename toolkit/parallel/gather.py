@@ -90,10 +90,11 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
     sharded.model.eval()
     try:
         is_sharded = fsdp_version(sharded.accelerator) is not None
-        skeletons = _skeletons(sharded) if unshard == "auto" else []
-        gains = is_sharded or len(skeletons) > 1 or compute_dtype(sharded.accelerator) != torch.float32
-        fitting = (skeleton for skeleton in skeletons if gains and fits_whole(sharded, skeleton))
-        if (skeleton := next(fitting, None)) is not None:
+        has_codes = is_quantized(sharded.skeleton)
+        gains = is_sharded or has_codes or compute_dtype(sharded.accelerator) != torch.float32
+        ways = [plain_copy, copy_on_meta] if has_codes else [copy_on_meta]  # dequantized, it computes faster
+        skeletons = (way(sharded.skeleton) for way in ways if unshard == "auto" and gains)
+        if (skeleton := next((each for each in skeletons if fits_whole(sharded, each)), None)) is not None:
             yield _replica(sharded, skeleton), False
         elif not is_sharded:
             yield sharded.plain, False
@@ -131,11 +132,6 @@ def plain_copy(skeleton: PreTrainedModel) -> PreTrainedModel:
     return copy
 
 
-def _skeletons(sharded: ShardedModel) -> list[PreTrainedModel]:
-    """Skeletons of copies, the one that computes faster first: dequantized, and as the model is if it has codes."""
-    return [plain_copy(sharded.skeleton), *([copy_on_meta(sharded.skeleton)] if is_quantized(sharded.skeleton) else [])]
-
-
 def _replica(sharded: ShardedModel, replica: PreTrainedModel) -> PreTrainedModel:
     """An unsharded copy without wrappers, in the compute dtype, on this rank's device; `replica` is its skeleton. Collective."""
     device, dtype = sharded.accelerator.device, compute_dtype(sharded.accelerator)
@@ -143,10 +139,7 @@ def _replica(sharded: ShardedModel, replica: PreTrainedModel) -> PreTrainedModel
     if not is_quantized(replica):
         wholes = dequantized(wholes, sharded.skeleton)
     # Copy even if dtype and device already match: FSDP1 frees its gathered memory.
-    weights = {
-        name: whole.to(device=device, dtype=dtype if whole.is_floating_point() else whole.dtype, copy=True)
-        for name, whole in wholes
-    }
+    weights = {name: w.to(device, dtype if w.is_floating_point() else w.dtype, copy=True) for name, w in wholes}
     assign_parameters(replica, weights)
     chunked_loss.install(replica, sharded.max_logits)
     masks.install(replica)

@@ -126,15 +126,10 @@ def shard_model(
             wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
             _leave_casts_to_autocast(model)
-    named = {name for name, _ in skeleton.named_parameters()}
+    named = dict(skeleton.named_parameters())
+    stored = {name: source for name, source in (sources or {}).items() if name not in named}
     return ShardedModel(
-        accelerator=accelerator,
-        model=wrapped,
-        plain=model,
-        skeleton=skeleton,
-        units=units,
-        max_logits=max_logits,
-        stored={name: source for name, source in (sources or {}).items() if name not in named},
+        accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units, max_logits=max_logits, stored=stored
     )
 
 

@@ -211,10 +211,9 @@ def _note_needless_shards(
     if fsdp_version(accelerator) is None or accelerator.mixed_precision == "fp8":  # which needs FSDP2
         return
     gpu_bytes = smallest_gpu_bytes(accelerator.device)
-    needed = sum(
-        p.numel() * (8 + optimizer_bytes if p.requires_grad else min(frozen_dtype.itemsize, p.itemsize))  # codes have one byte
-        for p in skeleton.parameters()
-    )
+    frozen_bytes = frozen_dtype.itemsize
+    sizes = [8 + optimizer_bytes if p.requires_grad else min(frozen_bytes, p.itemsize) for p in skeleton.parameters()]
+    needed = sum(p.numel() * size for p, size in zip(skeleton.parameters(), sizes, strict=True))
     if gpu_bytes is not None and needed <= ROOMY_SHARE * gpu_bytes:
         logger.info(
             f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "

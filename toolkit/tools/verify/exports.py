@@ -92,7 +92,7 @@ def _load_adapter(base: Any, folder: Path) -> Any:
 
 def _quantize(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:
     """Quantize in place the layers of a plain model that have codes among `names`; returns codes and scales by name."""
-    coded = {}
+    coded: dict[str, torch.Tensor] = {}
     for layer_name in [name.removesuffix(".codes") for name in names if kind and name.endswith(".codes")]:
         weight = model.get_parameter(f"{layer_name}.weight")
         codes, scales = quantize(weight.data, str(kind)), find_scales(weight.data)
