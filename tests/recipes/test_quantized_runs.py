@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tests.distributed.test_quantized_base import build_models
 from tests.recipes.test_export import export
 from tests.support.launch import run_on_ranks
+from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, Workbench
 from toolkit.models.lora_files import hash_weight
 from toolkit.models.quantized import dequantize, find_scales, quantize
@@ -130,3 +132,56 @@ def test_the_adapter_names_the_original_base_and_trains_on_with_or_without_codes
 def test_in_bf16_a_run_evaluates_generates_and_exports(wide: Workbench, preset: str) -> None:
     said = wide.run(f"bf16-{preset}", preset=preset, overrides={}, export__merge=True, **NF4 | {"eval__generate": True})
     assert "(bfloat16)" in said and wide.lines(f"bf16-{preset}", "train")[-1]["step"] == 3
+
+
+def test_new_tokens_train_beside_codes(wide: Workbench) -> None:
+    tokens = {"model__add_tokens": ["<|new|>", "<|newer|>"]}
+    said = wide.run("tokens", preset="single", export__merge=True, **NF4, **tokens)
+    assert "model.embed_tokens.weight (float32)" in said
+    wide.run("tokens-on-2", **NF4, **tokens)
+    one, two = ([line["loss"] for line in wide.lines(name, "train")] for name in ("tokens", "tokens-on-2"))
+    np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def test_an_evaluation_stays_in_codes_where_only_they_fit(wide: Workbench) -> None:
+    found = {}
+    for name in ("evaluated-plain", "evaluated-in-codes"):
+        flags = wide.flags(name, **NF4 | {"eval__generate": True, "train__max_steps": 1})
+        found[name] = run_on_ranks(evaluate, preset="fsdp2_cpu", overrides=FP32, args=(flags, name == "evaluated-plain"))
+    assert (
+        found["evaluated-plain"] == [{"torch.float32"}] * 2
+        and found["evaluated-in-codes"] == [{"torch.float32", "torch.uint8"}] * 2
+    )
+    losses = [wide.lines(name, "eval")[-1] for name in found]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-6) and losses[0]["rougeL"] == losses[1]["rougeL"]
+
+
+def evaluate(flags: list[str], has_room: bool) -> set[str]:
+    """On every rank: the dtypes of the copy that a run evaluates. It `has_room` for weights, or for codes only."""
+    from toolkit.parallel import gather
+
+    seen: set[str] = set()
+    replica, fits_whole = gather._replica, gather.fits_whole
+
+    def fits(sharded: Any, skeleton: Any) -> bool:
+        fits_whole(sharded, skeleton)
+        return has_room or gather.is_quantized(skeleton)
+
+    def look(*args: Any) -> Any:
+        made = replica(*args)
+        seen.update(str(parameter.dtype) for parameter in made.parameters())
+        return made
+
+    with patch.object(gather, "_replica", look), patch.object(gather, "fits_whole", fits):
+        run_in_this_process("llm", flags)
+    return seen
+
+
+def test_a_model_that_is_only_loaded_in_full_is_refused(wide: Workbench, tmp_path: Path) -> None:
+    folder = shutil.copytree(wide.models["llama"], tmp_path / "pickled")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    refused = wide.attempt("pickled", model=folder, **NF4)
+    assert set(refused.returncodes) == {2} and "Traceback" not in refused.stderr
+    what = "adapter.base_dtype is nf4, which quantizes weights while they are read in slices, but "
+    assert f"error: {what}{folder} can only be loaded in full (its weights are quantized): leave it out" in refused.stderr

@@ -148,9 +148,9 @@ class _Export:
         skeleton, computed = plain_copy(self.sharded.skeleton), compute_dtype(self.sharded.accelerator)
         why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
         load = functools.partial(load_adapter, folder, skeleton)
-        coarse: torch.dtype | None = coarsest(skeleton, computed, self.places.dtype)
         if self.sharded.stored:
-            coarse, why = None, f"it was trained on the base in {self.config.adapter.base_dtype}, and names the original one"
+            why = f"it was trained on the base in {self.config.adapter.base_dtype}, and names the original one"
+        coarse = None if self.sharded.stored else coarsest(skeleton, computed, self.places.dtype)
         check_logits(what, skeleton, load, self.check, self.sharded.accelerator.device, coarse, why)
 
     def write_model(self, folder: Path, merge: Merge | None) -> None:
@@ -178,10 +178,9 @@ class _Export:
         why = f"its weights are bit for bit the trained ones, which computed in {computed}"
         if merge or self.places.dtype:
             why = f"its weights were rounded to {model.dtype}, and the trained model computed in {computed}"
-        load = functools.partial(reload, model, folder)
-        coarse: torch.dtype | None = coarsest(model, computed)
+        load, coarse = functools.partial(reload, model, folder), None if originals else coarsest(model, computed)
         if originals:
-            coarse, why = None, f"it is merged into the original base, and the adapter was trained on that in {base_dtype}"
+            why = f"it is merged into the original base, and the adapter was trained on that in {base_dtype}"
         elif stored:
             logger.info(f"{folder} is merged into the dequantized {base_dtype} base, on which the adapter was trained")
         on_rank_0(lambda: check_logits(folder, model, load, self.check, device, coarse, why))
@@ -281,8 +280,8 @@ def _gather(
         UserError: rank 0 cannot write; on every rank.
     """
     at("export")
-    plain = plain_copy(sharded.skeleton)
-    wanted = [p.nbytes for name, p in plain.named_parameters() if names is None or name in names]
+    named = plain_copy(sharded.skeleton).named_parameters()
+    wanted = [p.nbytes for name, p in named if names is None or name in names]
     with Phase(f"exporting to {folder.name}", sum(wanted), "B") as exporting:
         for name, whole in dequantized(whole_parameters(sharded, names), sharded.skeleton):
             working("export")

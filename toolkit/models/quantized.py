@@ -129,7 +129,7 @@ def quantize_layers(model: nn.Module, kind: str) -> None:
         UserError: none is left.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    adapted: list[Any] = [module for module in model.modules() if type(getattr(module, "base_layer", None)) is nn.Linear]
+    adapted: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
     chosen = [module for module in adapted if module is not head and module.base_layer.in_features % BLOCK_SIZE == 0]
     if not chosen:
         raise UserError(
