@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from tests.support.adapter_models import BASES, adapter_config
+from tests.support.host_reads import recorded
 from tests.support.nf4_golden import GOLDEN, as_hex, build_weight
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.freeze import cast_frozen
+from toolkit.models.load_sharded import _by_rows
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import NF4_VALUES, QuantizedLinear, dequantize, find_scales, num_weights, quantize
+from toolkit.models.shard_reader import Source
 
 KINDS = ("nf4", "int8")
 
@@ -145,3 +150,23 @@ def wide(name: str, kind: str, **settings: Any) -> Any:
         model = model_of(name)
     add_adapter(model, adapter_config(base_dtype=kind, **settings), ModelConfig(name_or_path="not/read", revision="1"), 0)
     return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, read = build_weight().repeat(4, 1), []
+    monkeypatch.setattr("toolkit.models.shard_reader.PIECE_BYTES", 3 * 192 * 4)
+    of_files = Source(tuple(weight.shape), lambda box: read.append(box) or weight[box])
+    codes, scales = quantize(weight, kind), find_scales(weight)
+    for whole, make in ((codes, partial(quantize, kind=kind)), (scales, find_scales)):
+        part = _by_rows(of_files, whole.shape, make).read((slice(5, 13), slice(0, 7)))
+        assert torch.equal(part, whole[5:13, :7])
+    assert [(rows.start, rows.stop) for rows, _ in read] == [(5, 8), (8, 11), (11, 13)] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_reads_nothing_of_a_step(kind: str) -> None:
+    layer, reads = quantized_as(nn.Linear(192, 128), kind), Counter()  # type: ignore[var-annotated]
+    with recorded(reads):
+        layer(torch.randn(3, 192, requires_grad=True)).sum().backward()
+    assert not reads
