@@ -41,7 +41,9 @@ def quantize(weight: torch.Tensor, kind: str) -> torch.Tensor:
     shares = shares.clamp_(-1, 1).flatten(1)
     if kind == "int8":
         return shares.mul_(INT8_LARGEST).round_().to(torch.int8)
-    nearest = torch.bucketize(shares, (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2, out_int32=True).to(torch.uint8)
+    nearest = torch.zeros_like(shares, dtype=torch.uint8)
+    for bound in ((NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2).tolist():  # faster than `bucketize`
+        nearest += shares > bound
     return nearest[:, ::2] << 4 | nearest[:, 1::2]
 
 
@@ -89,8 +91,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
         self.pairs: torch.Tensor
         self.register_buffer("pairs", NF4_PAIRS.clone(), persistent=False)
-        self.dtype = linear.weight.dtype
-        """Of `weight`: a plain frozen layer's."""
+        self.dtype = linear.weight.dtype  # of `weight`: a plain frozen layer's
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]

@@ -127,8 +127,7 @@ def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
 
 def plain_copy(skeleton: PreTrainedModel) -> PreTrainedModel:
     """A copy of a skeleton that has plain layers in the places of quantized ones."""
-    copy = copy_on_meta(skeleton)
-    dequantize_layers(copy)
+    dequantize_layers(copy := copy_on_meta(skeleton))
     return copy
 
 

@@ -63,8 +63,8 @@ def _describe_model(run: Run) -> str:
 def _describe_base(run: Run) -> str:
     kind, named = run.config.adapter.base_dtype, run.sharded.skeleton.named_parameters()
     kept = {re.sub(r"\.\d+\.", ".*.", base_name(name) or ""): f"{p.dtype}"[6:] for name, p in named if p.is_floating_point()}
-    plain = [f"{name} ({dtype})" for name, dtype in kept.items() if name]
-    return f"quantized to {kind} in blocks of {BLOCK_SIZE} inputs, except {', '.join(plain)}" if kind else ""
+    plain = ", ".join(f"{name} ({dtype})" for name, dtype in kept.items() if name)
+    return f"quantized to {kind} in blocks of {BLOCK_SIZE} inputs, except {plain}" if kind else ""
 
 
 def _describe_data(run: Run, rows: TokenizedRows) -> str:

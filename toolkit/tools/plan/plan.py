@@ -187,8 +187,8 @@ def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes
     trained = num_trainable * (4 + OPTIMIZERS[subject.config.optim.name].state_bytes)
     quantizes = subject.config.adapter.base_dtype is not None
     loads_parts = (strategy.kind == "fsdp2" and not subject.config.model.from_scratch) or quantizes
-    # A piece as stored and as converted, and three of what quantizes it; otherwise the full model.
-    loaded = (5 if quantizes else 2) * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
+    # A piece as stored and as converted, and what quantizes it (benchmarks/memory/quantized_base.py); otherwise the full model.
+    loaded = (12 if quantizes else 2) * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
     shards = sum(local_tensor(p).nbytes for p in model.parameters())
     return {
         "while loading": loaded,
