@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_quantized_base import build_models
 from tests.planting.faults import FAULTS
 from tests.planting.verify_run import RUNS_OF_CHECK, run_part, run_verify
-from tests.support.launch import REPOSITORY
+from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.workbench import Workbench, new_bench
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
@@ -23,19 +24,22 @@ CHECKS = {
     "start", "rows", "loss", "gradients", "update", "dropout", "evaluation", "sharding", "ties", "moved", "save", "resume",
     "export", "generation", "bf16", "recomputation",
 }  # fmt: skip
+NF4 = "--adapter.base_dtype=nf4"
 CASES = [(recipe, name) for name, fault in FAULTS.items() for recipe in fault.verify]
 
 
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workbench]:
-    return {recipe: new_bench(tmp_path_factory, f"verify-{recipe}", recipe) for recipe in ("t5", "llm")}
+    return {recipe: new_bench(tmp_path_factory, f"verify-{recipe}", recipe) for recipe in ("t5", "llm")} | {
+        "nf4": new_bench(tmp_path_factory, "verify-nf4", "llm")
+    }
 
 
-def flags_of(bench: Workbench) -> list[str]:
+def flags_of(bench: Workbench, *more: str) -> list[str]:
     flags = [f"--data.files={bench.data / bench.rows}", f"--data.cache_dir={bench.data / 'cache'}"]
     flags += ["--data.source=jsonl", "--data.eval_fraction=0.25", "--optim.beta2=0.95", "--optim.eps=1e-6"]
     lora = ["--adapter.method=lora", "--adapter.rank=4", "--data.max_length_tokens=64"]
-    return flags + (lora if bench.recipe == "llm" else [])
+    return [*flags, *(lora if bench.recipe == "llm" else []), *more]
 
 
 def model_of(bench: Workbench) -> str:
@@ -67,12 +71,21 @@ def test_t5_passes_with_other_optimizers(benches: dict[str, Workbench], tmp_path
     assert len(updates) == 2 + len(presets) and all(OPTIMIZERS[optimizer].TITLE in compared for compared in updates)
 
 
+def test_a_qwen3_in_codes_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_on_ranks(build_models, preset="single", overrides={"mixed_precision": "no"}, args=(tmp_path / "models",))
+    preset, output = "fsdp2_activation_checkpointing", tmp_path / "verify"
+    model = str(tmp_path / "models" / "llm")
+    assert run_verify(output, flags_of(benches["nf4"], NF4), model=model, presets=[preset], bf16=True), capsys.readouterr().out
+    verdict = json.loads((output / "verify.json").read_text())
+    assert {proof["check"] for proof in verdict["proofs"]} >= {"start", "frozen", "export", "adapter", "resume", "recomputation"}
+
+
 @pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])
 def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: str, name: str) -> None:
     bench, fault = benches[recipe], FAULTS[name]
     expected, detail = fault.verify[recipe]
     settings: dict[str, Any] = {"model": model_of(bench)}
-    flags = [*flags_of(bench), *fault.flags]
+    flags = [*flags_of(bench, *[NF4] * (recipe == "nf4")), *fault.flags]
     if (check := min(expected)) in RUNS_OF_CHECK and len(expected) == 1:
         proofs = run_part(check, tmp_path, flags, name, only_in_ranks=fault.only_in_ranks, **settings)
         failed = [dataclasses.asdict(proof) for proof in proofs if not proof.passed]

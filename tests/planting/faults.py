@@ -98,6 +98,16 @@ FAULTS: dict[str, Fault] = {
             verify={"t5": ({"resume"}, "loss of step 3 differs"), "llm": ({"resume"}, "loss of step 3 differs")},
         ),
         Fault(state.wrong_start, verify={"t5": ({"start"}, "model.shared.weight differs")}),
+        Fault(
+            state.scales_shifted_by_a_block,
+            verify={
+                "nf4": (
+                    {"start", "loss", "gradients", "evaluation", "export", "adapter"},
+                    ".scales is not what one process loads",
+                )
+            },
+        ),
+        Fault(state.codes_cast, verify={"nf4": ({"export"}, ".codes is not what was trained")}),
         # One changed line each.
         Fault(lines.gradients_reduced_in_bf16, f"{PRECISION}[t5-fsdp2_cpu]", "gradients"),
         Fault(lines.master_weights_in_bf16, f"{PRECISION}[t5-fsdp2_cpu]", "weights"),

@@ -152,3 +152,35 @@ def doubled_alpha(patch: MonkeyPatch) -> None:
         self.scaling[adapter_name] *= 2
 
     patch.setattr(LoraLayer, "update_layer", doubling)
+
+
+def scales_shifted_by_a_block(patch: MonkeyPatch) -> None:
+    """The last rank's shard of one layer's scales begins with the last one's scale."""
+    from toolkit.distributed.comm import rank, world_size
+    from toolkit.parallel import wrap
+    from toolkit.parallel.units import local_tensor
+
+    fill_shards = wrap.fill_shards
+
+    def shifting(model: Any, sources: Any) -> None:
+        fill_shards(model, sources)
+        if rank() == world_size() - 1 > 0:
+            scales = local_tensor(next(p for name, p in model.named_parameters() if name.endswith(".scales")).data)
+            scales.copy_(scales.flatten().roll(4).view_as(scales))
+
+    patch.setattr(wrap, "fill_shards", shifting)
+
+
+def codes_cast(patch: MonkeyPatch) -> None:
+    """What stores frozen parameters in one dtype casts codes too: fp32 holds them exactly, in many times the bytes."""
+    from toolkit.training import model as setup
+
+    cast_frozen = setup.cast_frozen
+
+    def casting(model: Any, dtype: Any) -> None:
+        cast_frozen(model, dtype)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".codes"):
+                parameter.data = parameter.data.to(dtype)
+
+    patch.setattr(setup, "cast_frozen", casting)

@@ -61,6 +61,16 @@ EARLY = {
         sentence="model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: "
         "leave it out, or set fsdp_version: 2",
     ),
+    "codes under FSDP1": Case(
+        flags=f"{LORA} --adapter.base_dtype nf4",
+        **FSDP1,
+        sentence="adapter.base_dtype is nf4, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: "
+        "leave it out, or set fsdp_version: 2",
+    ),
+    "codes without an adapter": Case(
+        flags="--adapter.base_dtype int8",
+        sentence="adapter.base_dtype is int8, but adapter.method is none: weights that train are not quantized",
+    ),
     "frozen bf16 without mixed precision": Case(
         flags=f"{LORA} --model.frozen_dtype bfloat16",
         preset="ddp_cpu",

@@ -51,6 +51,7 @@ RUN_CONFIGS = [
     "llm_stdlib",
     "llm_functions",
     "llm_chat_lora",
+    "llm_chat_qlora",
     "llm_100b",
     "mnist_digits",
 ]
@@ -137,8 +138,10 @@ def test_functions_config_trains_an_adapter_and_the_merged_model_is_evaluated(ll
     assert not (llm_workbench.runs / "merged" / "export").exists()
 
 
-def test_chat_config_trains_an_adapter_on_chats(llm_workbench: Workbench, tmp_path: Path) -> None:
-    run_on_chats(llm_workbench, tmp_path, "llm_chat_lora", train__num_epochs=None)
+@pytest.mark.parametrize("config", ["llm_chat_lora", "llm_chat_qlora"])
+def test_chat_config_trains_an_adapter_on_chats(llm_workbench: Workbench, tmp_path: Path, config: str) -> None:
+    printed = run_on_chats(llm_workbench, tmp_path, config, train__num_epochs=None)
+    assert ("\nbase        quantized to nf4 " in printed) == (config == "llm_chat_qlora")
     check_whole_run(llm_workbench, exports="adapter_model.safetensors")
 
 

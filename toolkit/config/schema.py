@@ -98,6 +98,9 @@ class AdapterConfig:
     """Name suffixes of modules to train fully, as in `[embed_tokens]`, and to save with the adapter."""
     name_or_path: str | None = None
     """An existing adapter (folder or hub id) to continue training. It brings its own rank, alpha and modules."""
+    base_dtype: Literal["nf4", "int8"] | None = None
+    """Quantize the linear layers that are adapted while they are read from their files, in blocks of 64: `nf4` (QLoRA) takes 0.56
+    bytes a weight, `int8` 1.06. By default the base stays as `model.frozen_dtype` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +219,9 @@ class ExportConfig:
     """Maximum size of one safetensors file."""
     merge: bool = False
     """Also write the model with the adapter merged into it, to `merged/` in the run folder."""
+    merge_into: Literal["dequantized", "original"] = "dequantized"
+    """The base that a merge starts from if `adapter.base_dtype` has quantized it: the dequantized one, on which the adapter was
+    trained, or the original one of the files, which the exported adapter names."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ class Merge:
     """Merges an adapter into its base, one weight at a time: by peft in fp32. `model` has the base's dtype."""
 
     def __init__(self, skeleton: PreTrainedModel, adapter: Tensors) -> None:
-        """`skeleton` has the adapter, on the meta device; `adapter` are the trained parameters, unsharded, in fp32 on the CPU."""
+        """`skeleton` has the adapter and no codes, on the meta device; `adapter` has what trained, whole, in fp32 on the CPU."""
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import AuxiliaryTrainingWrapper
 

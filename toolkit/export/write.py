@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,8 @@ from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name, hash_weight
-from toolkit.parallel.gather import evaluation_model, whole_parameters
+from toolkit.models.quantized import dequantized
+from toolkit.parallel.gather import evaluation_model, plain_copy, whole_parameters
 from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
@@ -95,7 +97,9 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         adapter, base_hashes = _gather_adapter(sharded, origin.frozen_hashes, places)
         if places.adapter:
             export.write_adapter(places.adapter, adapter, base_hashes)
-        merge = Merge(skeleton, adapter) if places.model else None
+        merge = Merge(plain_copy(skeleton), adapter) if places.model else None
+        if merge and sharded.stored and not places.adapter and config.export.merge_into == "dequantized":
+            export.compare_original(adapter)
     if places.model:
         export.write_model(places.model, merge)
 
@@ -125,20 +129,41 @@ class _Export:
 
         with _replaced(folder) as unfinished:
             _on_rank_0(folder, write)
-        device, computed = self.sharded.accelerator.device, compute_dtype(self.sharded.accelerator)
-        why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
-        load, coarse = functools.partial(load_adapter, folder, skeleton), coarsest(skeleton, computed, self.places.dtype)
-        on_rank_0(lambda: check_logits(folder, skeleton, load, self.check, device, coarse, why))
+        on_rank_0(lambda: self._compare_adapter(folder, folder))
         if self.places.dtype is not None:
             logger.info(cast.describe())
+
+    def compare_original(self, adapter: Tensors) -> None:
+        """Print the logits' difference on the original base, for a merge into the dequantized one without an adapter's folder."""
+
+        def compare() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                write_adapter(Path(folder), self.sharded.skeleton, adapter, {})
+                self._compare_adapter(Path(folder), Path("the adapter on its original base"))
+
+        on_rank_0(compare)
+
+    def _compare_adapter(self, folder: Path, what: Path) -> None:
+        """Compare the logits of the adapter in `folder`, loaded onto its original base; `what` it is called. For rank 0."""
+        skeleton, computed = plain_copy(self.sharded.skeleton), compute_dtype(self.sharded.accelerator)
+        why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
+        load = functools.partial(load_adapter, folder, skeleton)
+        if self.sharded.stored:
+            why = f"it was trained on the base in {self.config.adapter.base_dtype}, and names the original one"
+        coarse = None if self.sharded.stored else coarsest(skeleton, computed, self.places.dtype)
+        check_logits(what, skeleton, load, self.check, self.sharded.accelerator.device, coarse, why)
 
     def write_model(self, folder: Path, merge: Merge | None) -> None:
         """Gather, write and read back one weight after another, put the folder in place, then compare logits."""
         model = merge.model if merge else self.sharded.skeleton
         model = cast_on_meta(model, self.places.dtype) if self.places.dtype else model
         cast = Cast({name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)})
+        stored, base_dtype = self.sharded.stored, self.config.adapter.base_dtype
+        originals = stored if self.config.export.merge_into == "original" else {}
 
         def write(name: str, whole: torch.Tensor) -> None:
+            if name in originals:
+                whole = originals[name].read(tuple(slice(0, size) for size in whole.shape))
             named = (name, whole) if merge is None else merge.merged(name, whole)
             if named is not None:
                 files.add(named[0], cast(*named))
@@ -153,8 +178,12 @@ class _Export:
         why = f"its weights are bit for bit the trained ones, which computed in {computed}"
         if merge or self.places.dtype:
             why = f"its weights were rounded to {model.dtype}, and the trained model computed in {computed}"
-        load = functools.partial(reload, model, folder)
-        on_rank_0(lambda: check_logits(folder, model, load, self.check, device, coarsest(model, computed), why))
+        load, coarse = functools.partial(reload, model, folder), None if originals else coarsest(model, computed)
+        if originals:
+            why = f"it is merged into the original base, and the adapter was trained on that in {base_dtype}"
+        elif stored:
+            logger.info(f"{folder} is merged into the dequantized {base_dtype} base, on which the adapter was trained")
+        on_rank_0(lambda: check_logits(folder, model, load, self.check, device, coarse, why))
         if self.places.dtype is not None:
             logger.info(cast.describe())
 
@@ -220,11 +249,12 @@ def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
 def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: Places) -> tuple[Tensors, dict[str, str]]:
     """On rank 0 the trained parameters by name, in host memory, and the hash of each of the base's. Collective.
 
-    The run has hashed its `frozen` parameters; only those in other dtypes than bf16 are gathered to be hashed in it.
+    The run has hashed its `frozen` parameters, and the weights that it has in codes; only those in other dtypes than bf16 are
+    gathered to be hashed in it.
     """
-    named = dict(sharded.skeleton.named_parameters())
+    named = {name: p for name, p in sharded.skeleton.named_parameters() if p.is_floating_point()}
     trained = {name for name, parameter in named.items() if parameter.requires_grad}
-    known = {name for name in frozen if name in named and named[name].dtype == torch.bfloat16}
+    known = {name for name in frozen if (name in named and named[name].dtype == torch.bfloat16) or name in sharded.stored}
     adapter: Tensors = {}
     base_hashes = {base: frozen[name] for name in known if (base := base_name(name)) is not None}
 
@@ -241,7 +271,7 @@ def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: Place
 def _gather(
     sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], folder: Path, names: set[str] | None = None
 ) -> None:
-    """Gather one parameter after another, all or those of `names`; rank 0 calls `take` with each. Collective.
+    """Gather one parameter after another, dequantized, all or those of `names`; rank 0 calls `take` with each. Collective.
 
     The other ranks wait for it over the control group, whose limit a slow disk cannot reach. In the next gather they could wait
     for no longer than its own.
@@ -250,9 +280,10 @@ def _gather(
         UserError: rank 0 cannot write; on every rank.
     """
     at("export")
-    wanted = [p.nbytes for name, p in sharded.skeleton.named_parameters() if names is None or name in names]
+    named = plain_copy(sharded.skeleton).named_parameters()
+    wanted = [p.nbytes for name, p in named if names is None or name in names]
     with Phase(f"exporting to {folder.name}", sum(wanted), "B") as exporting:
-        for name, whole in whole_parameters(sharded, names):
+        for name, whole in dequantized(whole_parameters(sharded, names), sharded.skeleton):
             working("export")
             _on_rank_0(folder, functools.partial(take, name, whole))
             exporting.add(whole.nbytes)

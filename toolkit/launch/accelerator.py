@@ -185,19 +185,20 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
     return torch.bfloat16 if accelerator.mixed_precision in ("bf16", "fp8") else torch.float32
 
 
-def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool) -> torch.dtype:
+def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool, base_dtype: str | None = None) -> torch.dtype:
     """Storage dtype of frozen parameters, from `model.frozen_dtype`.
 
     Raises:
-        UserError: bfloat16 under FSDP1, which cannot flatten it with trainable fp32, or where nothing casts it to compute.
+        UserError: bfloat16 or codes (`base_dtype`) under FSDP1, which cannot flatten them with trainable fp32, or bfloat16 where
+            nothing casts it to compute.
     """
+    other = {"adapter.base_dtype": base_dtype, "model.frozen_dtype": setting if setting == "bfloat16" else None}
+    for key, value in other.items():
+        if value is not None and fsdp_version(accelerator) == 1:
+            what = f"{key} is {value}, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype"
+            raise UserError(f"{what}: leave it out, or set fsdp_version: 2")
     if setting == "auto":
         return compute_dtype(accelerator) if has_adapter and fsdp_version(accelerator) != 1 else torch.float32
-    if setting == "bfloat16" and fsdp_version(accelerator) == 1:
-        raise UserError(
-            "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: leave "
-            "it out, or set fsdp_version: 2"
-        )
     if setting == "bfloat16" and compute_dtype(accelerator) == torch.float32 and not fsdp_version(accelerator):
         raise UserError(
             "model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16"

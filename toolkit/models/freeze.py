@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
+from toolkit.models.quantized import QuantizedLinear
 
 
 def aliases(model: nn.Module) -> dict[int, list[str]]:
@@ -52,14 +53,18 @@ def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store frozen parameters in `dtype`, but trainable ones and LayerNorms in fp32.
+    """Store frozen parameters in `dtype`, but trainable ones and LayerNorms in fp32; codes and scales stay as they are.
 
     Under autocast, a LayerNorm after an fp32 embedding gets fp32 hidden states, and on a CPU its weights must match.
     """
     kept = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
     for parameter in model.parameters():
         in_fp32 = parameter.requires_grad or id(parameter) in kept
-        parameter.data = parameter.data.to(torch.float32 if in_fp32 else dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if in_fp32 else dtype)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.dtype = dtype
 
 
 def hash_frozen(model: nn.Module) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """Sharded loading: builds a model on the meta device, with sources from which each rank reads its shards.
 
-The result is bit for bit that of `load.load_model` and `lora.add_adapter` on a fully loaded model. It serves FSDP2 only: DDP
-and single process need the full model on every rank anyway, and FSDP1 flattens it there.
+The result is bit for bit that of `load.load_model` and `lora.add_adapter` on a fully loaded model. It serves FSDP2: DDP and
+single process need the full model on every rank anyway, and FSDP1 flattens it there. A base that is to be quantized is read so on
+each rank, except under FSDP1: nothing ever holds the base as it is stored.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from toolkit.models.freeze import aliases
 from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row, without_new_head
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
+from toolkit.models.quantized import QuantizedLinear, dequantize, find_scales, quantize
 from toolkit.models.safetensors_index import (
     Match,
     WeightFiles,
@@ -94,7 +97,8 @@ def open_weights(
 
 
 def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterConfig, base: ModelConfig, seed: int) -> Sources:
-    """The source of each parameter of the adapted model; `weights` are the base's, from `open_weights`. Collective.
+    """The source of each parameter of the adapted model, and of each weight that is quantized, by the name of the plain layer's;
+    `weights` are the base's, from `open_weights`. Collective.
 
     Raises:
         UserError: an existing adapter has another base, or its weights cannot be read; on every rank.
@@ -116,7 +120,13 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
     sources = {}
     for name, parameter in model.named_parameters():
         own = base_name(name)
-        if own is not None:
+        layer_name, _, held = name.rpartition(".")
+        layer = model.get_submodule(layer_name)
+        if own is not None and isinstance(layer, QuantizedLinear) and held != "bias":
+            make = find_scales if held == "scales" else partial(quantize, kind=layer.kind)
+            sources[name] = _by_rows(weights[own], parameter.shape, make)
+            sources[f"{layer_name}.weight"] = weights[own]  # hashed too: an export names the base by it
+        elif own is not None:
             sources[name] = weights[own]
         elif folder is not None:
             sources[name] = stored[name]
@@ -138,8 +148,11 @@ def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
 
 
 def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
-    """`freeze.hash_frozen` of a model whose weights are still in files: the same hashes. Collective."""
-    return hash_sources(sources, {name: p.dtype for name, p in model.named_parameters() if not p.requires_grad})
+    """`freeze.hash_frozen` of a model whose weights are still in files: the same hashes, and those of the weights that are
+    quantized, as `lora_files.hash_weight` has them. Collective."""
+    dtypes = dict.fromkeys(sources, torch.bfloat16) | {name: p.dtype for name, p in model.named_parameters()}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return hash_sources(sources, {name: dtype for name, dtype in dtypes.items() if name not in trained})
 
 
 def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[WeightFiles, Match]:
@@ -208,13 +221,29 @@ def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
     base: Any = model.get_submodule(module_name).base_layer
     weight = weights[str(base_name(f"{module_name}.base_layer.weight"))]
 
+    if isinstance(base, QuantizedLinear):
+        return _by_rows(
+            weight,
+            weight.shape[:1],
+            lambda rows: magnitudes(base, dequantize(quantize(rows, base.kind), find_scales(rows), base.dtype)),
+        )
+    if isinstance(base, nn.Linear):
+        return _by_rows(weight, weight.shape[:1], partial(magnitudes, base))
+
     def read(box: Box) -> torch.Tensor:
         (part,) = box
-        if not isinstance(base, nn.Linear):
-            return magnitudes(base, torch.cat([weight.read((rows, part)) for rows, _ in pieces(weight.shape)]))
-        size = (part.stop - part.start, weight.shape[1])
-        boxes = [(slice(part.start + rows.start, part.start + rows.stop), columns) for rows, columns in pieces(size)]
-        return torch.cat([magnitudes(base, weight.read(box)) for box in boxes])
+        return magnitudes(base, torch.cat([weight.read((rows, part)) for rows, _ in pieces(weight.shape)]))
 
-    num = weight.shape[0] if isinstance(base, nn.Linear) else weight.shape[1]
-    return Source((num,), read)
+    return Source(weight.shape[1:], read)
+
+
+def _by_rows(weight: Source, shape: tuple[int, ...], make: Callable[[torch.Tensor], torch.Tensor]) -> Source:
+    """The source of what `make` computes of each row of a weight, of which it gets a piece at a time."""
+
+    def read(box: Box) -> torch.Tensor:
+        rows, *rest = box
+        size = (rows.stop - rows.start, weight.shape[1])
+        boxes = [(slice(rows.start + part.start, rows.start + part.stop), columns) for part, columns in pieces(size)]
+        return torch.cat([make(weight.read(box)) for box in boxes])[(slice(None), *rest)]
+
+    return Source(tuple(shape), read)

@@ -17,6 +17,7 @@ from toolkit.models.config import hub_commit
 from toolkit.models.freeze import aliases
 from toolkit.models.load import added_token_ids
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
+from toolkit.models.quantized import quantize_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -36,6 +37,10 @@ def check_adapter_config(config: Any) -> None:
             raise UserError(f"adapter.name_or_path is {given}, but adapter.method is none: set it to that adapter's method")
         if config.export.merge:
             raise UserError("export.merge is true, but adapter.method is none: there is no adapter to merge")
+        if adapter.base_dtype is not None:
+            raise UserError(
+                f"adapter.base_dtype is {adapter.base_dtype}, but adapter.method is none: weights that train are not quantized"
+            )
         return
     if model.from_scratch:
         raise UserError(
@@ -61,9 +66,9 @@ def is_enabled(config: AdapterConfig) -> bool:
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, seed: int) -> None:
     """Freeze an unsharded model and add an adapter in place: a new one, or that of `adapter.name_or_path`.
 
-    Call it on the skeleton (meta device) to find mistakes early, then on the model. Trainable parameters are fp32, whatever
-    the base's dtype. A new adapter does not change outputs: A is drawn from `seed`, B is zero, and DoRA's magnitudes are the
-    base's norms.
+    Call it on the skeleton (meta device) to find mistakes early, then on the model, which is on the meta device too if its base
+    is to be quantized. Trainable parameters are fp32, whatever the base's dtype. A new adapter does not change outputs: A is
+    drawn from `seed`, B is zero, and DoRA's magnitudes are the base's norms.
 
     Raises:
         UserError: names match nothing, ties would break, or the adapter does not fit or has another base.
@@ -102,6 +107,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     for module in model.modules():
         if isinstance(module, TrainableTokensLayer):
             module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
+    if config.base_dtype is not None:
+        quantize_layers(model, config.base_dtype)
     # Values in fp32: peft creates them in the base's dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -7,7 +7,7 @@
 Errors name the adapter by `what`, its setting and folder.
 Names of parameters without → with the adapter (`…` is a module, `default` is peft's name of the adapter):
 
-    ….weight → ….base_layer.weight                                     frozen
+    ….weight → ….base_layer.weight                                     frozen; `codes` and `scales` if it is quantized
                ….lora_A.default.weight   ….lora_B.default.weight       trainable; `lora_embedding_A.default` of an embedding
                ….lora_magnitude_vector.default.weight                  trainable (DoRA)
     ….weight → ….token_adapter.base_layer.weight                       frozen (model.add_tokens)
@@ -138,9 +138,11 @@ def file_names(model: nn.Module) -> dict[str, str]:
 
 
 def base_name(name: str) -> str | None:
-    """A parameter's name in the model without the adapter; None for the adapter's own parameters."""
+    """The name of a parameter, or of the weight that it quantizes, in the model without the adapter; None for the adapter's own
+    parameters."""
     if re.search(r"\.(lora_\w+|modules_to_save|trainable_tokens_delta)\.default(\.|$)", name):
         return None
+    name = re.sub(r"\.base_layer\.(codes|scales)$", ".weight", name)
     return re.sub(r"\.((token_adapter\.)?base_layer|original_module)\.", ".", name)
 
 

@@ -49,12 +49,12 @@ def whole_source(shape: torch.Size, make: Callable[[], torch.Tensor]) -> Source:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, sources: Sources) -> None:
-    """Read this rank's shard of every parameter in place; all parameters are DTensors. Collective.
+    """Read this rank's shard of every parameter in place; all of one that is not sharded. Collective.
 
     Raises:
         UserError: a file cannot be read; on every rank.
     """
-    num_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters() if isinstance(parameter, DTensor))
+    num_bytes = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
     with Phase("loading the weights", num_bytes, "B") as loading:
         on_all_ranks(lambda: _fill_shards(model, sources, loading))
 
@@ -64,9 +64,10 @@ def _fill_shards(model: nn.Module, sources: Sources, loading: Phase) -> None:
     for name, parameter in model.named_parameters():
         source = sources[name]
         assert source.shape == tuple(parameter.shape), f"{name} is {tuple(parameter.shape)}, its source {source.shape}"
-        assert isinstance(parameter, DTensor), name
-        local = parameter.to_local()
-        shape, offset = place_of(parameter.shape, parameter.device_mesh, parameter.placements)
+        local, shape, offset = parameter.data, parameter.shape, (0,) * parameter.ndim
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            shape, offset = place_of(parameter.shape, parameter.device_mesh, parameter.placements)
         assert tuple(shape) == tuple(local.shape), f"{name}: {tuple(local.shape)} is not this rank's {tuple(shape)}"
         for piece in pieces(tuple(local.shape)):
             box = tuple(slice(begin + p.start, begin + p.stop) for begin, p in zip(offset, piece, strict=True))

@@ -18,6 +18,7 @@ from toolkit.distributed.device import free_memory_bytes
 from toolkit.distributed.watchdog import moved
 from toolkit.launch.accelerator import compute_dtype, cudnn_attention, fsdp_version
 from toolkit.models.freeze import aliases
+from toolkit.models.quantized import dequantize_layers, dequantized, is_quantized
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
@@ -55,14 +56,15 @@ def whole_parameters(sharded: ShardedModel, names: set[str] | None = None) -> It
         yield clean(name), shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
 
 
-def fits_whole(sharded: ShardedModel) -> bool:
-    """Whether an unsharded copy of the model in its compute dtype fits beside the shards on every rank. Collective.
+def fits_whole(sharded: ShardedModel, skeleton: nn.Module) -> bool:
+    """Whether an unsharded copy of `skeleton`, the model with or without codes, fits beside the shards on every rank. Collective.
 
-    The rule: parameters x bytes of the compute dtype, plus the largest unit in fp32 while it is gathered, take at most
-    `REPLICA_SHARE_OF_FREE_MEMORY` of the free memory of the rank that has least.
+    The rule: its parameters in the compute dtype, codes and scales as they are, plus the largest unit in fp32 while it is
+    gathered, take at most `REPLICA_SHARE_OF_FREE_MEMORY` of the free memory of the rank that has least.
     """
     itemsize = compute_dtype(sharded.accelerator).itemsize
-    needed = sum(u.num_parameters for u in sharded.units) * itemsize + max(u.num_parameters for u in sharded.units) * 4
+    needed = sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in skeleton.parameters())
+    needed += max(u.num_parameters for u in sharded.units) * 4
     free = torch.tensor([free_memory_bytes(sharded.accelerator.device)], dtype=torch.int64)
     free = reduce_on_cpu(free, dist.ReduceOp.MIN)
     return needed <= REPLICA_SHARE_OF_FREE_MEMORY * int(free)
@@ -82,14 +84,18 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
     """The model in evaluation mode, and whether ranks must call it in step. Collective.
 
     `auto` makes one unsharded copy in the compute dtype, if it fits. Without it, every decoding step under FSDP would gather
-    every block again, with ranks waiting for each other, and every step under autocast would cast every weight.
+    every block again, with ranks waiting for each other, and every step under autocast would cast every weight. A quantized base
+    is dequantized once in it, or, if only that fits, stays in codes.
     """
     sharded.model.eval()
     try:
         is_sharded = fsdp_version(sharded.accelerator) is not None
-        gains = is_sharded or compute_dtype(sharded.accelerator) != torch.float32
-        if unshard == "auto" and gains and fits_whole(sharded):
-            yield _replica(sharded), False
+        has_codes = is_quantized(sharded.skeleton)
+        gains = is_sharded or has_codes or compute_dtype(sharded.accelerator) != torch.float32
+        ways = [plain_copy, copy_on_meta] if has_codes else [copy_on_meta]  # dequantized, it computes faster
+        skeletons = (way(sharded.skeleton) for way in ways if unshard == "auto" and gains)
+        if (skeleton := next((each for each in skeletons if fits_whole(sharded, each)), None)) is not None:
+            yield _replica(sharded, skeleton), False
         elif not is_sharded:
             yield sharded.plain, False
         else:
@@ -119,12 +125,20 @@ def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _replica(sharded: ShardedModel) -> PreTrainedModel:
-    """An unsharded copy without wrappers, in the compute dtype, on this rank's device. Collective."""
+def plain_copy(skeleton: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a skeleton that has plain layers in the places of quantized ones."""
+    dequantize_layers(copy := copy_on_meta(skeleton))
+    return copy
+
+
+def _replica(sharded: ShardedModel, replica: PreTrainedModel) -> PreTrainedModel:
+    """An unsharded copy without wrappers, in the compute dtype, on this rank's device; `replica` is its skeleton. Collective."""
     device, dtype = sharded.accelerator.device, compute_dtype(sharded.accelerator)
-    replica = copy_on_meta(sharded.skeleton)
+    wholes = whole_parameters(sharded)
+    if not is_quantized(replica):
+        wholes = dequantized(wholes, sharded.skeleton)
     # Copy even if dtype and device already match: FSDP1 frees its gathered memory.
-    weights = {name: whole.to(device=device, dtype=dtype, copy=True) for name, whole in whole_parameters(sharded)}
+    weights = {name: w.to(device, dtype if w.is_floating_point() else w.dtype, copy=True) for name, w in wholes}
     assign_parameters(replica, weights)
     chunked_loss.install(replica, sharded.max_logits)
     masks.install(replica)

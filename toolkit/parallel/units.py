@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
+from toolkit.models.quantized import num_weights
 from toolkit.parallel.chunked_loss import called_once, find_head
 from toolkit.parallel.float8 import plain
 from toolkit.private import private
@@ -39,8 +40,14 @@ class ShardUnit:
     module: nn.Module
     parameter_names: tuple[str, ...]
     num_parameters: int
+    """Of the plain model where a layer is quantized."""
     num_trainable: int
     dtypes: tuple[str, ...]
+
+    def gathered_bytes(self, itemsize: int) -> int:
+        """Bytes of this unit's parameters once gathered in a compute dtype of this size; codes and scales stay as they are."""
+        own = [p for name, p in self.module.named_parameters() if clean(name) in self.parameter_names]
+        return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in own)
 
     def local_bytes(self) -> int:
         """Bytes of this unit's parameters on this rank; after sharding, about 1/world of the unit."""
@@ -162,7 +169,7 @@ def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Mo
 
     def visit(path: str, module: nn.Module) -> dict[int, int]:
         """Sizes of the parameters under `module` that no unit holds, by id, so that tied ones count once."""
-        left = {id(p): p.numel() for p in module.parameters(recurse=False)}
+        left = {id(p): num_weights(name, p) for name, p in module.named_parameters(recurse=False)}
         for child_name, child in module.named_children():
             left |= visit(f"{path}.{child_name}".lstrip("."), child)
         is_called_once = type(module).forward is not nn.Module.forward and module is not head
@@ -188,7 +195,7 @@ def build_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[ShardUni
                 class_name=type(module).__name__,
                 module=module,
                 parameter_names=tuple(own),
-                num_parameters=sum(p.numel() for p in own.values()),
+                num_parameters=sum(num_weights(n, p) for n, p in own.items()),
                 num_trainable=sum(p.numel() for p in own.values() if p.requires_grad),
                 dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in own.values()})),
             )
@@ -219,8 +226,8 @@ def describe(units: list[ShardUnit]) -> str:
     return f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0"
 
 
-def describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
-    """The kinds of units; equal ones share an entry."""
+def describe_units(units: Sequence[ShardUnit], **more: Callable[[ShardUnit], int]) -> list[dict[str, Any]]:
+    """The kinds of units; equal ones share an entry. `more` gives further figures of a unit."""
     kinds: dict[tuple, list[ShardUnit]] = {}
     for unit in units:
         kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
@@ -232,6 +239,7 @@ def describe_units(units: Sequence[ShardUnit]) -> list[dict[str, Any]]:
             "num_trainable": num_trainable,
             "dtypes": list(dtypes),
             "bytes_on_rank_0": sum(unit.local_bytes() for unit in equal),
+            **{name: figure(equal[0]) for name, figure in more.items()},
         }
         for (class_name, num, num_trainable, dtypes), equal in kinds.items()
     ]

@@ -55,6 +55,8 @@ class ShardedModel:
     units: list[ShardUnit]
     max_logits: int | None
     """Most elements of one chunk's logits, as in `chunked_loss.install`."""
+    stored: Sources
+    """The weights that the model has in codes, by their names in a plain one, as their files have them."""
 
 
 def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
@@ -76,7 +78,7 @@ def shard_model(
 ) -> ShardedModel:
     """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. Collective.
 
-    With `sources` (FSDP2 only), the model's parameters are on the meta device, and each rank reads its shards of them.
+    With `sources` (not under FSDP1), the model's parameters are on the meta device, and each rank reads its shards of them.
     `gpu_bytes` is a planned GPU's memory; without it the ranks' devices are asked.
 
     FSDP2 is applied here and not by `accelerator.prepare`, which puts tied embeddings into a unit of their own (T5 then
@@ -103,7 +105,7 @@ def shard_model(
         check_ties(model, units)
         checkpoint_activations(accelerator, model)
     # Wrap: FSDP2 here; FSDP1, DDP and single process by accelerate.
-    assert version == 2 or sources is None
+    assert version != 1 or sources is None
     if version == 2:
         wrapped: nn.Module = _fully_shard(accelerator, model, list(wrapped_alone.values()))
         if sources is not None:
@@ -114,13 +116,20 @@ def shard_model(
             chosen = {id(module) for module in wrapped_alone.values()}
             policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen)
             accelerator.state.fsdp_plugin.auto_wrap_policy = policy
+        if sources is not None:
+            for parameter in model.parameters():  # swapped in place, so that ties stay
+                empty = nn.Parameter(torch.empty_like(parameter, device=accelerator.device), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, empty)
+            fill_shards(model, sources)
         wrapped = accelerator.prepare_model(model)
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
             _leave_casts_to_autocast(model)
+    named = dict(skeleton.named_parameters())
+    stored = {name: source for name, source in (sources or {}).items() if name not in named}
     return ShardedModel(
-        accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units, max_logits=max_logits
+        accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units, max_logits=max_logits, stored=stored
     )
 
 

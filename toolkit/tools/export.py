@@ -47,8 +47,8 @@ from toolkit.training.setup import RunContext
 logger = logging.getLogger("toolkit")
 
 MAY_CHANGE = (
-    "model.name_or_path", "model.revision", "adapter.name_or_path", "export.max_shard_size", "eval.max_new_tokens",
-    "eval.num_beams", "eval.no_repeat_ngram_size",
+    "model.name_or_path", "model.revision", "adapter.name_or_path", "export.max_shard_size", "export.merge_into",
+    "eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size",
 )  # fmt: skip
 """Settings of the run that an export may give otherwise: where the same model is now, how texts are generated."""
 
@@ -111,9 +111,9 @@ def _export(options: Options, config: RecipeConfig) -> None:
     places = on_rank_0(lambda: choose_places(options, config, checkpoint.step))
 
     # The model as the run built it, still without weights.
-    has_adapter = is_enabled(config.adapter)
+    of_adapter: Any = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
     stored = settings.get("model.frozen_dtype", "float32")
-    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, has_adapter=has_adapter))
+    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, **of_adapter))
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
     context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
     config, model_config, skeleton = build_skeleton(config, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
 from toolkit.launch.environment import checkpoints_activations
 from toolkit.models.lora import is_enabled
+from toolkit.models.lora_files import base_name
+from toolkit.models.quantized import BLOCK_SIZE
 from toolkit.parallel.units import describe
 from toolkit.training.run import Run
 
@@ -32,6 +35,7 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
         return
     described = {
         "model": _describe_model(run),
+        "base": _describe_base(run),
         "shards": describe(run.sharded.units),
         "data": _describe_data(run, rows),
         "evaluation": _describe_evaluation(run),
@@ -54,6 +58,13 @@ def _describe_model(run: Run) -> str:
     adapter = config.adapter
     how = f" ({adapter.method} {adapter.name_or_path or f'of rank {adapter.rank}'})" if is_enabled(adapter) else ""
     return f"{config.model.name_or_path} ({name}): {num_parameters:,} parameters, {share} trainable{how}"
+
+
+def _describe_base(run: Run) -> str:
+    kind, named = run.config.adapter.base_dtype, run.sharded.skeleton.named_parameters()
+    kept = {re.sub(r"\.\d+\.", ".*.", base_name(name) or ""): f"{p.dtype}"[6:] for name, p in named if p.is_floating_point()}
+    plain = ", ".join(f"{name} ({dtype})" for name, dtype in kept.items() if name)
+    return f"quantized to {kind} in blocks of {BLOCK_SIZE} inputs, except {plain}" if kind else ""
 
 
 def _describe_data(run: Run, rows: TokenizedRows) -> str:

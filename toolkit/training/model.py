@@ -110,8 +110,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, Sources | None]:
     """The model, adapted and frozen like its skeleton, and the sources that `shard_model` reads its weights from. Collective.
 
-    Under FSDP2, if each rank can read its shards from the files, the model is on the meta device. Otherwise its weights are
-    on the CPU, and the sources are None.
+    Under FSDP2, if each rank can read its shards from the files, the model is on the meta device; so it is under each strategy if
+    the base is to be quantized. Otherwise its weights are on the CPU, and the sources are None.
 
     Raises:
         UserError: the weights do not load, or are not the model's; on every rank.
@@ -123,13 +123,18 @@ def load_model(
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     task = config.task
-    loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) else torch.float32  # with an adapter the base is frozen
+    quantized_as, name = config.adapter.base_dtype, config.model.name_or_path
+    # With an adapter the base is frozen; codes are those of the stored weights, whatever a run computes in.
+    loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) and not quantized_as else torch.float32
     opened = None
-    if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:
+    if (fsdp_version(context.accelerator) == 2 or quantized_as) and not config.model.from_scratch:
         try:
             opened = open_weights(config.model, model_config, task, skeleton, loaded_dtype, context.init_from)
         except WholeOnly as reason:
-            logger.info(f"every rank loads all of {config.model.name_or_path} before it is sharded: {reason}")
+            if quantized_as:
+                what = f"adapter.base_dtype is {quantized_as}, which quantizes weights while they are read in slices"
+                raise UserError(f"{what}, but {name} can only be loaded in full ({reason}): leave it out") from None
+            logger.info(f"every rank loads all of {name} before it is sharded: {reason}")
     # Otherwise load the full model on every rank.
     if opened is not None:
         model, weights = opened
@@ -201,9 +206,12 @@ def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, f
     if fsdp_version(accelerator) is None or accelerator.mixed_precision == "fp8":  # which needs FSDP2
         return
     gpu_bytes = smallest_gpu_bytes(accelerator.device)
-    trained = [p for p in skeleton.parameters() if p.requires_grad]
-    needed = sum(8 * p.numel() + state_bytes(optimizer, tuple(p.shape)) for p in trained)
-    needed += sum(frozen_dtype.itemsize * p.numel() for p in skeleton.parameters() if not p.requires_grad)
+    needed = sum(
+        8 * p.numel() + state_bytes(optimizer, tuple(p.shape))
+        if p.requires_grad
+        else min(frozen_dtype.itemsize, p.itemsize) * p.numel()
+        for p in skeleton.parameters()
+    )
     if gpu_bytes is not None and needed <= ROOMY_SHARE * gpu_bytes:
         logger.info(
             f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "

@@ -71,8 +71,8 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
     connect_devices(accelerator)
     working("opening the run")
-    has_adapter = is_enabled(config.adapter)
-    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter))
+    stored: Any = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
+    dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, **stored))
     metrics = load_text_metrics(config.eval.metrics, own.metrics, own.given)
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)

@@ -115,7 +115,7 @@ def build_plan(
     num = num_micro_batches(subject.config, strategy, rows)
     trained = [p for p in subject.skeleton.parameters() if p.requires_grad]
     num_trainable = sum(p.numel() for p in trained)
-    gathered_as = strategy.compute_dtype.itemsize if strategy.is_fsdp else 0
+    itemsize = strategy.compute_dtype.itemsize
     return Plan(
         model=model,
         preset=str(preset),
@@ -130,7 +130,7 @@ def build_plan(
             OPTIMIZER: sum(state_bytes(subject.config.optim.name, tuple(p.shape)) for p in trained),
         },
         moved_bytes=_moved_bytes(strategy, trace, num_trainable * 4, num),
-        units=[unit | {"gather_bytes": unit["num_parameters"] * gathered_as} for unit in describe_units(sharded.units)],
+        units=describe_units(sharded.units, gather_bytes=lambda unit: unit.gathered_bytes(itemsize) if strategy.is_fsdp else 0),
         largest_gather_bytes=trace.largest_gather_bytes,
         tied=[names for names in aliases(subject.skeleton).values() if len(names) > 1],
         usable_bytes=usable,
@@ -195,9 +195,10 @@ def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes
     """One rank's host memory: what loading needs besides the shards, what is offloaded, and the copy staged for a checkpoint."""
     num_trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
     trained = num_trainable * 4 + local_state_bytes(subject, model)
-    loads_parts = strategy.kind == "fsdp2" and not subject.config.model.from_scratch
-    # A piece as stored and as converted; otherwise the full model.
-    loaded = 2 * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
+    quantizes = subject.config.adapter.base_dtype is not None
+    loads_parts = (strategy.kind == "fsdp2" and not subject.config.model.from_scratch) or quantizes
+    # A piece as stored and as converted, and what quantizes it (benchmarks/memory/quantized_base.py); otherwise the full model.
+    loaded = (12 if quantizes else 2) * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
     shards = sum(local_tensor(p).nbytes for p in model.parameters())
     return {
         "while loading": loaded,

@@ -162,14 +162,14 @@ def planned_accelerator(strategy: Strategy) -> Any:
     )
 
 
-def planned_frozen_dtype(strategy: Strategy, setting: str, *, has_adapter: bool) -> torch.dtype:
-    """Storage dtype of frozen parameters in a run with this `model.frozen_dtype`.
+def planned_frozen_dtype(strategy: Strategy, setting: str, **of_adapter: Any) -> torch.dtype:
+    """Storage dtype of frozen parameters in a run with this `model.frozen_dtype`; `of_adapter` as in `accelerator.frozen_dtype`.
 
     Raises:
         UserError: as `accelerator.frozen_dtype`.
     """
     launched: Any = _launched(strategy, SimpleNamespace(fsdp_version=1 if strategy.kind == "fsdp1" else 2))
-    return frozen_dtype(SimpleNamespace(**launched), setting, has_adapter=has_adapter)
+    return frozen_dtype(SimpleNamespace(**launched), setting, **of_adapter)
 
 
 def _launched(strategy: Strategy, plugin: SimpleNamespace) -> dict[str, Any]:

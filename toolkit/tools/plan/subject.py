@@ -80,7 +80,8 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     if config.packs and not is_flash:
         dtype, is_one_graph = strategy.compute_dtype, strategy.is_one_graph
         why_dense = choose_packed_attention(skeleton, named, device_type, dtype, is_one_graph=is_one_graph)
-    dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
+    stored: dict[str, Any] = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
+    dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, **stored)
     cast_frozen(skeleton, dtype)
     return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash, why_dense=why_dense)
 

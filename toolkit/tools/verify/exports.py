@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.load import build_on_meta, fastest_attention, from_files
 from toolkit.models.lora import is_enabled
+from toolkit.models.quantized import dequantize, find_scales, quantize
 from toolkit.tools.verify.records import Proof, Tensors, exact, largest, load_about, load_tensors, named, relative, within
 from toolkit.tools.verify.runs import GENERATION, WatchedRun
 
@@ -53,14 +54,15 @@ def _compare_exports(run: WatchedRun, config: RecipeConfig, check: dict[str, tor
     trained = {name.removeprefix("model."): weight for name, weight in load_tensors(run, "trained").items()}
     if is_enabled(config.adapter):
         adapted = _load_adapter(_load(config, config.model.name_or_path), run.folder / "export")
-        yield "export", _compare_weights(run, "adapter and base", adapted.base_model.model, trained)
+        coded = _quantize(adapted.base_model.model, load_about(run, "trained")["frozen"], config.adapter.base_dtype)
+        yield "export", _compare_weights(run, "adapter and base", adapted.base_model.model, trained, coded)
         model = _load(config, run.folder / "merged")
         yield "export", _compare_logits(run, "adapter", adapted, check)
         yield "export", _compare_logits(run, "merged model", model, check)
         yield "adapter", _compare_scale(run, config.adapter, adapted, model, trained)
     else:
         model = _load(config, run.folder / "export")
-        yield "export", _compare_weights(run, "export", model, trained)
+        yield "export", _compare_weights(run, "export", model, trained, {})
         yield "export", _compare_logits(run, "export", model, check)
     yield "generation", _compare_texts(run, model)
 
@@ -94,14 +96,25 @@ def _load_adapter(base: Any, folder: Path) -> Any:
         return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
-def _compare_weights(run: WatchedRun, what: str, model: nn.Module, trained: Tensors) -> Proof:
-    """Compare weights bit for bit, frozen ones by their hash."""
+def _quantize(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:
+    """Quantize in place the layers of a plain model that have codes among `names`; returns codes and scales by name."""
+    coded: dict[str, torch.Tensor] = {}
+    for layer_name in [name.removesuffix(".codes") for name in names if kind and name.endswith(".codes")]:
+        weight = model.get_parameter(f"{layer_name}.weight")
+        codes, scales = quantize(weight.data, str(kind)), find_scales(weight.data)
+        weight.data = dequantize(codes, scales)
+        coded |= {f"{layer_name}.codes": codes, f"{layer_name}.scales": scales}
+    return coded
+
+
+def _compare_weights(run: WatchedRun, what: str, model: nn.Module, trained: Tensors, coded: dict[str, torch.Tensor]) -> Proof:
+    """Compare weights bit for bit, frozen ones by their hash; `coded` are codes and scales of the model's quantized layers."""
     frozen: dict[str, str] = load_about(run, "trained")["frozen"]
-    loaded = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    loaded = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)} | coded
     differences = {name: largest(loaded[name].numpy() if name in loaded else None, weight) for name, weight in trained.items()}
     unequal = [name for name, difference in differences.items() if difference]
     unequal += [
-        name for name, digest in frozen.items() if name not in loaded or hash_tensor(loaded[name], torch.float32) != digest
+        name for name, digest in frozen.items() if name not in loaded or hash_tensor(loaded[name], loaded[name].dtype) != digest
     ]
     title = f"{run.title}: {what} reloaded, {len(trained) + len(frozen)} tensors"
     return exact(title, max(differences.values(), default=0.0), named(unequal, "is not what was trained"))

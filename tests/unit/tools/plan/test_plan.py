@@ -434,6 +434,25 @@ def test_fsdp2_alone_loads_a_model_piece_by_piece() -> None:
         assert plan(LLAMA, preset, 4, *UNPACKED, *flags).host_bytes["while loading"] == NUM_PARAMETERS * 4
 
 
+@pytest.mark.parametrize(("base_dtype", "bytes_of_64"), [("nf4", 32 + 4), ("int8", 64 + 4)])
+def test_a_quantized_base_is_planned_in_its_codes(base_dtype: str, bytes_of_64: int) -> None:
+    all_linear = ("--adapter.method=lora", "--adapter.rank=8", f"--adapter.base_dtype={base_dtype}")
+    planned = plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, *all_linear)
+    num_lora = LAYERS * 8 * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER))
+    linears = LAYERS * (BLOCK - 2 * HIDDEN)
+    held = linears * bytes_of_64 / 64 + (NUM_PARAMETERS - linears) * 2 + num_lora * 4
+    assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx(held / 4, rel=0.01)
+    block = next(unit for unit in planned.units if unit["count"] == LAYERS)
+    assert block["num_parameters"] == BLOCK + num_lora // LAYERS
+    gathered = (BLOCK - 2 * HIDDEN) * bytes_of_64 / 64 + (2 * HIDDEN + num_lora // LAYERS) * 2
+    assert block["gather_bytes"] == gathered
+    assert planned.largest_gather_bytes == END * 2
+    for preset, num_processes in {"single": 1, "fsdp2_full_shard": 4}.items():
+        assert plan(LLAMA, preset, num_processes, *UNPACKED, *all_linear).host_bytes["while loading"] == 12 * PIECE_BYTES
+    with pytest.raises(UserError, match=f"adapter.base_dtype is {base_dtype}, but FSDP1 keeps frozen and trainable"):
+        plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *all_linear)
+
+
 def test_float8_is_planned_as_bf16_and_says_so() -> None:
     float8, bf16 = (plan(LLAMA, preset, 4, *UNPACKED) for preset in ("fsdp2_fp8", "fsdp2_compile"))
     assert float8.device_bytes == bf16.device_bytes

@@ -1,0 +1,172 @@
+"""Quantized bases: codes and values of bitsandbytes, and layers that compute what plain ones do on the dequantized weight."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from tests.support.adapter_models import BASES, adapter_config
+from tests.support.host_reads import recorded
+from tests.support.nf4_golden import GOLDEN, as_hex, build_weight
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import UserError
+from toolkit.models.freeze import cast_frozen
+from toolkit.models.load_sharded import _by_rows
+from toolkit.models.lora import add_adapter
+from toolkit.models.lora_files import base_name
+from toolkit.models.quantized import NF4_VALUES, QuantizedLinear, dequantize, find_scales, num_weights, quantize
+from toolkit.models.shard_reader import Source
+
+KINDS = ("nf4", "int8")
+
+
+def test_nf4_is_that_of_bitsandbytes_bit_for_bit() -> None:
+    golden, weight = json.loads(GOLDEN.read_text()), build_weight()
+    codes, scales = quantize(weight, "nf4"), find_scales(weight)
+    assert golden["bitsandbytes"] == "0.50.2"
+    assert as_hex(NF4_VALUES) == golden["table"]
+    assert (codes.shape, codes.dtype, scales.shape, scales.dtype) == ((4, 96), torch.uint8, (4, 12), torch.uint8)
+    assert as_hex(codes) == golden["codes"]
+    assert as_hex(scales) == golden["scales"]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert as_hex(dequantize(codes, scales, dtype)) == golden[str(dtype)]
+
+
+def test_int8_is_off_by_half_a_step_at_most() -> None:
+    weight = build_weight()
+    codes, scales = quantize(weight, "int8"), find_scales(weight)
+    assert codes.dtype == torch.int8 and int(codes.abs().max()) == 127
+    step = scales.view(torch.float32) / 127
+    off = (dequantize(codes, scales) - weight).unflatten(1, (-1, 64)).abs()
+    assert bool((off <= step.unsqueeze(2) * 0.5001).all())
+    assert bool((dequantize(codes, scales)[1, :64] == 0).all())
+
+
+def test_a_large_weight_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = build_weight()
+    for kind in KINDS:
+        codes, scales = quantize(weight, kind), find_scales(weight)
+        whole = dequantize(codes, scales)
+        monkeypatch.setattr("toolkit.models.quantized.WEIGHTS_AT_ONCE", 3 * 192)
+        assert torch.equal(dequantize(codes, scales), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapted_layers_compute_what_plain_peft_does_on_the_dequantized_base(kind: str, autocast: bool, use_dora: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(192, 128, bias=False), nn.GELU(), nn.Linear(128, 64))
+    for layer in (plain[0], plain[2]):
+        layer.weight.data = dequantize(quantize(layer.weight.data, kind), find_scales(layer.weight.data))
+    quantized = nn.Sequential(*(quantized_as(layer, kind) if isinstance(layer, nn.Linear) else layer for layer in plain))
+    config = LoraConfig(r=4, target_modules=["0", "2"], use_dora=use_dora, init_lora_weights=False)
+    for model in (plain, quantized):
+        torch.manual_seed(1)
+        inject_adapter_in_model(config, model)
+    inputs = torch.randn(5, 192)
+    for model in (plain, quantized):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            model(inputs).float().square().mean().backward()
+    gradients = [{n: p.grad for n, p in model.named_parameters() if p.requires_grad} for model in (plain, quantized)]
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == (6 if use_dora else 4)
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_the_backward_keeps_codes_and_no_weight() -> None:
+    layer, kept = quantized_as(nn.Linear(192, 128), "nf4"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(3, 192, requires_grad=True))
+    assert {tensor.dtype for tensor in kept} == {torch.uint8, torch.int64}
+    assert sum(tensor.nbytes for tensor in kept if tensor.dtype == torch.uint8) == 192 * 128 * 9 // 16
+
+
+def quantized_as(linear: nn.Linear, kind: str) -> QuantizedLinear:
+    """The layer quantized, on the CPU."""
+    weight, bias = linear.weight.data, linear.bias
+    layer = QuantizedLinear(linear, kind)
+    layer.codes = nn.Parameter(quantize(weight, kind), requires_grad=False)
+    layer.scales = nn.Parameter(find_scales(weight), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name: str, kind: str) -> None:
+    model = wide(name, kind, modules_to_save=["lm_head"] if name == "llama" else [])
+    cast_frozen(model, torch.bfloat16)
+    held = {n: p.dtype for n, p in model.named_parameters() if not p.requires_grad}
+    codes = [n for n in held if n.endswith(".codes")]
+    assert codes and {held[n] for n in codes} == {torch.uint8 if kind == "nf4" else torch.int8}
+    assert {held[n.replace(".codes", ".scales")] for n in codes} == {torch.uint8}
+    others = {n: dtype for n, dtype in held.items() if not n.endswith((".codes", ".scales"))}
+    assert set(others.values()) == {torch.bfloat16}
+    narrow = {"llama": ("down_proj",), "t5": (".wo",)}[name]  # of 96 inputs
+    assert {n for n in others if ".base_layer." in n} == {n for n in others if any(end in n for end in narrow)} != set()
+    # Names and numbers of weights are those of the plain model.
+    with torch.device("meta"):
+        plain: Any = model_of(name)
+    numbers: dict[str, int] = {}
+    for n, p in model.named_parameters():
+        if (own := base_name(n)) is not None:
+            numbers[own] = numbers.get(own, 0) + num_weights(n, p)
+    assert numbers == {n: p.numel() for n, p in plain.named_parameters()}
+
+
+def test_a_base_without_a_layer_to_quantize_is_refused(bases: Path) -> None:
+    with torch.device("meta"):
+        model: Any = BASES["llama"][0](BASES["llama"][1])
+    with pytest.raises(UserError, match="adapter.base_dtype is nf4, but none of the 12 linear layers that the adapter takes"):
+        add_adapter(model, adapter_config(base_dtype="nf4", target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj",
+                    "gate_proj"]), ModelConfig(name_or_path=str(bases / "llama")), 0)  # fmt: skip
+
+
+def model_of(name: str) -> Any:
+    """A model whose rows are 64 long, except those of the layer after the activation."""
+    import transformers as hf
+
+    if name == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1,
+        ))  # fmt: skip
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def wide(name: str, kind: str, **settings: Any) -> Any:
+    """The model on the meta device, adapted and quantized."""
+    with torch.device("meta"):
+        model = model_of(name)
+    add_adapter(model, adapter_config(base_dtype=kind, **settings), ModelConfig(name_or_path="not/read", revision="1"), 0)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, read = build_weight().repeat(4, 1), []
+    monkeypatch.setattr("toolkit.models.shard_reader.PIECE_BYTES", 3 * 192 * 4)
+    of_files = Source(tuple(weight.shape), lambda box: read.append(box) or weight[box])
+    codes, scales = quantize(weight, kind), find_scales(weight)
+    for whole, make in ((codes, partial(quantize, kind=kind)), (scales, find_scales)):
+        part = _by_rows(of_files, whole.shape, make).read((slice(5, 13), slice(0, 7)))
+        assert torch.equal(part, whole[5:13, :7])
+    assert [(rows.start, rows.stop) for rows, _ in read] == [(5, 8), (8, 11), (11, 13)] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_reads_nothing_of_a_step(kind: str) -> None:
+    layer, reads = quantized_as(nn.Linear(192, 128), kind), Counter()  # type: ignore[var-annotated]
+    with recorded(reads):
+        layer(torch.randn(3, 192, requires_grad=True)).sum().backward()
+    assert not reads
