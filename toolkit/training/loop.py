@@ -72,7 +72,6 @@ def train(run: Run) -> None:
         watch = ParameterWatch(run.sharded.model, state.skips.num_skipped)
         micro_batches = _load_micro_batches(run, next_step)
         run.sharded.model.train()
-        run.trainable = [parameter for parameter in run.sharded.model.parameters() if parameter.requires_grad]
         run.guard = SkipGuard(config.optim, state.skips, reduction_groups(run.sharded.model))
         run.log = build_log(run)
         for number in range(state.step if state.evaluation_due else next_step, max(next_step, run.num_steps + 1)):

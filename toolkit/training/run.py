@@ -73,13 +73,16 @@ class Run:
     trackers: Trackers
     state: TrainState = field(default_factory=TrainState)
     """As of the last completed step."""
-    # While it trains; `loop.train` sets them.
     trainable: list[torch.nn.Parameter] = field(init=False)
     """In the model's order; to walk all modules for them takes the host milliseconds in a step."""
+    # While it trains; `loop.train` sets them.
     log: StepLog = field(init=False)
     guard: SkipGuard = field(init=False)
     stops: StopRequests = field(init=False)
     writer: CheckpointWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trainable = [parameter for parameter in self.sharded.model.parameters() if parameter.requires_grad]
 
 
 def start_run(
