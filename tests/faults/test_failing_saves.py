@@ -90,7 +90,10 @@ REFUSALS: dict[str, tuple[Fault, str]] = {
     "disk full for the shard of rank 1": (partial(no_room_for, "open", SHARD.format(1), 20_000, rank=1), FULL),
     "disk full for the end of a shard": (partial(no_room_for, "open", SHARD.format(1), 300_000, rank=1), FULL),
     "disk full for the random state of rank 1": (partial(no_room_for_random_state, rank=1), FULL),
-    "disk full for the manifest": (partial(refused, "open", r"{3}.tmp/manifest\.json w ", errno.ENOSPC, rank=0), "No space left"),
+    "disk full for the manifest": (
+        partial(refused, "open", r"{3}.tmp/manifest\.json\.tmp w ", errno.ENOSPC, rank=0),
+        "No space left",
+    ),
     "read-only for the folder": (partial(refused, "os.mkdir", r"{3}.tmp", errno.EROFS, rank=0), READ_ONLY),
     "read-only for the rename": (partial(refused, "os.rename", "{3}.tmp .*{3} ", errno.EROFS, rank=0), READ_ONLY),
     "bad disk under rank 1": (partial(bad_disk, rank=1), "Input/output error"),
@@ -217,7 +220,7 @@ def die(kind: type[BaseException]) -> None:
 DEATHS: dict[str, tuple[str, type[BaseException], int]] = {
     "in the shard of rank 1": (SHARD.format(1), MemoryError, 1),
     "while hashing": (r"{3}.tmp/rng-00001\.safetensors r ", SystemExit, 1),
-    "in the manifest": (r"{3}.tmp/manifest\.json w ", MemoryError, 0),
+    "in the manifest": (r"{3}.tmp/manifest\.json\.tmp w ", MemoryError, 0),
 }
 
 

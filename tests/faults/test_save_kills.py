@@ -89,7 +89,7 @@ def in_manifest(die: Callable[[], None]) -> None:
 
         json.dump = dump_and_die
 
-    before("open", r"{4}.tmp/manifest\.json w ", die_in_half)
+    before("open", r"{4}.tmp/manifest\.json\.tmp w ", die_in_half)
 
 
 def break_step_4(run: Path) -> None:
@@ -113,7 +113,7 @@ MOMENTS = {
     "before the first shard of rank 1": file_moment("open", r"{4}.tmp/state/__1_0\.distcp w ", 2, rank=1),
     "in the shard of rank 1": Moment(in_shard, 2, rank=1),
     "while hashing": file_moment("open", r"{4}.tmp/rng-00001\.safetensors r ", 2, rank=1),
-    "between shards and manifest": file_moment("open", r"{4}.tmp/manifest\.json w ", 2),
+    "between shards and manifest": file_moment("open", r"{4}.tmp/manifest\.json\.tmp w ", 2),
     "in the manifest": Moment(in_manifest, 2),
     "before the rename": file_moment("os.rename", "{4}.tmp .*{4} ", 2),
     "after the rename": file_moment("open", "/checkpoints None", 4, standing=step_name(4)),

@@ -87,8 +87,8 @@ def fsync_tree(folder: Path) -> None:
 
 def save_json(path: Path, value: Any) -> None:
     """Write a JSON file, or leave the old one as it is. It is on the disk when this returns."""
-    with written_beside(path) as beside:
-        beside.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    with written_beside(path) as beside, beside.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
