@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("size-wrap")
     write_inputs(folder)
     (folder / "model").rename(folder / "t5")
-    # Without ReLU's kink: one unit whose input is zero but for rounding moved the norm of a step's gradient by 7e-5.
+    # Without ReLU's kink: one unit whose input is zero up to rounding moved the norm of a step's gradient by 7e-5.
     config = folder / "t5" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"feed_forward_proj": "gated-gelu"}))
     rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in load_json_lines(folder / "rows.jsonl")]
