@@ -24,7 +24,7 @@ EARLY = {
     "unknown key in the YAML": Case(
         flags="--config {here}/run.yaml",
         files={"run.yaml": "train:\n  seed: 3\noptim:\n  momentum: 0.9\n"},
-        sentence="{here}/run.yaml, line 4: unknown key optim.momentum; known are optim.lr, …",
+        sentence="{here}/run.yaml, line 4: unknown key optim.momentum; known are optim.name, …",
     ),
     # The accelerate YAML.
     "unknown nested key": Case(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.distributed.test_quantized_base import build_models
@@ -179,9 +180,9 @@ def evaluate(flags: list[str], has_room: bool) -> set[str]:
 
 def test_a_model_that_is_only_loaded_in_full_is_refused(wide: Workbench, tmp_path: Path) -> None:
     folder = shutil.copytree(wide.models["llama"], tmp_path / "pickled")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
     refused = wide.attempt("pickled", model=folder, **NF4)
     assert set(refused.returncodes) == {2} and "Traceback" not in refused.stderr
     what = "adapter.base_dtype is nf4, which quantizes weights while they are read in slices, but "
-    assert f"error: {what}{folder} can only be loaded in full (its weights are quantized): leave it out" in refused.stderr
+    assert f"error: {what}{folder} can only be loaded in full ({folder} has no model.safetensors" in refused.stderr
