@@ -33,7 +33,8 @@ from toolkit.data.collate import CausalCollator  # noqa: E402
 from toolkit.distributed.comm import gather_objects, rank  # noqa: E402
 from toolkit.evaluation.rows import EvaluationRows  # noqa: E402
 from toolkit.export.card import Origin  # noqa: E402
-from toolkit.export.write import export_model, run_places  # noqa: E402
+from toolkit.export.places import run_places  # noqa: E402
+from toolkit.export.write import export_model  # noqa: E402
 from toolkit.launch.accelerator import build_accelerator  # noqa: E402
 from toolkit.models.shard_reader import Source  # noqa: E402
 from toolkit.parallel.wrap import shard_model  # noqa: E402

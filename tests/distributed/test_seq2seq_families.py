@@ -110,7 +110,8 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     from toolkit.evaluation.loop import evaluate
     from toolkit.evaluation.rows import EvaluationRows
     from toolkit.export.card import Origin
-    from toolkit.export.write import export_model, run_places
+    from toolkit.export.places import run_places
+    from toolkit.export.write import export_model
     from toolkit.loss import share_of_global_mean, summed_loss
     from toolkit.models.freeze import freeze
     from toolkit.parallel.wrap import shard_model

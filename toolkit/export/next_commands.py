@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.export.card import Origin, is_hub_id
+from toolkit.export.places import Places
 from toolkit.export.usage import write_python
-from toolkit.export.write import Places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.dcp import Tensors
-from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
 from toolkit.data.collate import move_to
-from toolkit.distributed.comm import on_rank_0, rank
+from toolkit.distributed.comm import on_rank_0
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import at, working
-from toolkit.errors import UserError, refused
+from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Kind, Origin, save_card
 from toolkit.export.cast import Cast, cast_on_meta, name_of
 from toolkit.export.compare import check_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
+from toolkit.export.places import Places, replaced, write_on_rank_0
 from toolkit.export.run_data import cut_check_rows
 from toolkit.export.usage import save_usage, set_generation, write_python
-from toolkit.files.durable import fsync_tree, written_beside
+from toolkit.files.durable import written_beside
 from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_enabled
@@ -45,30 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("toolkit")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """What an export writes, and where."""
-
-    adapter: Path | None = None
-    """Folder of the adapter."""
-    model: Path | None = None
-    """Folder of the full model, with the adapter, if there is one, merged into it."""
-    check_file: Path | None = None
-    """Gets a few tokens and the trained model's logits for them."""
-    dtype: torch.dtype | None = None
-    """Of the files' weights; None: as they are stored in training, a merged model as its base."""
-
-
-def run_places(config: RecipeConfig, run_folder: Path) -> Places:
-    """What a run itself exports."""
-    has_adapter = is_enabled(config.adapter)
-    return Places(
-        adapter=run_folder / "export" if has_adapter else None,
-        model=None if has_adapter and not config.export.merge else run_folder / ("merged" if has_adapter else "export"),
-        check_file=run_folder / "export_check.safetensors",
-    )
 
 
 def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, origin: Origin, places: Places) -> None:
@@ -127,8 +100,8 @@ class _Export:
             self._write_rest(unfinished, "adapter", dtype)
             compare_adapter(unfinished, skeleton, stored)
 
-        with _replaced(folder) as unfinished:
-            _on_rank_0(folder, write)
+        with replaced(folder) as unfinished:
+            write_on_rank_0(folder, write)
         on_rank_0(lambda: self._compare_adapter(folder, folder))
         if self.places.dtype is not None:
             logger.info(cast.describe())
@@ -168,12 +141,12 @@ class _Export:
             if named is not None:
                 files.add(named[0], cast(*named))
 
-        with _replaced(folder) as unfinished:
+        with replaced(folder) as unfinished:
             files = ModelFiles(unfinished, model, self.config.export.max_shard_size)
-            _on_rank_0(folder, files.begin)
+            write_on_rank_0(folder, files.begin)
             _gather(self.sharded, write, folder)
-            _on_rank_0(folder, files.finish)
-            _on_rank_0(folder, lambda: self._write_rest(unfinished, "merged" if merge else "model", model.dtype))
+            write_on_rank_0(folder, files.finish)
+            write_on_rank_0(folder, lambda: self._write_rest(unfinished, "merged" if merge else "model", model.dtype))
         device, computed = self.sharded.accelerator.device, compute_dtype(self.sharded.accelerator)
         why = f"its weights are bit for bit the trained ones, which computed in {computed}"
         if merge or self.places.dtype:
@@ -208,30 +181,6 @@ class _Export:
             with written_beside(self.places.check_file) as beside:
                 save_file(self.check, beside)
                 give_usual_mode(beside)
-
-
-def check_place(place: Path, way_out: str) -> None:
-    """Check that a folder can be renamed to `place`. `way_out` is the end of an error.
-
-    Raises:
-        UserError: a link, a mount point or a file is there.
-    """
-    kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
-    if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
-        what = f"{place} is {kind}, and an export replaces a folder of the run's own file system"
-        raise UserError(f"{what}: remove it, or {way_out}")
-
-
-def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
-    """Check before the run that its export can be renamed into place.
-
-    Raises:
-        UserError: as `check_place`.
-    """
-    if config.train.max_steps == 0 and not config.export.merge:
-        return
-    for name in ("export", "export.tmp", *(("merged", "merged.tmp") if config.export.merge else ())):
-        check_place(run_folder / name, "give a place on the other disk as run.output_dir")
 
 
 @torch.no_grad()
@@ -285,47 +234,7 @@ def _gather(
     with Phase(f"exporting to {folder.name}", sum(wanted), "B") as exporting:
         for name, whole in dequantized(whole_parameters(sharded, names), sharded.skeleton):
             working("export")
-            _on_rank_0(folder, functools.partial(take, name, whole))
+            write_on_rank_0(folder, functools.partial(take, name, whole))
             exporting.add(whole.nbytes)
             at("export")
     working("export")
-
-
-@contextlib.contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which replaces the older one on success, and is removed if it cannot be written. Collective."""
-    unfinished = folder.with_name(f"{folder.name}.tmp")
-
-    def begin() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-
-    def put() -> None:
-        give_usual_mode(unfinished)
-        fsync_tree(unfinished)
-        put_in_place(unfinished, folder)
-
-    try:
-        _on_rank_0(folder, begin)
-        yield unfinished
-        _on_rank_0(folder, put)
-    except UserError:
-        if rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def _on_rank_0(folder: Path, work: Callable[[], None]) -> None:
-    """Call `work` on rank 0. If the file system refuses it, raise a `UserError` on every rank. Collective."""
-
-    def guarded() -> None:
-        try:
-            work()
-        except UserError:
-            raise
-        except Exception as error:  # a tokenizer raises nothing more exact
-            if not isinstance(error, OSError | SafetensorError) and refused(error) is None:
-                raise
-            raise UserError(f"the export {folder} could not be written: {error}") from None
-
-    on_rank_0(guarded)

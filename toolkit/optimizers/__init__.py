@@ -30,14 +30,7 @@ class Optimizer(Protocol):
         """
 
     def write_out(
-        self,
-        settings: Any,
-        weight: Any,
-        gradient: Any,
-        state: dict[str, Any],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, settings: Any, weight: Any, gradient: Any, state: dict[str, Any], step: int, lr: float, weight_decay: float
     ) -> tuple[Any, dict[str, Any]]:
         """The formula, for checks: the change of a weight in the 1-based `step`, and the state after it.
 

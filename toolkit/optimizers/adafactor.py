@@ -46,13 +46,7 @@ def build(settings: Any, groups: list[dict[str, Any]]) -> Any:
 
 
 def write_out(
-    settings: Any,
-    weight: Any,
-    gradient: Any,
-    state: dict[str, Any],
-    step: int,
-    lr: float,
-    weight_decay: float,
+    settings: Any, weight: Any, gradient: Any, state: dict[str, Any], step: int, lr: float, weight_decay: float
 ) -> tuple[Any, dict[str, Any]]:
     """As `Optimizer.write_out`."""
     import numpy as np

@@ -30,8 +30,9 @@ from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.cast import DTYPES
 from toolkit.export.next_commands import list_commands
+from toolkit.export.places import Places, check_place
 from toolkit.export.run_data import load_run_data
-from toolkit.export.write import Places, check_place, export_model
+from toolkit.export.write import export_model
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.environment import is_launched

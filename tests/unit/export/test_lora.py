@@ -29,7 +29,8 @@ from toolkit.export.card import Origin
 from toolkit.export.compare import reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
-from toolkit.export.write import Places, export_model
+from toolkit.export.places import Places
+from toolkit.export.write import export_model
 from toolkit.models.freeze import cast_frozen, hash_frozen
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, hash_base
 from toolkit.parallel.wrap import copy_on_meta, shard_model

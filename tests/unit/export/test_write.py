@@ -20,7 +20,8 @@ from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export import compare
 from toolkit.export.compare import check_logits, choose_device, reload
-from toolkit.export.write import _on_rank_0, _replaced, _trained_logits, check_export_places
+from toolkit.export.places import check_export_places, replaced, write_on_rank_0
+from toolkit.export.write import _trained_logits
 from toolkit.parallel.wrap import shard_model
 
 Trained = tuple[T5ForConditionalGeneration, dict[str, torch.Tensor]]
@@ -135,10 +136,10 @@ def test_an_older_export_stands_until_the_new_one_is_proven(tmp_path: Path, erro
         raise error
 
     with pytest.raises(UserError, match=f"^the export {folder} could not be written: {re.escape(str(error))}$"):
-        with _replaced(folder):
-            _on_rank_0(folder, fails)
+        with replaced(folder):
+            write_on_rank_0(folder, fails)
     assert [path.name for path in folder.iterdir()] == ["old"] and [path.name for path in tmp_path.iterdir()] == ["export"]
-    with _replaced(folder) as unfinished:
+    with replaced(folder) as unfinished:
         (unfinished / "new").touch()
     assert [path.name for path in folder.iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["export"]

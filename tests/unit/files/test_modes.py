@@ -26,7 +26,8 @@ from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.errors import UserError
 from toolkit.export.card import Origin
-from toolkit.export.write import Places, _Export, _replaced
+from toolkit.export.places import Places, replaced
+from toolkit.export.write import _Export
 from toolkit.files.modes import give_usual_mode
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from toolkit.tools.checkpoints import show_checkpoints
@@ -68,7 +69,7 @@ def mode(path: Path) -> int:
 def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, umask_002: None) -> None:
     tensors = {"a": torch.zeros(2)}
 
-    with _replaced(tmp_path / "export") as folder:
+    with replaced(tmp_path / "export") as folder:
         (folder / "inner").mkdir()
         save_file(tensors, folder / "inner" / "model.safetensors")
         tokenizer: Any = SimpleNamespace(chat_template="x", save_pretrained=lambda folder: None)

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
 from toolkit.config.python import load_config
-from toolkit.export.write import Places
+from toolkit.export.places import Places
 from toolkit.tools.export import Options, choose_checkpoint, choose_places, load_run_config
 
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 9, "checkpoint.keep_best": 1}
