@@ -47,6 +47,7 @@ NAMES = listed(
     ("peft.tuners.lora", "LoraLayer.cast_input_dtype_enabled LoraLayer.lora_variant", "LoRA in bf16 without casts"),
     # `_weight_conversions`, `_is_hf_initialized` and `_from_model_config` are only written.
     ("transformers", "PreTrainedConfig._attn_implementation", "choosing the attention"),
+    ("transformers", "PreTrainedConfig._experts_implementation", "comparing mixtures of experts bit for bit"),
     ("transformers", "PreTrainedModel._supports_attention_backend PreTrainedModel._supports_flash_attn", "attention by document"),
     ("transformers.masking_utils", "causal_mask_function sliding_window_causal_mask_function", "attention by document"),
     ("transformers", "integrations.sdpa_attention.repeat_kv", "attention by document on a CPU"),
@@ -59,6 +60,7 @@ NAMES = listed(
     ("transformers", "utils.hub.get_checkpoint_shard_files", "finding the files of the weights"),
     ("transformers.conversion_mapping", "get_model_conversion_mapping", "matching weights to files"),
     ("transformers.core_model_loading", "WeightConverter WeightRenaming rename_source_key", "matching weights to files"),
+    ("transformers.core_model_loading", "dot_natural_key", "the order of experts in files"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_missing", "matching weights to files"),
     ("transformers", "PreTrainedModel._get_dtype_plan", "knowing which weights stay in fp32"),
     ("transformers.core_model_loading", "revert_weight_conversion _weight_conversions build_glob_alternation", "the export"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.launch import REPOSITORY, run_on_ranks
-from tests.support.workbench import FP32, Workbench, run_without_toolkit
+from tests.support.workbench import FP32, Workbench, call_toolkit, run_without_toolkit
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 2, "optim__lr": 1e-2, "export__merge": True}
 SHORT: dict[str, Any] = {"eval__generate": False, "train__max_steps": 2}
@@ -92,3 +92,14 @@ def test_what_is_exported_is_a_plain_model(trained: Workbench, tmp_path: Path) -
     assert found.keys() == RUNS.keys()
     for name, about in found.items():
         assert about["difference"] < 1e-4 and not about["quantized"], (name, about)
+
+
+def test_generate_takes_a_quantized_model_and_an_adapter_on_one(trained: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = trained.runs.parent / "quantized"
+    words = [word for text in ("alpha beta", "gamma", "delta alpha") for word in ("--text", text)]
+    for one, other in ((folders / "nf4", folders / "nf4_as_plain"), (trained.runs / "fp8", trained.runs / "fp8" / "merged")):
+        texts = []
+        for folder in (one, other):
+            assert call_toolkit("generate", folder, *words, "--max-new-tokens", 8) == 0, capsys.readouterr()
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] and texts[0].count("\n") == 3, (one, other)

@@ -12,6 +12,7 @@ from torch import nn
 
 from toolkit.distributed.device import GIB, free_memory_bytes
 from toolkit.errors import UserError
+from toolkit.models.config import pop_quantization
 from toolkit.models.load import from_files
 from toolkit.private import private
 from toolkit.variables import local_world_size
@@ -39,7 +40,7 @@ def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.de
 
     def build_base() -> Any:
         config = type(skeleton.config).from_pretrained(name_or_path, revision=options.get("revision", "main"))
-        del config.quantization_config
+        pop_quantization(config)
         with torch.device("meta"):
             return type(skeleton)(config)
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
 DEQUANTIZED = ("bitsandbytes nf4", "mxfp4", "fp8 in blocks of [128, 128]")
@@ -37,7 +36,7 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import AutoConfig
 
     name, folder = config.name_or_path, Path(config.name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -69,9 +68,7 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
             f"the config.json of {name} names {file!r} as its weights (transformers_weights), and only "
             f"{' or '.join(WEIGHTS_FILES)} is read: take that line out"
         )
-    # A config nested in it, as of a model of text and images, may name its own.
-    parts = [model_config, *(getattr(model_config, key, None) for key in model_config.sub_configs)]
-    named = [private("_attn_implementation", part) for part in parts if isinstance(part, PreTrainedConfig)]
+    named = [private("_attn_implementation", part) for part in _parts(model_config)]
     kernels = [own for own in named if "/" in (own or "")]
     if kernels and not (config.attn_implementation or config.trust_remote_code):
         raise UserError(
@@ -91,15 +88,27 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
 
 def _take_quantization(model_config: PretrainedConfig, name: str) -> None:
     """Refuse quantized weights that `dequantize.py` does not read; others are plain when they are loaded, also for the config."""
-    if about := vars(model_config).pop("quantization_config", None):
+    for about in pop_quantization(model_config):
         four_bits = about.get("bnb_4bit_quant_type", "fp4") if about.get("load_in_4bit") else "int8"
         kinds = {"bitsandbytes": four_bits, "fp8": f"in blocks of {about.get('weight_block_size', [128, 128])}"}
-        method = about.get("quant_method")
+        method = str(about.get("quant_method"))
         if (quantized := f"{method} {kinds.get(method, '')}".strip()) not in DEQUANTIZED:
             raise UserError(
                 f"model.name_or_path {name} is quantized as {quantized}, and only {', '.join(DEQUANTIZED)} are read: give the "
                 "model in full precision"
             )
+
+
+def pop_quantization(model_config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Take the settings of quantized weights out of a config and those nested in it, in place."""
+    found = [vars(part).pop("quantization_config", None) for part in _parts(model_config)]
+    return [about for about in found if about]
+
+
+def _parts(model_config: PretrainedConfig) -> list[PretrainedConfig]:
+    """The config, and those nested in it, as of a model of text and images, which may have settings of their own."""
+    nested: list[Any] = [getattr(model_config, key, None) for key in model_config.sub_configs]
+    return [model_config, *(part for part in nested if hasattr(part, "to_dict"))]
 
 
 def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:
@@ -197,20 +206,8 @@ def _download_index(config: ModelConfig) -> Path | None:
 
 def _check_trainable(model_config: PretrainedConfig, name: str) -> None:
     """Refuse models that need another loss than that of the labels."""
-    if has_experts(model_config.to_dict()):
-        raise UserError(
-            f"model.name_or_path {name} is a mixture of experts: its auxiliary loss is a mean over each micro-batch, which "
-            "cannot be made exact over the global batch, so it is not supported: take a dense model"
-        )
     if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
         raise UserError(
             f"model.name_or_path {name} is a {model_config.model_type} model that predicts {model_config.ngram} tokens at once "
             "(ngram), so its loss is not that of its labels: set disable_ngram_loss true in its config.json"
         )
-
-
-def has_experts(settings: dict[str, Any]) -> bool:
-    """Whether a config, or one nested in it (`text_config`, DBRX's `ffn_config`), has several experts."""
-    counts = [settings.get(key) for key in EXPERT_COUNTS]
-    nested = [value for value in settings.values() if isinstance(value, dict)]
-    return any(isinstance(count, int) and count > 1 for count in counts) or any(map(has_experts, nested))

@@ -8,34 +8,55 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from toolkit.errors import UserError
 from toolkit.models.shard_reader import Box, Source, Sources
 
+NF4_STATE = ".quant_state.bitsandbytes__nf4"
+Take = Callable[[str], Source]
+"""Takes the tensor of a weight whose name has this end."""
 
-def dequantized(stored: Sources) -> Sources:
-    """The tensors of files, with one source in place of those of each quantized weight."""
+
+def dequantized(stored: Sources, what: str) -> Sources:
+    """The tensors of files, with one source in place of those of each quantized weight; `what` is the files' setting and path.
+
+    Raises:
+        UserError: a tensor of a quantized weight is missing.
+    """
     sources = dict(stored)
-    for build, endings in _FORMATS:
-        for name in [key.removesuffix(endings[1]) for key in stored if key.endswith(endings[1])]:
-            if all(name + ending in sources for ending in endings):
-                sources[name] = build(*[sources.pop(name + ending) for ending in endings])
+
+    def take(name: str, ending: str) -> Source:
+        if name + ending not in sources:
+            raise UserError(f"{name} of {what} is stored in codes, but not its {name}{ending}: save the model again")
+        return sources.pop(name + ending)
+
+    for ending, build in _FORMATS.items():
+        for name in [key.removesuffix(ending) for key in stored if key.endswith(ending)]:
+            sources[name] = build(partial(take, name))
     return sources
 
 
-def _build_nf4(codes: Source, absmax: Source, quant_map: Source, state: Source, *nested: Source) -> Source:
+def _build_nf4(take: Take) -> Source:
     """bitsandbytes' NF4: bytes of two codes, the first in the high bits, and a scale (`absmax`) per block of the flat weight."""
+    state, codes, absmax, quant_map = (take(ending) for ending in (NF4_STATE, "", ".absmax", ".quant_map"))
     about = json.loads(bytes(state.read((slice(0, state.shape[0]),)).tolist()))
     shape, width = tuple(about["shape"]), math.prod(about["shape"][1:])
     pairs = torch.cartesian_prod(*[quant_map.read((slice(0, 16),))] * 2)
     per_row = 2 * (-(-shape[0] * width // 2) // codes.shape[0])  # the bytes may be stored as another dtype (quant_storage)
 
-    def read_nested(box: Box) -> torch.Tensor:
-        scales = nested[1].read((slice(0, 256),))[absmax.read(box).int()]
-        return scales * _spread(nested[0], box[0], about["nested_blocksize"]) + about["nested_offset"]
+    scales = absmax
+    if "nested_blocksize" in about:  # double quantization: the scales are codes, too
+        of_scales, values_of_codes = take(".nested_absmax"), take(".nested_quant_map")
 
-    scales = Source(absmax.shape, read_nested) if nested else absmax  # double quantization: the scales are codes, too
+        def read_nested(box: Box) -> torch.Tensor:
+            values = values_of_codes.read((slice(0, 256),))[absmax.read(box).int()]
+            return values * _spread(of_scales, box[0], about["nested_blocksize"]) + about["nested_offset"]
+
+        scales = Source(absmax.shape, read_nested)
 
     def read(box: Box) -> torch.Tensor:
         begin, end = box[0].start * width, box[0].stop * width
@@ -48,16 +69,26 @@ def _build_nf4(codes: Source, absmax: Source, quant_map: Source, state: Source, 
     return Source(shape, read)
 
 
-def _build_mxfp4(codes: Source, scales: Source) -> Source:
+def _build_mxfp4(take: Take) -> Source:
     """gpt-oss's experts: codes (experts, out, groups, 16), two per byte, are values (experts, in, out)."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors as convert
 
-    shape = (codes.shape[0], 2 * math.prod(codes.shape[2:]), codes.shape[1])
-    return Source(shape, lambda box: convert(codes.read(box[:1]), scales.read(box[:1]))[:, *box[1:]])
+    codes, scales = take("_blocks"), take("_scales")
+    shape, width = (codes.shape[0], 2 * math.prod(codes.shape[2:]), codes.shape[1]), 2 * codes.shape[3]
+
+    def read(box: Box) -> torch.Tensor:
+        experts, rows, columns = box
+        first = rows.start // width
+        part = (experts, slice(0, codes.shape[1]), slice(first, -(-rows.stop // width)))
+        values = convert(codes.read((*part, slice(0, codes.shape[3]))), scales.read(part))
+        return values[:, rows.start - first * width : rows.stop - first * width, columns]
+
+    return Source(shape, read)
 
 
-def _build_fp8(codes: Source, scales: Source) -> Source:
+def _build_fp8(take: Take) -> Source:
     """DeepSeek's fp8: a scale per block of 128 rows and columns; blocks at the edges are smaller."""
+    codes, scales = take(""), take("_scale_inv")
     if scales.shape != tuple(-(-size // 128) for size in codes.shape):
         return codes  # refused as codes without scales
 
@@ -75,10 +106,5 @@ def _spread(scales: Source, items: slice, size: int) -> torch.Tensor:
     return shared[items.start - first * size :][: items.stop - items.start]
 
 
-_FORMATS = (
-    (_build_nf4, ("", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4", ".nested_absmax", ".nested_quant_map")),
-    (_build_nf4, ("", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4")),
-    (_build_mxfp4, ("_blocks", "_scales")),
-    (_build_fp8, ("", "_scale_inv")),
-)
-"""What makes a source, and the endings of the names of what it is made of; no plain tensor's name ends as the second."""
+_FORMATS = {NF4_STATE: _build_nf4, "_blocks": _build_mxfp4, "_scale_inv": _build_fp8}
+"""The end of the name of a tensor that only a format has → what makes a source of the tensors of a weight."""

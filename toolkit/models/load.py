@@ -196,7 +196,8 @@ def from_files(
     options = {"revision": None, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     try:
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=options["revision"])
-        if not settings.get("quantization_config"):
+        nested = [value for value in settings.values() if isinstance(value, dict)]
+        if not any(part.get("quantization_config") for part in (settings, *nested)):
             return model_class.from_pretrained(name, use_safetensors=True, **options)
         stored = WeightFiles(find_weight_files(name, options["revision"]), what).stored
     except (OSError, WholeOnly) as error:

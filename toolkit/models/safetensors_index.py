@@ -1,7 +1,8 @@
 """Matches the tensors in safetensors files to a model's, from the files' headers alone.
 
-Names are matched by transformers' own rules (renamings of old checkpoints, a base model's prefix). A tensor that transformers
-would convert from others, or compute, cannot be read in parts: `WholeOnly` says why.
+Names are matched by transformers' own rules (renamings of old checkpoints, a base model's prefix). Experts that are stored one
+by one are read as the one weight that the model has. Other tensors that transformers would convert from others, or compute,
+cannot be read in parts: `WholeOnly` says why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +38,8 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
 }  # fmt: skip
 """torch dtypes by safetensors' names."""
+_OF_EXPERTS = [("MergeModulelist", 0), ("Concatenate", 1)]
+"""transformers' operations, one or both, on the tensors of the experts that are one weight in the model."""
 
 
 class WholeOnly(UserError):
@@ -68,7 +71,7 @@ class WeightFiles:
         """Open the files; `what` is their setting and path.
 
         Raises:
-            UserError: a file cannot be read.
+            UserError: a file cannot be read, or a quantized weight lacks a tensor.
             WholeOnly: a file holds a dtype that is not in `DTYPES`, or codes in fp8 without their scales.
         """
         stored: Sources = {}
@@ -80,7 +83,7 @@ class WeightFiles:
             except (SafetensorError, OSError) as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
-        self.stored = dequantized(stored)
+        self.stored = dequantized(stored, what)
         for name, source in self.stored.items():
             if source.dtype == torch.float8_e4m3fn:
                 raise WholeOnly(f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128")
@@ -129,18 +132,26 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
     rename = private("rename_source_key")
     tensors: dict[str, str] = {}
     unknown = []
-    for key in sorted(files.stored):
+    of_experts: dict[str, dict[str, list[Source]]] = {}  # the tensors of a weight, by the pattern of their names
+    for key in sorted(files.stored, key=private("dot_natural_key")):  # expert 10 after 9
         name, pattern = rename(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename(key, [], [], prefix, wanted)
         if name not in wanted:
             unknown.append(key)
-        elif pattern is not None:
-            raise WholeOnly(f"transformers makes {name} out of tensors of another form")
-        elif name in tensors:
-            raise WholeOnly(f"{tensors[name]} and {key} are both {name}")
+        elif pattern is not None and name not in tensors:
+            of_experts.setdefault(name, {}).setdefault(pattern, []).append(files.stored[key])
+        elif name in tensors or name in of_experts:
+            raise WholeOnly(f"{tensors.get(name, 'a tensor of an expert')} and {key} are both {name}")
         else:
             tensors[name] = key
+    for name, parts in of_experts.items():
+        converter: Any = next(one for one in converters if parts.keys() <= set(one.source_patterns))
+        operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
+        if operations != _OF_EXPERTS[: len(operations)]:
+            raise WholeOnly(f"transformers makes {name} out of tensors of another form")
+        if (merged := _merge([parts.get(pattern, []) for pattern in converter.source_patterns])) is not None:
+            files.stored[name], tensors[name] = merged, name
     # transformers keeps the conversions for saving.
     model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
     present = {id(wanted[name]) for name in tensors}
@@ -174,6 +185,26 @@ def untie_differing(model: PreTrainedModel, files: WeightFiles, match: Match) ->
         model.all_tied_weights_keys.pop(name)
 
 
+def _merge(lists: list[list[Source]]) -> Source | None:
+    """The weight of all experts, from a list of their gates and one of their ups, or one list: each stacked, then one below the
+    other. None if a tensor is missing."""
+    shapes = {(source.shape, len(sources)) for sources in lists for source in sources}
+    if len(shapes) > 1 or not all(lists):
+        return None
+    (((height, *rest), num_experts),) = shapes
+
+    def read(box: Box) -> torch.Tensor:
+        _, rows, *columns = box
+        joined = []
+        for place, sources in enumerate(lists):
+            begin, end = (min(max(row - place * height, 0), height) for row in (rows.start, rows.stop))
+            if begin < end:
+                joined.append(torch.stack([source.read((slice(begin, end), *columns)) for source in sources[box[0]]]))
+        return torch.cat(joined, dim=1)
+
+    return Source((num_experts, height * len(lists), *rest), read)
+
+
 def _read_header(file: BinaryIO) -> Sources:
     """The tensors of a safetensors file: 8 bytes with the header's length, the header as JSON, then the tensors' bytes."""
     length = int.from_bytes(file.read(8), "little")
@@ -189,7 +220,8 @@ def _read_header(file: BinaryIO) -> Sources:
 
 
 def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """A part of a tensor whose bytes begin at `offset`: reads its full rows, then slices the other dimensions.
+    """A part of a tensor whose bytes begin at `offset`: reads its full rows, then slices the other dimensions; of weights of
+    experts (three dimensions) the rows of each expert.
 
     Raises:
         UserError: the file has become unreadable or shorter since it was opened.
@@ -197,6 +229,9 @@ def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int
     first, end = (box[0].start, box[0].stop) if box else (0, 1)
     num_row_bytes = math.prod(shape[1:]) * dtype.itemsize
     num_bytes = (end - first) * num_row_bytes
+    if len(shape) > 2 and box[1] != slice(0, shape[1]):
+        places = (offset + place * num_row_bytes for place in range(first, end))
+        return torch.stack([_read_part(file, place, dtype, shape[1:], box[1:]) for place in places])
     if not num_bytes:
         return torch.empty(end - first, *shape[1:], dtype=dtype)
     # Anonymous memory goes back to the system when freed; malloc would keep such buffers, separately for every thread.

@@ -112,11 +112,15 @@ def hash_sources(sources: Sources, dtypes: dict[str, torch.dtype]) -> dict[str, 
 
 
 def pieces(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Boxes that cover a tensor in memory order, cut along the first dimension to `PIECE_BYTES`, but at least one row each."""
+    """Boxes that cover a tensor in memory order, cut along the first dimension to `PIECE_BYTES`, but at least one row each; a
+    large expert (of three dimensions) is cut along the second."""
     if not shape:
         yield ()
     elif math.prod(shape):
-        rows = max(1, PIECE_BYTES // 4 // math.prod(shape[1:]))
-        rest = tuple(slice(0, size) for size in shape[1:])
+        rows = PIECE_BYTES // 4 // math.prod(shape[1:])
+        if not rows and len(shape) > 2:
+            yield from ((slice(place, place + 1), *rest) for place in range(shape[0]) for rest in pieces(shape[1:]))
+            return
+        rows, rest = max(1, rows), tuple(slice(0, size) for size in shape[1:])
         for begin, end in itertools.pairwise([*range(0, shape[0], rows), shape[0]]):
             yield (slice(begin, end), *rest)

@@ -9,7 +9,7 @@ from toolkit.data.collate import SummarizationCollator, own_label_shift
 from toolkit.data.rows.columns import choose_seq2seq_columns
 from toolkit.data.tokens import seq2seq
 from toolkit.errors import UserError
-from toolkit.models.config import has_experts, special_tokens
+from toolkit.models.config import special_tokens
 from toolkit.private import private
 from toolkit.training.model_checks import check_seq2seq_model
 
@@ -21,8 +21,7 @@ def _check_model_config(model_config: PretrainedConfig, name: str) -> None:
     if (other := _other_inputs(model_config)) is not None:
         what = f"model.name_or_path {name} is a {model_config.model_type} model"
         raise UserError(f"{what}, which takes {other} beside text, and rows here are text: take a model of text alone")
-    if not has_experts(model_config.to_dict()):  # for which the model is refused next
-        special_tokens(model_config, name)
+    special_tokens(model_config, name)
 
 
 def _other_inputs(model_config: PretrainedConfig) -> str | None:

@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.config.task import Task
 from toolkit.errors import UserError
-from toolkit.models.config import has_experts, hub_commit, load_model_config
+from toolkit.models.config import hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
 from toolkit.models.position_limits import warn_of_shared_rope
 from toolkit.tasks import causal, seq2seq
@@ -72,20 +72,6 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, name: str) -> 
             load_model_config(model, causal.TASK)
     else:
         assert load_model_config(model, causal.TASK).model_type
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"num_experts": 8}, True),
-        ({"num_local_experts": 1, "text_config": {"hidden_size": 4}}, False),
-        ({"text_config": {"num_local_experts": 16}}, True),
-        ({"ffn_config": {"moe_num_experts": 4}}, True),
-        ({"num_experts": None, "n_routed_experts": 0}, False),
-    ],
-)
-def test_experts_are_found_in_nested_configs_too(settings: dict[str, Any], expected: bool) -> None:
-    assert has_experts(settings) is expected
 
 
 @pytest.mark.parametrize("longest", [10, 11])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,37 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+def gemma3_in_fp8(folder: Path, about: dict[str, Any]) -> tuple[str, torch.Tensor]:
+    """Save a tiny Gemma 3, whose `text_config` says how a weight is quantized; returns the weight's name and values."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, image_token_index=3)
+    transformers.Gemma3ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["text_config"]["quantization_config"] = about
+    (folder / "config.json").write_text(json.dumps(settings))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(key for key in tensors if key.endswith("layers.0.mlp.up_proj.weight") and "vision" not in key)
+    codes, scales = quantize_fp8(tensors[name].float(), torch.float32)
+    save_file(tensors | {name: codes, f"{name}_scale_inv": scales}, folder / "model.safetensors", metadata={"format": "pt"})
+    return name, _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).bfloat16()
+
+
+def test_a_nested_config_may_say_that_weights_are_quantized(tmp_path: Path) -> None:
+    name, expected = gemma3_in_fp8(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    config = ModelConfig(name_or_path=str(tmp_path))
+    model_config = load_model_config(config, causal.TASK)
+    model: Any = load_model(config, model_config, causal.TASK, 0, torch.bfloat16)
+    loaded = next(p for key, p in model.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight") and "vision" not in key)
+    assert same_bits(loaded.data, expected), name
+    assert not any("quantization" in str(settings) for settings in (model_config.to_dict(), model.config.to_dict()))
+    gemma3_in_fp8(tmp_path, {"quant_method": "gptq"})
+    with pytest.raises(UserError, match="is quantized as gptq, and only bitsandbytes nf4, "):
+        load_model_config(config, causal.TASK)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_format_that_is_not_read_is_named(tmp_path: Path, kind: str) -> None:
     settings = json.loads((QUANTIZED / "bnb_plain" / "config.json").read_text()) | {"quantization_config": FORMATS[kind]}
@@ -187,3 +219,15 @@ def test_codes_whose_scales_are_missing_or_of_other_blocks_are_refused(tmp_path:
         config = ModelConfig(name_or_path=str(folder))
         with pytest.raises(UserError, match=rf"fp8 has no loadable safetensors weights \({reason}\): give a folder with them"):
             load_model(config, load_model_config(config, causal.TASK), causal.TASK, 0)
+
+
+@pytest.mark.parametrize("ending", [".nested_absmax", ".nested_quant_map", ".absmax", ".quant_map"])
+def test_a_missing_tensor_of_a_4_bit_weight_is_named(tmp_path: Path, ending: str) -> None:
+    """Without their own scales, codes of scales would be read as plain scales."""
+    tensors = load_file(QUANTIZED / "bnb_nested" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    del tensors[name + ending]
+    save_file(tensors, tmp_path / "model.safetensors")
+    sentence = f"{name} of model a is stored in codes, but not its {name}{ending}: save the model again"
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        WeightFiles([tmp_path / "model.safetensors"], "model a")

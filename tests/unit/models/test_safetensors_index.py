@@ -10,7 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    HrmTextConfig,
+    HrmTextForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.support.adapter_models import LLAMA_SIZES
 from toolkit.errors import UserError
@@ -89,20 +98,48 @@ def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_put_together_are_not_guessed(tmp_path: Path) -> None:
-    model = MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=2))
+    model = HrmTextForCausalLM(HrmTextConfig(**LLAMA_SIZES))
     model.save_pretrained(tmp_path)
     with pytest.raises(WholeOnly, match="transformers makes .* out of tensors of another form"):
         match_names(model, WeightFiles(find_weight_files(str(tmp_path), None), "it"))
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (100, 3), (2, 1000), (5, 4, 3)])
+@pytest.mark.parametrize("num_experts", [2, 11])
+def test_experts_are_read_in_any_part_as_transformers_merges_them(tmp_path: Path, num_experts: int) -> None:
+    """Expert 10 comes after 9."""
+    model = MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=num_experts))
+    model.save_pretrained(tmp_path, max_shard_size="40kB")
+    files = WeightFiles(find_weight_files(str(tmp_path), None), "it")
+    match = match_names(model, files)
+    assert (match.missing, match.other_shapes, match.unknown) == ([], {}, [])
+    for name, weight in model.state_dict().items():
+        source = files.source(match.tensors[name], torch.float32)
+        assert torch.equal(source.read(tuple(slice(0, size) for size in weight.shape)), weight), name
+        if weight.ndim == 3:
+            middle = weight.shape[1] // 2
+            for rows in ((3, 9), (middle - 2, middle + 3), (middle, middle + 1)):
+                box = (slice(1, 2), slice(*rows), slice(2, 7))
+                assert torch.equal(source.read(box), weight[box])
+
+
+def test_an_expert_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    model = MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=2))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[next(name for name in tensors if name.endswith("experts.1.w3.weight"))]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (missing,) = match_names(model, WeightFiles([tmp_path / "model.safetensors"], "it")).missing
+    assert missing == "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (100, 3), (2, 1000), (5, 4, 3), (2, 9, 5)])
 def test_pieces_make_up_a_tensor(shape: tuple[int, ...]) -> None:
     values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     with patch.object(weight_sources, "PIECE_BYTES", 64):
         boxes = list(pieces(shape))
     rows = [values[box] for box in boxes]
     assert torch.equal(torch.cat([row.reshape(-1) for row in rows]) if rows else values.reshape(-1), values.reshape(-1))
-    assert all(row.numel() <= 16 or len(row) == 1 for row in rows)
+    assert all(row.numel() <= 16 or row.numel() == row.shape[-1] for row in rows)
 
 
 def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
