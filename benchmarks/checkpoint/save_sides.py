@@ -76,16 +76,8 @@ class Trained:
 
     def step(self, num_micro_batches: int, num_row_tokens: int) -> None:
         """One update on random tokens. Collective."""
-        vocab_size = self.sharded.plain.config.vocab_size
-        for _ in range(num_micro_batches):
-            tokens = torch.randint(vocab_size, (1, num_row_tokens))
-            batch = {"input_ids": tokens, "label_positions": torch.arange(num_row_tokens - 1), "labels": tokens[0, 1:]}
-            loss_sum, _ = summed_loss(self.sharded.model, batch)
-            num_label_tokens = num_micro_batches * world_size() * (num_row_tokens - 1)
-            share_of_global_mean(loss_sum, num_label_tokens, world_size()).backward()
-        clip_gradients(self.sharded.model, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        accumulate_gradients(self.sharded, num_micro_batches, num_row_tokens)
+        update(self.sharded, self.optimizer)
 
     def tensors(self) -> list[torch.Tensor]:
         """This rank's shards of the weights and moments: what a save must copy before training may change it."""
@@ -102,6 +94,24 @@ class Trained:
         save = self.writers[side].finish()
         assert save is not None
         return save
+
+
+def accumulate_gradients(sharded: ShardedModel, num_micro_batches: int, num_row_tokens: int) -> None:
+    """Gradients of micro-batches of one row of random tokens on each rank. Collective."""
+    vocab_size = sharded.plain.config.vocab_size
+    for _ in range(num_micro_batches):
+        tokens = torch.randint(vocab_size, (1, num_row_tokens))
+        batch = {"input_ids": tokens, "label_positions": torch.arange(num_row_tokens - 1), "labels": tokens[0, 1:]}
+        loss_sum, _ = summed_loss(sharded.model, batch)
+        num_label_tokens = num_micro_batches * world_size() * (num_row_tokens - 1)
+        share_of_global_mean(loss_sum, num_label_tokens, world_size()).backward()
+
+
+def update(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Clip the gradients, take the optimizer's step, and drop them. Collective."""
+    clip_gradients(sharded.model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def build_model(config: SidesConfig) -> Any:

@@ -29,7 +29,7 @@ from benchmarks.measuring import (
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft", "safetensors"]
 PRESET, NUM_PROCESSES = "fsdp2_cpu", 2
-SHARDED, WHOLE = "each rank its part", "each rank the whole"
+SHARDED, WHOLE, TRAINED_TOO = "each rank its part", "each rank the whole", "each rank its part, then steps"
 TRAINED: dict[str, dict[str, Any]] = {
     "LoRA, frozen base in bf16": {"adapter.method": "lora", "adapter.target_modules": ["q_proj", "v_proj"], "adapter.rank": 8},
     "all weights, fp32": {},
@@ -98,7 +98,7 @@ def load(folder: Path, side: str, trained: dict[str, Any]) -> Figures:
     """One launch of `load_sides.py`."""
     flags = {"model.name_or_path": folder, "data.source": "not/read", "train.num_epochs": 1, "run.output_dir": folder}
     flags |= {"train.global_batch_size_rows": NUM_PROCESSES, "train.micro_batch_size_rows": 1, **trained}
-    way = "whole" if side == WHOLE else "sharded"
+    way = {SHARDED: "sharded", WHOLE: "whole", TRAINED_TOO: "trained"}[side]
     arguments = [way, *as_arguments(flags)]
     return run_script("benchmarks/memory/load_sides.py", arguments, preset=PRESET, num_processes=NUM_PROCESSES).figures
 

@@ -1,6 +1,7 @@
-"""One launch of `load_memory.py`, on every rank: `load_sides.py sharded|whole FLAGS`; rank 0 prints one JSON line of figures.
+"""One launch of `load_memory.py`, on every rank: `load_sides.py sharded|whole|trained FLAGS`; rank 0 prints figures as JSON.
 
-The flags are those of `recipes/llm.py`; what runs is what the recipe runs from its model's structure to its shards.
+The flags are those of `recipes/llm.py`; what runs is what the recipe runs from its model's structure to its
+shards; `trained` adds steps and a checkpoint.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import shutil
+import statistics
 import sys
 import threading
 import time
@@ -15,20 +18,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
+
+from benchmarks.checkpoint.save_sides import GOAL, IDENTITY, accumulate_gradients, seconds_of, update
 from benchmarks.measuring import memory_gib
+from toolkit.checkpoint.save import CheckpointWriter
+from toolkit.checkpoint.state import TrainState
 from toolkit.config.load import load_config
-from toolkit.config.schema import LLMConfig
+from toolkit.config.schema import CheckpointConfig, LLMConfig, OptimConfig
 from toolkit.distributed.comm import gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.models import load_sharded as sharded_loading
 from toolkit.models.lora import is_enabled
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.parallel.units import local_tensor
-from toolkit.parallel.wrap import shard_model
+from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.training.model import build_skeleton, identity_of, load_model
+from toolkit.training.optim import build_optimizer
 from toolkit.training.setup import RunContext
 
 SAMPLED_EVERY_S = 0.005
+NUM_STEPS, NUM_ROW_TOKENS = 4, 256
+"""Steps that are timed, after a first one, and the tokens of each rank's row in each."""
 
 
 def main() -> None:
@@ -56,9 +67,35 @@ def main() -> None:
         "shard_bytes": sum(local_tensor(parameter).nbytes for parameter in sharded.plain.parameters()),
         "num_parameters": sum(parameter.numel() for parameter in sharded.plain.parameters()),
     }
+    if way == "trained":
+        figures |= train(sharded, Path(config.run.output_dir), before["RssAnon"])
     of_ranks = gather_objects(figures)
     if rank() == 0:
         print(json.dumps({name: max(of_rank[name] for of_rank in of_ranks) for name in figures}), flush=True)
+
+
+def train(sharded: ShardedModel, folder: Path, before: int) -> dict[str, float]:
+    """The median seconds of a step, the peak of anonymous memory above `before`, and the bytes of a checkpoint. Collective."""
+    optimizer = build_optimizer(OptimConfig(lr=1e-4), sharded.model)
+
+    def step() -> None:
+        accumulate_gradients(sharded, 1, NUM_ROW_TOKENS)
+        update(sharded, optimizer)
+
+    with sampled_peak() as peak:
+        seconds = [seconds_of(step) for _ in range(1 + NUM_STEPS)]
+    writer = CheckpointWriter(folder / "run", sharded, optimizer, IDENTITY, CheckpointConfig(async_save=False), GOAL)
+    writer.save(TrainState(step=1))
+    save = writer.finish()
+    assert save is not None
+    if rank() == 0:
+        shutil.rmtree(folder / "run")
+    return {
+        "trained_peak": peak["RssAnon"] - before,
+        "step_s": statistics.median(seconds[1:]),
+        "checkpoint_bytes": save.num_bytes,
+        "moment_bytes": sum(local_tensor(t).nbytes for of in optimizer.state.values() for t in of.values() if torch.is_tensor(t)),
+    }
 
 
 def read_memory() -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,13 @@ import pytest
 import torch
 
 from tests.support.launch import run_on_ranks
-from tests.support.optimizer_model import SHAPES, WeightsOf, give_gradients
+from tests.support.optimizer_model import NUM_EXPERTS, SHAPES, WeightsOf, give_gradients
 from toolkit.optimizers import OPTIMIZERS
 
 NUM_STEPS, SAVED_STEP, SKIPPED_STEP = 20, 10, 4
 TOLERANCE = {"adafactor": 1e-6, "adamw": 1e-6}
 """Adafactor rounds sums over rows in another order, torch's kernel the last elements of a shard; others are equal bit for bit."""
-STRATEGIES = {"ddp": 2, "fsdp2": 3, "hsdp": 4}
+STRATEGIES = {"ddp": 2, "fsdp2": 3, "hsdp": 4, "offload": 2, "float8": 2}
 """By strategy, the number of ranks."""
 Tensors = dict[str, torch.Tensor]
 
@@ -115,10 +116,12 @@ def train(strategy: str, folder: Path | None, saves: bool = False) -> dict[str, 
 
 def sharded_by(strategy: str, model: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     from toolkit.distributed.comm import world_size
     from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.float8 import is_sharded_with_cast
+    from toolkit.parallel.wrap import place_experts
 
     if strategy == "single":
         return model
@@ -126,4 +129,24 @@ def sharded_by(strategy: str, model: Any) -> Any:
     if strategy == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     shape, names = ((2, 2), ("replicas", "shards")) if strategy == "hsdp" else ((world_size(),), ("shards",))
-    return fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    if strategy == "float8":
+        wrap_for_float8(model)
+    offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if strategy == "offload" else {}
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    place = functools.partial(place_experts, {NUM_EXPERTS}, mesh.size(-1))
+    sharded = fully_shard(model, mesh=mesh, shard_placement_fn=place, **offload)
+    assert is_sharded_with_cast(sharded) == (strategy == "float8")
+    return sharded
+
+
+def wrap_for_float8(model: torch.nn.Module) -> None:
+    """Wrap the matrices whose rows two ranks share, as a float8 all-gather needs them; in place."""
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.ndim == 2 and parameter.shape[0] % 2 == 0:
+            linear = torch.nn.Linear(1, 1, bias=False)
+            linear.weight = parameter
+            model.register_parameter(name, Float8Linear.from_float(linear, config).weight)

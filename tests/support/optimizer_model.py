@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-SHAPES = [(7, 1024), (2, 2048), (65, 96), (33, 320), (5,), (3, 4), (4, 16, 64), (9, 1), (300, 256)]
-"""Of few and uneven rows, in 8 bits by blocks of 256 or 64 or not at all, a vector, and one of three dimensions."""
+SHAPES = [(7, 1024), (2, 2048), (65, 96), (33, 320), (5,), (3, 4), (4, 16, 64), (9, 1), (300, 256), (2, 36, 64)]
+"""Of few and uneven rows, in 8 bits by blocks of 256 or 64 or not at all, a vector, and two of three dimensions: the last are
+experts, fewer than ranks."""
+NUM_EXPERTS = 2
 
 
 class WeightsOf(nn.Module):

@@ -1,6 +1,7 @@
 """The optimizers by name. Another one is a file like `lion.py`, an entry here, and a value of `OptimizerSettings.name`."""
 
 import dataclasses
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from toolkit.errors import UserError
@@ -10,7 +11,7 @@ from toolkit.optimizers.state import Layout, Shape
 
 
 class Optimizer(Protocol):
-    """What the file of an optimizer has."""
+    """What the file of an optimizer has; also `update(settings, …)`, a `stepping.Update`, or `build` if torch has it."""
 
     TITLE: str
     """Its name in texts."""
@@ -22,19 +23,13 @@ class Optimizer(Protocol):
     def layout(self, shape: Shape) -> Layout:
         """The state of a weight of this shape. It depends on nothing else, so that any number of ranks can resume it."""
 
-    def build(self, settings: Any, groups: list[dict[str, Any]]) -> Any:
-        """The torch optimizer of these groups of parameters, which are DTensors under FSDP2.
-
-        `settings` are `OptimizerSettings` that `with_defaults` has completed, here and in `write_out`.
-        Where its `found_inf` is 1, a step changes no weight and no state, and still makes the state; the host reads nothing.
-        """
-
     def write_out(
         self, settings: Any, weight: Any, gradient: Any, state: dict[str, Any], step: int, lr: float, weight_decay: float
     ) -> tuple[Any, dict[str, Any]]:
         """The formula, for checks: the change of a weight in the 1-based `step`, and the state after it.
 
         Args:
+            settings: `OptimizerSettings` that `with_defaults` has completed.
             weight: fp64 array; `gradient` has its shape.
             state: before the step, as `layout` says, in fp64; empty before the first.
         """
@@ -53,9 +48,23 @@ def with_defaults(settings: SettingsT) -> SettingsT:
     return dataclasses.replace(settings, **unset)
 
 
-def state_bytes(name: str, shape: Shape, num_rows: int | None = None) -> int:
-    """Bytes of the state of a weight on a rank that holds `num_rows` of its rows; None: all of them."""
-    return sum(part.num_bytes(num_rows) for part in OPTIMIZERS[name].layout(tuple(shape)).values())
+def build(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> Any:
+    """The torch optimizer of these groups of parameters, which are DTensors under FSDP2. `with_defaults` has completed
+    the `settings`, which `update` gets too.
+
+    Where its `found_inf` is 1, a step changes no weight and no state, and still makes the state; the host reads nothing.
+    """
+    from toolkit.optimizers.stepping import ShardedOptimizer
+
+    own: Any = OPTIMIZERS[settings.name]
+    if hasattr(own, "build"):
+        return own.build(settings, groups)
+    return ShardedOptimizer(groups, settings.lr, own.layout, partial(own.update, settings))
+
+
+def state_bytes(name: str, shape: Shape, of_shard: Shape | None = None) -> int:
+    """Bytes of the state of a weight on a rank whose shard of it has the shape `of_shard`; None: all of it."""
+    return sum(part.num_bytes(of_shard or shape) for part in OPTIMIZERS[name].layout(tuple(shape)).values())
 
 
 def check_sharding(name: str, *, is_flat: bool) -> None:

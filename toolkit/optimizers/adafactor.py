@@ -1,7 +1,8 @@
 """Adafactor (Shazeer and Stern 2018) as transformers' `Adafactor(relative_step=False)` computes it, without a first moment.
 
-Of a weight's squared gradients it keeps the running mean of each row and of each column. A rank has whole rows, so rows are its
-own; sums down the columns are reduced over the ranks. Vectors keep all squares.
+Of a weight's squared gradients it keeps the running mean of each row and of each column; of experts, those of each. A rank has
+whole rows, so rows are its own; sums down the columns are reduced over the ranks, except where a rank has whole experts. Vectors
+keep all squares.
 """
 
 from __future__ import annotations
@@ -29,20 +30,11 @@ CLIP_RMS = 1.0
 
 def layout(shape: Shape) -> Layout:
     """Row and column means of squares, or all squares of a vector; and the number of updates."""
-    step = {"step": Part((), is_cut=False)}
+    step = {"step": Part(())}
     if len(shape) < 2:
         return {"exp_avg_sq": Part(shape), **step}
-    columns = Part(shape[:-2] + shape[-1:], is_cut=len(shape) > 2)
+    columns = Part(shape[:-2] + shape[-1:], num_shared=len(shape) - 2)
     return {"exp_avg_sq_row": Part(shape[:-1]), "exp_avg_sq_col": columns, **step}
-
-
-def build(settings: Any, groups: list[dict[str, Any]]) -> Any:
-    """As `Optimizer.build`."""
-    from functools import partial
-
-    from toolkit.optimizers.stepping import ShardedOptimizer
-
-    return ShardedOptimizer(groups, settings.lr, layout, partial(_update, settings.scale_by_weight))
 
 
 def write_out(
@@ -68,7 +60,7 @@ def write_out(
     return -lr * scale * (weight_decay * weight + update), after
 
 
-def _update(scales: bool, shards: list[Shard], skip: torch.Tensor, add_up: Sum) -> None:
+def update(settings: Any, shards: list[Shard], skip: torch.Tensor, add_up: Sum) -> None:
     """Update all shards, with two all-reduces; gradients become updates in place. Collective."""
     # 1. This rank's squares. Means of rows are complete; means of columns and over all rows are not.
     kept, parts = zip(*(_average_squares(shard) for shard in shards), strict=True)
@@ -82,8 +74,9 @@ def _update(scales: bool, shards: list[Shard], skip: torch.Tensor, add_up: Sum) 
             shard.gradient.mul_(state["exp_avg_sq"].rsqrt())
             continue
         rows = state["exp_avg_sq_row"]
-        if shard.gradient.ndim == 2:
+        if _is_cut_by_rows(shard):
             state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(column_means, _rate(state))
+            row_mean = row_mean.unsqueeze(-1)
         else:
             row_mean = rows.mean(-1, keepdim=True)
         shard.gradient.mul_((rows / row_mean).rsqrt().unsqueeze(-1)).mul_(state["exp_avg_sq_col"].rsqrt().unsqueeze(-2))
@@ -91,7 +84,7 @@ def _update(scales: bool, shards: list[Shard], skip: torch.Tensor, add_up: Sum) 
     # 3. The weights.
     for shard, state, of_weight, of_update in zip(shards, kept, weight_squares, update_squares, strict=True):
         size = math.prod(shard.shape)
-        lr = (of_weight / size).sqrt().clamp(min=SCALE_EPS) * shard.lr if scales else shard.lr
+        lr = (of_weight / size).sqrt().clamp(min=SCALE_EPS) * shard.lr if settings.scale_by_weight else shard.lr
         update = shard.gradient / ((of_update / size).sqrt() / CLIP_RMS).clamp(min=1.0)
         shard.put(skip, shard.weight - (shard.weight * shard.weight_decay + update) * lr, **state)
 
@@ -105,11 +98,16 @@ def _average_squares(shard: Shard) -> tuple[dict[str, torch.Tensor], list[torch.
     if squares.ndim < 2:
         return state | {"exp_avg_sq": shard.state["exp_avg_sq"].lerp(squares, rate)}, parts
     state["exp_avg_sq_row"] = shard.state["exp_avg_sq_row"].lerp(squares.mean(-1), rate)
-    if squares.ndim == 2:
-        parts[:2] = [squares.sum(0) / shard.shape[0], state["exp_avg_sq_row"].sum() / shard.shape[0]]
+    if _is_cut_by_rows(shard):
+        parts[:2] = [part.sum(axis) / shard.shape[-2] for part, axis in ((squares, -2), (state["exp_avg_sq_row"], -1))]
     else:
         state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(squares.mean(-2), rate)
     return state, parts
+
+
+def _is_cut_by_rows(shard: Shard) -> bool:
+    """Whether ranks may share the columns of a matrix, or of each expert's."""
+    return len(shard.shape) == 2 or shard.gradient.shape[-2] < shard.shape[-2]
 
 
 def _rate(state: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """AdamW with moments in 8 bits (Dettmers et al. 2021), with torchao's maps, scales and formula.
 
-A row of a weight is cut into blocks, each with an fp32 scale, its largest element; a code is the place of a number in a map of
-256 from -1 or 0 to 1. torchao cuts a rank's shard into blocks instead, so that its state changes with the number of ranks.
+A row of a weight, or of each expert's, is cut into blocks, each with an fp32 scale, its largest element; a code is the place of
+a number in a map of 256 from -1 or 0 to 1. torchao cuts a rank's shard into blocks instead, so that its state changes with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -33,20 +34,14 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 def layout(shape: Shape) -> Layout:
     """Codes and scales of both moments, or both in fp32; and the number of updates."""
-    step = {"step": Part((), is_cut=False)}
-    row = math.prod(shape[1:])
+    step = {"step": Part(())}
+    rows = shape[:2] if len(shape) == 3 else shape[:1]
+    row = math.prod(shape[len(rows) :])
     block = math.gcd(row, BLOCK_ELEMENTS)
     if math.prod(shape) < FEWEST_ELEMENTS or block < FEWEST_BLOCK_ELEMENTS:
         return {name: Part(shape) for name in MOMENTS} | step
     codes = {name: Part(shape, "uint8") for name in MOMENTS}
-    return codes | {f"{name}_scale": Part((shape[0], row // block)) for name in MOMENTS} | step
-
-
-def build(settings: Any, groups: list[dict[str, Any]]) -> Any:
-    """As `Optimizer.build`."""
-    from toolkit.optimizers.stepping import ShardedOptimizer
-
-    return ShardedOptimizer(groups, settings.lr, layout, functools.partial(_update, settings))
+    return codes | {f"{name}_scale": Part((*rows, row // block), num_shared=len(rows)) for name in MOMENTS} | step
 
 
 def write_out(
@@ -74,7 +69,7 @@ def write_out(
     return change, after
 
 
-def _update(settings: Any, shards: list[Shard], skip: torch.Tensor, _: Sum) -> None:
+def update(settings: Any, shards: list[Shard], skip: torch.Tensor, _: Sum) -> None:
     """Update all shards; in the order of torchao's `single_param_adam`, so that each number is rounded as there."""
     for shard in shards:
         step, lr = shard.state["step"] + 1, shard.lr
@@ -96,19 +91,26 @@ def _decode(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     if f"{name}_scale" not in state:
         return state[name]
     scale = state[f"{name}_scale"].unsqueeze(1)
-    return (_values(MOMENTS[name], scale.device)[state[name].int()].view(len(scale), -1) * scale).view(-1)
+    values = _values(MOMENTS[name], scale.device).index_select(0, state[name].int())
+    return values.view(len(scale), -1).mul_(scale).view(-1)
 
 
 def _encode(state: dict[str, torch.Tensor], name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
     """The state of a flat fp32 moment: codes of the nearest numbers, and scales."""
     if f"{name}_scale" not in state:
         return {name: moment}
-    import torch
-
     blocks = moment.view(len(state[f"{name}_scale"]), -1)
     scale = blocks.abs().amax(1).clamp_(min=SMALLEST_SCALE)
-    codes = torch.bucketize(blocks / scale.unsqueeze(1), _bounds(MOMENTS[name], scale.device), right=True)
-    return {name: codes.to(torch.uint8).view(-1), f"{name}_scale": scale}
+    return {name: _nearest((blocks / scale.unsqueeze(1)).view(-1), MOMENTS[name]), f"{name}_scale": scale}
+
+
+def _nearest(numbers: torch.Tensor, is_signed: bool) -> torch.Tensor:
+    """The codes of flat fp32 numbers up to 1."""
+    import torch
+
+    codes = _first_codes(is_signed, numbers.device).index_select(0, numbers.view(torch.int32) >> 16 & 0xFFFF)
+    codes += numbers >= _bounds(is_signed, numbers.device).index_select(0, codes)
+    return codes.to(torch.uint8)
 
 
 @functools.cache
@@ -126,7 +128,7 @@ def _values(is_signed: bool, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _bounds(is_signed: bool, device: torch.device) -> torch.Tensor:
-    """The least numbers that torchao rounds up to the second, third, … number of the map, by half a gap or more."""
+    """The least numbers that torchao rounds up to the second, third, … number of the map, by half a gap or more; infinity."""
     import torch
 
     values = _values(is_signed, torch.device("cpu"))
@@ -136,4 +138,14 @@ def _bounds(is_signed: bool, device: torch.device) -> torch.Tensor:
         below = bounds.nextafter(lower)
         bounds = torch.where(below - lower >= half, below, bounds)
         bounds = torch.where(bounds - lower < half, bounds.nextafter(values[1:]), bounds)
-    return bounds.to(device)
+    return torch.cat([bounds, torch.tensor([torch.inf])]).to(device)
+
+
+@functools.cache
+def _first_codes(is_signed: bool, device: torch.device) -> torch.Tensor:
+    """By the upper 16 bits of fp32 numbers, the code of the least of them; of the others it is that or the next one."""
+    import torch
+
+    keys = torch.arange(2**16)
+    least = torch.where(keys < 2**15, keys << 16, (keys << 16) + 0xFFFF - 2**32).int().view(torch.float32)
+    return torch.bucketize(least, _bounds(is_signed, torch.device("cpu"))[:-1], right=True, out_int32=True).to(device)

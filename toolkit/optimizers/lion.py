@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.optimizers.state import Layout, Part, Shape
@@ -22,13 +21,6 @@ def layout(shape: Shape) -> Layout:
     return {"exp_avg": Part(shape)}
 
 
-def build(settings: Any, groups: list[dict[str, Any]]) -> Any:
-    """As `Optimizer.build`."""
-    from toolkit.optimizers.stepping import ShardedOptimizer
-
-    return ShardedOptimizer(groups, settings.lr, layout, partial(_update, settings.beta1, settings.beta2))
-
-
 def write_out(
     settings: Any, weight: Any, gradient: Any, state: dict[str, Any], step: int, lr: float, weight_decay: float
 ) -> tuple[Any, dict[str, Any]]:
@@ -40,7 +32,9 @@ def write_out(
     return -lr * (direction + weight_decay * weight), {"exp_avg": settings.beta2 * moment + (1 - settings.beta2) * gradient}
 
 
-def _update(beta1: float, beta2: float, shards: list[Shard], skip: torch.Tensor, _: Sum) -> None:
+def update(settings: Any, shards: list[Shard], skip: torch.Tensor, _: Sum) -> None:
+    """Update all shards, piece by piece."""
+    beta1, beta2 = settings.beta1, settings.beta2
     for shard in shards:
         for piece in shard.pieces():
             moment = piece.state["exp_avg"]

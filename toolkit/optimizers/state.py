@@ -1,4 +1,5 @@
-"""What an optimizer keeps of a weight, and its bytes. A rank holds whole rows of a weight, so state is cut by rows too."""
+"""What an optimizer keeps of a weight, and its bytes. A rank holds whole rows of a weight, or of each expert's: so it does of the
+state."""
 
 from __future__ import annotations
 
@@ -15,13 +16,17 @@ class Part(NamedTuple):
 
     shape: Shape
     dtype: str = "float32"
-    is_cut: bool = True
-    """Whether a rank holds only the rows (dimension 0) that it holds of the weight; otherwise each rank holds all of it."""
+    num_shared: int | None = None
+    """Leading dimensions that are the weight's; None: all. Cut along one of these, a rank holds its part; otherwise all of it."""
 
-    def num_bytes(self, num_rows: int | None) -> int:
-        """Bytes on a rank that holds `num_rows` of the weight; None: all."""
-        rows = (num_rows,) if self.is_cut and self.shape and num_rows is not None else self.shape[:1]
-        return ITEM_BYTES[self.dtype] * math.prod((*rows, *self.shape[1:]))
+    def local_shape(self, of_shard: Shape) -> Shape:
+        """The shape on a rank whose shard of the weight has the shape `of_shard`."""
+        num_shared = len(self.shape) if self.num_shared is None else self.num_shared
+        return (*of_shard[:num_shared], *self.shape[num_shared:])
+
+    def num_bytes(self, of_shard: Shape) -> int:
+        """Bytes of `local_shape`."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.local_shape(of_shard))
 
 
 Layout = dict[str, Part]

@@ -93,7 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             for group, p in with_gradient
         ]
-        self.update(shards, skip.view(()) > 0, _sum_over(first))
+        self.update(shards, skip.view(()) > 0, _sum_over(shard_groups(first)))  # all are sharded alike
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
@@ -108,11 +108,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _zeros(weight: torch.Tensor, part: Part) -> torch.Tensor:
-    """A tensor of state, sharded like its weight if it is cut by rows."""
-    dtype = getattr(torch, part.dtype)
-    if not isinstance(weight, DTensor) or not part.is_cut:
+    """A tensor of state, sharded like its weight if it has the dimension along which that is cut."""
+    dtype, num_shared = getattr(torch, part.dtype), len(part.shape) if part.num_shared is None else part.num_shared
+    if not isinstance(weight, DTensor) or any(isinstance(p, Cut) and p.dim >= num_shared for p in weight.placements):
         return torch.zeros(part.shape, dtype=dtype, device=weight.device)
-    local = torch.zeros((len(_local(weight)), *part.shape[1:]), dtype=dtype, device=weight.device)
+    local = torch.zeros(part.local_shape(tuple(_local(weight).shape)), dtype=dtype, device=weight.device)
     # An offloaded shard lies on the host, where `from_local` takes it to the mesh's device.
     stride = torch.empty(part.shape, device="meta").stride()
     whole = DTensor.from_local(
@@ -125,10 +125,14 @@ def _local(tensor: torch.Tensor) -> Any:
     return private("_local_tensor", tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _sum_over(weight: torch.Tensor) -> Sum:
-    """The sum over the ranks that share `weight`, as all weights are sharded; replicas hold equal shards."""
+def shard_groups(weight: torch.Tensor) -> list[dist.ProcessGroup]:
+    """The groups of ranks that share `weight`, or its gradient; none if it is a plain tensor. Replicas hold equal shards."""
     placed = list(enumerate(weight.placements)) if isinstance(weight, DTensor) else []
-    groups = [weight.device_mesh.get_group(dim) for dim, placement in placed if isinstance(placement, Cut)]  # type: ignore[attr-defined]
+    return [weight.device_mesh.get_group(dim) for dim, placement in placed if isinstance(placement, Cut)]  # type: ignore[attr-defined]
+
+
+def _sum_over(groups: list[dist.ProcessGroup]) -> Sum:
+    """The sum over the ranks that share a weight."""
 
     def add_up(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         if not groups or not parts:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
-from toolkit.optimizers import OPTIMIZERS, with_defaults
+from toolkit.optimizers import build, with_defaults
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 from toolkit.private import private
 
@@ -31,7 +31,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         if parameter.requires_grad:
             (decayed if name in decayed_names else plain).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = OPTIMIZERS[config.name].build(with_defaults(config), [group for group in groups if group["params"]])
+    optimizer: torch.optim.Optimizer = build(with_defaults(config), [group for group in groups if group["params"]])
     if is_sharded_with_cast(model):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
     return optimizer
@@ -115,12 +115,9 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
 def _shard_groups(model: nn.Module, gradients: list[torch.Tensor]) -> list[dist.ProcessGroup]:
     """Process groups over which gradients are sharded; empty for plain tensors (single, DDP)."""
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor.placement_types import Shard
+
+    from toolkit.optimizers.stepping import shard_groups
 
     if isinstance(model, FullyShardedDataParallel):
         return [cast(dist.ProcessGroup, model.process_group)]
-    sharded = next((g for g in gradients if isinstance(g, DTensor)), None)
-    if sharded is None:
-        return []
-    mesh = sharded.device_mesh
-    return [mesh.get_group(dim) for dim, placement in enumerate(sharded.placements) if isinstance(placement, Shard)]
+    return next((shard_groups(g) for g in gradients if isinstance(g, DTensor)), [])

@@ -46,8 +46,9 @@ def test_the_state_is_that_of_the_layout(name: str) -> None:
         assert {key: (t.shape, str(t.dtype)) for key, t in kept.items()} == {
             key: (part.shape, f"torch.{part.dtype}") for key, part in layout.items()
         }
-        assert state_bytes(name, shape) == state_bytes(name, shape, shape[0]) == sum(t.nbytes for t in kept.values())
-        assert state_bytes(name, shape, 0) == sum(t.nbytes for key, t in kept.items() if not layout[key].is_cut)
+        assert state_bytes(name, shape) == state_bytes(name, shape, shape) == sum(t.nbytes for t in kept.values())
+        uncut = [t.nbytes for key, t in kept.items() if layout[key].num_shared == 0 or not t.ndim]
+        assert state_bytes(name, shape, (0, *shape[1:])) == sum(uncut)
 
 
 @pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in OPTIMIZERS), ("adafactor", {"scale_by_weight": True})])

@@ -193,7 +193,7 @@ def check_shards(run: WatchedRun, optimizer: str) -> Proof:
         whole, fair = whole + first * row_bytes, fair + rows * row_bytes
         if parameter["is_trainable"]:
             moments += state_bytes(optimizer, tuple(parameter["shape"]))
-            fair_moments += state_bytes(optimizer, tuple(parameter["shape"]), rows)
+            fair_moments += state_bytes(optimizer, tuple(parameter["shape"]), (rows, *rest))
     of_ranks = {kind: [rank[f"{kind}_bytes"] for rank in about["ranks"]] for kind in ("parameter", "moment")}
     shares = {
         "parameters": (max(of_ranks["parameter"]) / whole, fair / whole),
