@@ -29,6 +29,7 @@ READS_OF_TRANSFORMERS = {
     "llama packed eager": {FIND_PACKED: 1},
     "llama packed documents": {FIND_PACKED: 1},
     "gemma3 packed documents": {FIND_PACKED: 2},
+    "mixtral packed documents": {FIND_PACKED: 1},
     "llama-lora sdpa": {FIND_PACKED: 1},
     "gemma2 eager": {FIND_PACKED: 2},  # full and sliding attention; it has no sdpa
     "gemma2 packed eager": {FIND_PACKED: 2},
@@ -160,13 +161,13 @@ def build_model(family: str, attention: str, adapter: Any) -> Any:
     import torch
     import transformers
 
-    from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+    from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
     from toolkit.config.schema import ModelConfig
     from toolkit.models import documents
     from toolkit.models.lora import add_adapter
 
     documents.register()
-    config_class, settings = {**FAMILIES, **CAUSAL_FAMILIES}[family]
+    config_class, settings = {**FAMILIES, **CAUSAL_FAMILIES, **MIXTURES}[family]
     config = getattr(transformers, config_class)(vocab_size=256, **settings)
     auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
     torch.manual_seed(0)

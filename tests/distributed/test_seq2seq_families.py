@@ -154,10 +154,10 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What the config of each family says that is refused."""
+    """What each family is refused for, by its config or its structure."""
     from transformers import CONFIG_MAPPING
 
-    return {family: refusal(CONFIG_MAPPING[family](), folder / family) for family in REFUSED}
+    return {family: refusal(CONFIG_MAPPING[family](decoder_start_token_id=0), folder / family) for family in REFUSED}
 
 
 def refuse_ngrams(folder: Path) -> str:
@@ -170,11 +170,14 @@ def refusal(config: Any, folder: Path) -> str:
     from toolkit.config.schema import ModelConfig
     from toolkit.errors import UserError
     from toolkit.models.config import load_model_config
+    from toolkit.models.experts import check_experts
+    from toolkit.models.load import build_skeleton
     from toolkit.tasks import seq2seq
 
     config.save_pretrained(folder)
+    of_run = ModelConfig(name_or_path=str(folder), from_scratch=True)
     try:
-        load_model_config(ModelConfig(name_or_path=str(folder), from_scratch=True), seq2seq.TASK)
+        check_experts(build_skeleton(of_run, load_model_config(of_run, seq2seq.TASK), seq2seq.TASK), str(folder))
     except UserError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.model_folders import build_model_folders
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, build_model_folders
 from tests.support.workbench import as_flags
 from toolkit.errors import UserError
 
@@ -55,11 +55,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{kind}-lora": (kind, LORA | {"model.frozen_dtype": "bfloat16"}) for kind in ("fp8", "bnb_nested")},
     "fp8-dora": ("fp8", DORA | {"model.frozen_dtype": "bfloat16"}),
     "fp8-as-other-weights": ("plain_of_fp8", {"model.init_from": "{fp8}"}),
+    **{family: (family, {}) for family in ("mixtral", "olmoe", "granitemoe", "deepseek_v3")},
+    "qwen2_moe-frozen-routers": ("qwen2_moe", {"model.freeze": [r".*mlp\.gate.*"]}),
+    "qwen3_moe-in-bf16": ("qwen3_moe_in_bf16", {}),
+    "mxfp4": ("mxfp4", {}),
     "existing-adapter": ("llama_tied", LORA | {"adapter.name_or_path": "{adapter}"}),
 }
 """Model folder and flags."""
 COMPARED = ("parameters", "buffers", "placed", "aliases", "frozen_hashes", "others")
-HAVE_FROZEN = ("frozen-part", "existing-adapter", "new-tokens-flan-t5")
+HAVE_FROZEN = ("frozen-part", "qwen2_moe-frozen-routers", "existing-adapter", "new-tokens-flan-t5")
 """Beside LoRA and DoRA."""
 HYBRID_CASES = ("t5", "several-files-in-bf16", "gpt2-lora")
 LEFT_WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -106,8 +110,9 @@ def build_folders(parent: Path) -> dict[str, Path]:
     from tests.support.adapter_models import adapted, export_adapter, randomize
     from tests.support.quantized.fp8 import SIZES as FP8_SIZES
     from tests.support.quantized.fp8 import save_fp8_model
+    from tests.support.quantized.mxfp4 import save_mxfp4_model
 
-    folders = build_model_folders(parent)
+    folders = build_model_folders(parent, (*FAMILIES, *CAUSAL_FAMILIES, *MIXTURES))
 
     def change(name: str, base: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
         folders[name] = shutil.copytree(folders[base], parent / name)
@@ -143,6 +148,10 @@ def build_folders(parent: Path) -> dict[str, Path]:
     (folders["several_files"] / "model.safetensors").unlink()
     llama.save_pretrained(folders["several_files"], max_shard_size="20kB")
     assert len(list(folders["several_files"].glob("*.safetensors"))) > 2
+    folders["qwen3_moe_in_bf16"] = parent / "qwen3_moe_in_bf16"
+    qwen3_moe = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"], dtype=torch.bfloat16)
+    qwen3_moe.save_pretrained(folders["qwen3_moe_in_bf16"], max_shard_size="20kB")
+    folders["mxfp4"] = save_mxfp4_model(parent / "mxfp4")
     gpt2 = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt2"])
     folders["without_prefix"] = parent / "without_prefix"
     gpt2.transformer.save_pretrained(folders["without_prefix"])

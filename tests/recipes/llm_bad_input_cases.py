@@ -78,12 +78,6 @@ EARLY = {
         sentence="model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16",
     ),
     # The model.
-    "mixture of experts": Case(
-        flags=OTHER_MODEL,
-        files=model_files({**LLAMA, "model_type": "mixtral", "num_local_experts": 2}),
-        sentence="model.name_or_path {here}/other is a mixture of experts: its auxiliary loss is a mean over each micro-batch, "
-        "which cannot be made exact over the global batch, so it is not supported: take a dense model",
-    ),
     "adapter in the model's place": Case(
         flags="--model.name_or_path {here}/adapter",
         files=adapter(16),

@@ -45,7 +45,7 @@ for run in runs:
         about[folder.name] = difference.item()
 """
 
-FALCON = {"model_type": "falcon", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
+BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 256}
 
 TrainFamily = Callable[[str, str], dict[str, Any]]
 
@@ -95,9 +95,9 @@ def test_plain_transformers_and_peft_read_every_export(llm_bench: Workbench, tra
 
 
 def test_a_model_that_cannot_tell_packed_rows_apart_trains_on_them_unpacked(llm_bench: Workbench, tmp_path: Path) -> None:
-    shutil.copytree(llm_bench.models["llama"], tmp_path / "falcon", ignore=shutil.ignore_patterns("*.safetensors"))
-    (tmp_path / "falcon" / "config.json").write_text(json.dumps(FALCON))
-    change = {"model": tmp_path / "falcon", "model__from_scratch": True, "preset": "single"}
-    printed = llm_bench.run("falcon", **change)
-    assert printed.index("rows are not packed (data.packing auto): Falcon") < printed.index(": read as ")
-    assert "nothing left to train" in llm_bench.run("falcon", **change)  # as the checkpoint says, too
+    shutil.copytree(llm_bench.models["llama"], tmp_path / "bloom", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "bloom" / "config.json").write_text(json.dumps(BLOOM))
+    change = {"model": tmp_path / "bloom", "model__from_scratch": True, "preset": "single"}
+    printed = llm_bench.run("bloom", **change)
+    assert printed.index("rows are not packed (data.packing auto): Bloom") < printed.index(": read as ")
+    assert "nothing left to train" in llm_bench.run("bloom", **change)  # as the checkpoint says, too

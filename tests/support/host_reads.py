@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 READING_OPERATORS = {
     "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "masked_select", "argwhere",
-    "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc",
+    "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
 }  # fmt: skip
 """aten operators whose result, or the shape of it, the host must wait for."""
 READING_METHODS = ("tolist", "numpy", "cpu")
@@ -52,6 +52,8 @@ class _Operators(TorchDispatchMode):
             return NotImplemented  # the call comes again with the local tensors
         name = func._schema.name.removeprefix("aten::")
         if name in READING_OPERATORS or (name == "repeat_interleave" and func._overloadname == "Tensor"):
+            _note(self.reads, name)
+        if name == "histc" and args[2:3] == args[3:4]:  # without limits, its range is that of the values
             _note(self.reads, name)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             indices = [index for index in args[1] if isinstance(index, torch.Tensor)]

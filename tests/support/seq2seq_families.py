@@ -54,8 +54,8 @@ REFUSED: dict[str, str] = {
         "which takes audio beside text",
     ),
     "t5gemma2": "which takes image beside text",
-    "nllb-moe": "is a mixture of experts",
-    "switch_transformers": "is a mixture of experts",
+    "nllb-moe": "has 128 experts as separate modules",
+    "switch_transformers": "has 8 experts as separate modules",
 }  # fmt: skip
 """Model type and what its error says."""
 

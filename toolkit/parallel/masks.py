@@ -23,6 +23,7 @@ import torch
 from toolkit.config.schema import RecipeConfig
 from toolkit.errors import UserError
 from toolkit.models.documents import Documents
+from toolkit.models.experts import experts_by_token
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def install(model: PreTrainedModel) -> None:
     of_generate = ("encoder_outputs", "decoder_attention_mask") if model.config.is_encoder_decoder else ("attention_mask",)
     arguments = inspect.signature(model.base_model.forward).parameters.values()
     hands_down = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
+    names = _names_of_forward(model)
     is_flash = hands_down and "flash" in (private("_attn_implementation", model.config) or "")
 
     @functools.wraps(forward)  # generate inspects its signature
@@ -60,7 +62,8 @@ def install(model: PreTrainedModel) -> None:
             if is_flash:  # transformers' `FlashAttentionKwargs`, which models hand down to flash attention
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.starts_N1)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), max(documents.lengths))
-        with known_masks(is_packed=inputs.get("position_ids") is not None, documents=documents):
+        position_ids = inputs.get("position_ids")
+        with known_masks(is_packed=position_ids is not None, documents=documents), _positions_given(names, position_ids):
             return forward(*args, **inputs)
 
     model.forward = forward_with_known_masks
@@ -85,9 +88,10 @@ def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
     if packing and not is_flash:  # flash attention gets the documents' lengths
         _silence_padding(model)
         tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        with known_masks(is_packed=True, documents=None) as packed_positions, contextlib.suppress(Exception):
+        given = _positions_given(_names_of_forward(model), tokens_BT)
+        with known_masks(is_packed=True, documents=None) as asked, given, contextlib.suppress(Exception), experts_by_token(model):
             model.base_model(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
-            packing = bool(packed_positions)
+            packing = bool(asked)
     if not packing and config.data.packing is True:
         raise UserError(f"data.packing is true, but {name} lets packed rows see each other: set data.packing to auto or false")
     if not packing:
@@ -148,6 +152,27 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
     finally:
         for name, function in kept.items():
             setattr(masking_utils, name, function)
+
+
+def _names_of_forward(model: PreTrainedModel) -> dict[str, Any]:
+    """The global names of the code of a model's forward; empty where masks alone do not keep packed rows apart: without rotary
+    positions, or with recurrent layers."""
+    names: dict[str, Any] = inspect.unwrap(type(model.base_model).forward).__globals__
+    is_apart = hasattr(model.base_model, "rotary_emb") and "create_recurrent_attention_mask" not in names
+    return names if is_apart else {}
+
+
+@contextlib.contextmanager
+def _positions_given(names: dict[str, Any], position_ids: torch.Tensor | None) -> Iterator[None]:
+    """Give positions to transformers' mask functions where a forward calls them without (gpt-oss, AFMoE)."""
+    own: dict[str, Any] = {
+        name: names[name] for name in ("create_causal_mask", "create_sliding_window_causal_mask") if name in names
+    }
+    names.update({name: functools.partial(function, position_ids=position_ids) for name, function in own.items()})
+    try:
+        yield
+    finally:
+        names.update(own)
 
 
 def _silence_padding(model: PreTrainedModel) -> None:

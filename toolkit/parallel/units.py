@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
@@ -44,15 +44,22 @@ class ShardUnit:
     num_trainable: int
     dtypes: tuple[str, ...]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Its own, as they are now."""
+        return [p for name, p in self.module.named_parameters() if clean(name) in self.parameter_names]
+
     def gathered_bytes(self, itemsize: int) -> int:
         """Bytes of this unit's parameters once gathered in a compute dtype of this size; codes and scales stay as they are."""
-        own = [p for name, p in self.module.named_parameters() if clean(name) in self.parameter_names]
-        return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in own)
+        return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in self.parameters())
 
     def local_bytes(self) -> int:
         """Bytes of this unit's parameters on this rank; after sharding, about 1/world of the unit."""
-        own = {name: parameter for name, parameter in self.module.named_parameters() if clean(name) in self.parameter_names}
-        return sum(local_tensor(p).numel() * p.element_size() for p in own.values())
+        return sum(local_tensor(p).numel() * p.element_size() for p in self.parameters())
+
+    def cut(self) -> str:
+        """A remark if experts are not cut along the first dimension; else empty."""
+        cuts = [cut for p in self.parameters() if isinstance(p, DTensor) for cut in p.placements]
+        return ", each expert cut by rows" if any(isinstance(cut, Shard) and cut.dim > 0 for cut in cuts) else ""
 
 
 def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dict[str, nn.Module]:
@@ -223,7 +230,9 @@ def describe(units: list[ShardUnit]) -> str:
     named = ", ".join(f"{number} {name}" for name, number in kinds.items())
     dtypes = " and ".join(sorted({dtype for unit in units for dtype in unit.dtypes}))
     num_parameters, mib = sum(unit.num_parameters for unit in units), sum(unit.local_bytes() for unit in units) / 2**20
-    return f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0"
+    return (
+        f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0{max(unit.cut() for unit in units)}"
+    )
 
 
 def describe_units(units: Sequence[ShardUnit], **more: Callable[[ShardUnit], int]) -> list[dict[str, Any]]:
@@ -233,7 +242,7 @@ def describe_units(units: Sequence[ShardUnit], **more: Callable[[ShardUnit], int
         kinds.setdefault((unit.class_name, unit.num_parameters, unit.num_trainable, unit.dtypes), []).append(unit)
     return [
         {
-            "unit": class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}",
+            "unit": (class_name if len(equal) > 1 else f"{class_name} {equal[0].name or '(the rest)'}") + equal[0].cut(),
             "count": len(equal),
             "num_parameters": num,
             "num_trainable": num_trainable,

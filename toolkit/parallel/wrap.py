@@ -22,13 +22,14 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.device import smallest_gpu_bytes
 from toolkit.distributed.watchdog import at, working
 from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
+from toolkit.models.experts import expert_counts
 from toolkit.models.shard_reader import Sources, fill_shards
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
@@ -198,6 +199,7 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Mo
     # T5's blocks return their position bias, a view. Nothing changes it in place: the tests compare gradients.
     warnings.filterwarnings("ignore", message=VIEW_RETURNED)
     policies = {"mesh": mesh, "mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
+    policies["shard_placement_fn"] = functools.partial(place_experts, expert_counts(model), mesh.size(-1))
     # The forward ends with the head, and the backward starts with it: it stays gathered between, as torch keeps the root.
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in modules:
@@ -207,6 +209,13 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Mo
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+def place_experts(counts: set[int], num_shards: int, parameter: nn.Parameter) -> Shard | None:
+    """Cut each expert by rows where ranks cannot have the same number of experts: else some of them would have much less, or
+    nothing. FSDP2 cuts no dimension but the first unevenly. None: along the first dimension."""
+    is_uneven = parameter.ndim == 3 and parameter.shape[0] in counts and parameter.shape[0] % num_shards
+    return Shard(1) if is_uneven and parameter.shape[1] % num_shards == 0 else None
 
 
 def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -> None:

@@ -24,6 +24,7 @@ from toolkit.launch.same_run import compare_ranks
 from toolkit.models import load, load_sharded
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
+from toolkit.models.experts import check_experts
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
@@ -63,6 +64,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
+    on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
     on_all_ranks(lambda: _adapt(skeleton, config))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
     on_all_ranks(lambda: check_sharding(config.optim.name, is_flat=fsdp_version(context.accelerator) == 1))

@@ -16,6 +16,7 @@ from toolkit.errors import UserError, refused
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import summed_cross_entropy, summed_loss
+from toolkit.models.experts import experts_by_token
 from toolkit.parallel.chunked_loss import has_own_forward
 from toolkit.parallel.float8 import no_float8
 from toolkit.parallel.gather import evaluation_model, generation_ready
@@ -35,7 +36,7 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
     - The loss by chunks of hidden states equals the loss of the model's own logits.
     - No token sees a later one.
     - Packed texts do not see each other (bit for bit: only one text's tokens change between two equal computations, neither
-      of which multiplies in float8).
+      of which multiplies in float8, or by groups of tokens).
 
     Raises:
         UserError: one of these fails; names the setting that helps, if there is one.
@@ -44,7 +45,12 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
     name = type(sharded.plain).__name__.removeprefix("FSDP")
     vocab_size = sharded.plain.config.get_text_config().vocab_size
     first, second = (_row([(start + place) % vocab_size for place in range(NUM_TOKENS)]) for start in (3, vocab_size // 2))
-    with torch.compiler.set_stance("force_eager"), no_float8(sharded.plain), evaluation_model(sharded, "never") as (model, _):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        no_float8(sharded.plain),
+        experts_by_token(sharded.plain),
+        evaluation_model(sharded, "never") as (model, _),
+    ):
         # The chunked loss equals that of the model's logits.
         inputs = _on_device(sharded, collator.model_inputs([first]))
         logits_BTV = model(**inputs, use_cache=False).logits

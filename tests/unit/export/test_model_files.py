@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from tests.support.adapter_models import LLAMA_SIZES
+from tests.support.model_folders import MIXTURES
 from toolkit.export.model_files import ModelFiles
 from toolkit.parallel.wrap import copy_on_meta
+
+
+def build_mixture(family: str) -> hf.PreTrainedModel:
+    config_class, sizes = MIXTURES[family]
+    return hf.AutoModelForCausalLM.from_config(getattr(hf, config_class)(vocab_size=64, **sizes))
+
 
 MODELS: dict[str, Any] = {
     "t5": lambda: hf.T5ForConditionalGeneration(
@@ -28,10 +36,7 @@ MODELS: dict[str, Any] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_SIZES)),
     "llama_tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
-    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
-        hf.Qwen2MoeConfig(**LLAMA_SIZES, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
-    ),
+    **{family: partial(build_mixture, family) for family in MIXTURES},
     "hrm_text": lambda: hf.HrmTextForCausalLM(hf.HrmTextConfig(**LLAMA_SIZES)),
 }  # fmt: skip
 """Tied and not, with buffers that are saved (BART), experts that are saved one by one, and weights that are saved fused."""

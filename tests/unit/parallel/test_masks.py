@@ -36,25 +36,36 @@ LEFT: dict[str, dict[str, int]] = {
 ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
 
 
-WITHOUT_POSITIONS: dict[str, dict[str, Any]] = {
+_SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_MIXTURE = _SMALL | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+GIVEN_POSITIONS: dict[str, dict[str, Any]] = {
     "falcon": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gpt_oss": _MIXTURE | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4},
+    "afmoe": _MIXTURE
+    | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "sliding_window": 4, "num_dense_layers": 1},
+}
+"""Families whose masks get none in transformers 5.23, and do not need more than positions."""
+WITHOUT_POSITIONS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
     "opt": {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
     "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 2},
-    "biogpt": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "biogpt": _SMALL,
+    "granitemoehybrid": _MIXTURE | {"num_local_experts": 4, "mamba_n_heads": 4, "mamba_d_state": 8},
 }
-"""Families whose masks get no positions, in transformers 5.23."""
+"""Families whose masks get no positions, or whose recurrent layers see earlier rows, in transformers 5.23."""
 
 
-@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *WITHOUT_POSITIONS])
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *GIVEN_POSITIONS, *WITHOUT_POSITIONS])
 def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    packs = family in CAUSAL_FAMILIES
+    packs = family not in WITHOUT_POSITIONS
     with torch.device("meta"):
-        if packs:
+        if family in CAUSAL_FAMILIES:
             config_class, sizes = CAUSAL_FAMILIES[family]
             model_config = getattr(transformers, config_class)(vocab_size=256, **sizes)
         else:
-            model_config = transformers.AutoConfig.for_model(family, vocab_size=256, **WITHOUT_POSITIONS[family])
+            model_config = transformers.AutoConfig.for_model(
+                family, vocab_size=256, **(GIVEN_POSITIONS | WITHOUT_POSITIONS)[family]
+            )
         model = transformers.AutoModelForCausalLM.from_config(model_config)
 
     def chosen(packing: Any) -> bool | str:
@@ -85,6 +96,31 @@ def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions: b
     model.base_model.forward = fails if takes_positions else lambda input_ids, use_cache: None
     config = LLMConfig(model=ModelConfig(name_or_path="own"), data=LLMDataConfig())
     assert masks.choose_packing(config, model).data.packing is takes_positions
+
+
+@pytest.mark.parametrize("settings", [{}, {"alibi": True}], ids=["", "alibi"])
+@pytest.mark.parametrize("family", GIVEN_POSITIONS)
+def test_rows_do_not_see_each_other_where_masks_are_given_positions(family: str, settings: dict[str, Any]) -> None:
+    """A packed row has the loss that it has alone, and does not change with the row before it."""
+    if settings and family != "falcon":
+        return
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, vocab_size=256, **GIVEN_POSITIONS[family], **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # so that attention has something to say
+    masks.install(model)
+    rows = build_rows((7, 9))
+    first, second = (torch.tensor(row["input_ids"])[None] for row in rows)
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    with torch.no_grad():
+        alone = model(input_ids=second, use_cache=False).logits
+        packed, other = (
+            model(input_ids=torch.cat([start, second], dim=1), position_ids=positions, use_cache=False).logits[:, 7:]
+            for start in (first, first.flip(1) + 1)
+        )
+    assert torch.equal(packed, other)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -23,7 +23,7 @@ from toolkit.tools.plan.trace import (
     first_shards,
     trace_micro_batch,
 )
-from toolkit.tools.private import FAKE_POINTER_READ, private
+from toolkit.tools.private import FAKE_POINTER_READ, private, replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,9 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
             return summed_loss(model, batch)[0]  # label smoothing has the same peak
 
-    with warnings.catch_warnings(), private("FakeTensorMode")(allow_non_fake_inputs=True):
+    # transformers' own grouped products keep the same tensors as torch's, whose fake ones are in bf16 only.
+    grouped = replaced("_can_use_grouped_mm", lambda *_: False)
+    with warnings.catch_warnings(), private("FakeTensorMode")(allow_non_fake_inputs=True), grouped:
         warnings.filterwarnings("ignore", message=FAKE_POINTER_READ)
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with first_shards():
@@ -78,7 +80,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
 def local_state_bytes(subject: Subject, model: nn.Module) -> int:
     """Bytes of the optimizer state on a rank, for its shards of the trainable parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return sum(state_bytes(subject.config.optim.name, tuple(p.shape), len(local_tensor(p)) if p.ndim else None) for p in trained)
+    return sum(state_bytes(subject.config.optim.name, tuple(p.shape), tuple(local_tensor(p).shape)) for p in trained)
 
 
 def estimate_peak(subject: Subject, strategy: Strategy, rows: int) -> int:

@@ -17,6 +17,7 @@ from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
 from toolkit.models.attention import choose_packed_attention
 from toolkit.models.config import load_model_config
+from toolkit.models.experts import check_experts
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton, fastest_attention
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
@@ -72,6 +73,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     check_positions(model_config, model, row_tokens(config), dataclasses.replace(config.eval, generate=False))
     # The model, adapted and frozen.
     skeleton = build_skeleton(skeleton_config, model_config, config.task)
+    check_experts(skeleton, model)
     if is_enabled(config.adapter):
         add_adapter(skeleton, config.adapter, config.model, config.train.seed)
     else:

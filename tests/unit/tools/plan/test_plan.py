@@ -20,6 +20,7 @@ from toolkit.loss import summed_loss
 from toolkit.models import load as models
 from toolkit.models.shard_reader import PIECE_BYTES
 from toolkit.parallel import chunked_loss, masks
+from toolkit.parallel.units import describe_units
 from toolkit.tools import main as command
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.plan import Plan, _notes, build_plan
@@ -55,6 +56,7 @@ BART = {
 }  # fmt: skip
 PEGASUS = BART | {"model_type": "pegasus", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 GPT2 = {"model_type": "gpt2", "n_embd": HIDDEN, "n_layer": 1, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": 512}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
 BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
 END = VOCAB * HIDDEN
 """The embedding, and the head: units of their own, where they are not tied."""
@@ -143,6 +145,21 @@ def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shard
     fewer = trace(LLAMA, FSDP2, UNPACKED)
     for kind in (ACTIVATIONS, LOGITS, UNSHARDED):
         assert highest(traced, kind) == highest(fewer, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_shards", "remark"), [(3, ""), (4, ", each expert cut by rows"), (7, "")])
+def test_experts_that_ranks_cannot_share_evenly_are_cut_by_rows(num_shards: int, remark: str, dtype: torch.dtype) -> None:
+    """6 on 4 ranks: with whole experts, two ranks would hold a quarter less, and the first ones a third more than their share."""
+    strategy = with_(num_shards=num_shards, compute_dtype=dtype)
+    subject = _subject(model_folder(MIXTRAL), strategy, UNPACKED)
+    with fake_ranks(num_shards):
+        traced, sharded = trace_rank(subject, strategy, subject.skeleton, 1)
+        units = describe_units(sharded.units)
+    assert {unit["unit"]: unit["count"] for unit in units}[f"MixtralDecoderLayer{remark}"] == LAYERS
+    if num_shards < 7:
+        size = sum(p.numel() for p in subject.skeleton.parameters())
+        assert traced.peak[SHARDED_PARAMETERS] == pytest.approx(4 * size / num_shards, rel=0.005)
 
 
 def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to() -> None:
@@ -353,9 +370,10 @@ def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
         (LLAMA, "sdpa", torch.bfloat16, True, 0.1),  # which is planned as if there was none
         (LLAMA, "documents", torch.bfloat16, True, 0.0),
         (LLAMA, "eager", torch.bfloat16, True, 0.0),  # packed, with a dense mask
+        (MIXTRAL, "sdpa", torch.float32, True, 0.0),
         (T5, "sdpa", torch.bfloat16, True, 0.0),
     ],
-    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "packed", "dense", "t5"],
+    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "packed", "dense", "experts", "t5"],
 )
 def test_the_trace_is_what_a_real_micro_batch_allocates(
     settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, smoothing: float, request: pytest.FixtureRequest
@@ -364,7 +382,7 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     is_packed, by_document = attention in ("documents", "eager"), attention == "documents"
     own = () if by_document else (f"--model.attn_implementation={attention}",)
     lengths = ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32")
-    rows = UNPACKED[: 1 if is_packed else 2] if settings is LLAMA else lengths
+    rows = UNPACKED[: 1 if is_packed else 2] if settings is not T5 else lengths
     arguments = ("--model.from_scratch=true", *own, *rows)
     traced = trace(settings, strategy, arguments, rows=2)
     subject = _subject(model_folder(settings), strategy, arguments)

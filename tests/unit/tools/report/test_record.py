@@ -17,6 +17,7 @@ from toolkit.tools.report.record import MOST_PREDICTIONS
 def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
     def unit(class_name: str, name: str, num_trainable: int, num_bytes: int) -> Any:
         facts = {"num_parameters": 10, "num_trainable": num_trainable, "dtypes": ("float32",), "local_bytes": lambda: num_bytes}
+        facts |= {"cut": lambda: ""}
         return SimpleNamespace(class_name=class_name, name=name, **facts)
 
     units = [unit("Block", "0", 0, 4), unit("Block", "1", 10, 5), unit("Block", "2", 10, 6), unit("Model", "", 10, 7)]

@@ -1,0 +1,196 @@
+"""Mixtures of experts train as one plain process does, on any number of ranks and with any micro-batch, packed or not."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
+from tests.planting.plant import NO_FAULT
+from tests.support import plain_mixture as plain
+from tests.support.launch import run_on_ranks
+from tests.support.model_folders import MIXTURES, build_model_folders, make_rows, save_jsonl
+from tests.support.pairwise import Case, cover_pairs
+from tests.support.small_run import figures, train_and_record_gradients
+from tests.support.workbench import FP32, as_flags
+from toolkit.files.json_lines import load_json_lines
+
+NUM_ROWS, TOLERANCE = 12, 1e-5
+ROUTERS = r".*\.(gate|router)\.(weight|bias)"
+TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS}
+"""What a run trains, and what it freezes, as a regular expression."""
+BLOCKS: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": CHECKPOINTING, "compiled": COMPILED}
+"""Overrides of the accelerate YAML."""
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "family": tuple(MIXTURES),
+    "trained": tuple(TRAINED),
+    "ranks": (1, 2, 4),
+    "micro_batch_rows": (1, 3),
+    "packing": (True, False),
+    "blocks": tuple(BLOCKS),
+}
+"""Four ranks have uneven or too few experts in some families."""
+
+
+def exists(case: Case) -> bool:
+    return not (case["ranks"] == 1 and case["blocks"] == "checkpointed")  # an option of FSDP
+
+
+CASES = {"-".join(str(value) for value in case.values()): case for case in cover_pairs(FACTORS, exists)}
+
+
+def test_every_pair_of_factors_is_met() -> None:
+    met = {pair for case in CASES.values() for pair in itertools.combinations(case.items(), 2)}
+    pairs = itertools.combinations(FACTORS.items(), 2)
+    wanted = {((one, a), (two, b)) for (one, of_one), (two, of_two) in pairs for a in of_one for b in of_two}
+    assert wanted - met == {(("ranks", 1), ("blocks", "checkpointed"))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model of each family, and rows."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, tuple(MIXTURES)), env=NO_FAULT)
+    save_jsonl(folder / "rows.jsonl", make_prompts())
+    return folder
+
+
+def make_prompts() -> list[dict[str, str]]:
+    return [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(NUM_ROWS, seed=1)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[tuple[str, str], plain.Expected]:
+    """By family and what trains."""
+    return run_on_ranks(train_all_plainly, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT, timeout_s=200)[0]
+
+
+def train_all_plainly(folder: Path) -> dict[tuple[str, str], plain.Expected]:
+    wanted = {(case["family"], case["trained"]) for case in CASES.values()}
+    return {
+        (family, trained): plain.train_plain(folder / family, make_prompts(), TRAINED[trained])
+        for family, trained in sorted(wanted)
+    }
+
+
+@pytest.fixture(scope="module")
+def gradients(folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
+    """Of the first step, by case, on every rank. All cases of a number of ranks and a preset run one after another."""
+    found: dict[str, list[dict[str, np.ndarray]]] = {}
+    for ranks, blocks in sorted({(case["ranks"], case["blocks"]) for case in CASES.values()}):
+        names = [name for name, case in CASES.items() if (case["ranks"], case["blocks"]) == (ranks, blocks)]
+        where: dict[str, Any] = {"preset": "single" if ranks == 1 else "fsdp2_cpu", "overrides": FP32 | BLOCKS[blocks]}
+        of_ranks = run_on_ranks(train_cases, num_processes=ranks, args=(folder, names), timeout_s=240, **where)
+        found |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
+    return found
+
+
+def train_cases(folder: Path, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
+    return {name: train_and_record_gradients("llm", flags(folder, name), 2**26) for name in names}
+
+
+def flags(folder: Path, name: str) -> list[str]:
+    case = CASES[name]
+    frozen = TRAINED[case["trained"]]
+    values: dict[str, Any] = {
+        "model.name_or_path": folder / case["family"],
+        "model.freeze": [frozen] if frozen else [],
+        "model.dropout": 0,
+        "data.source": "jsonl",
+        "data.files": folder / "rows.jsonl",
+        "data.cache_dir": folder / "cache",
+        "data.max_length_tokens": 96,
+        "data.packing": case["packing"],
+        "data.eval_fraction": 0,
+        "train.max_steps": plain.NUM_STEPS,
+        "train.global_batch_size_rows": NUM_ROWS,
+        "train.micro_batch_size_rows": case["micro_batch_rows"],
+        "optim.lr": plain.LR,
+        "optim.beta1": plain.BETA1,
+        "optim.beta2": plain.BETA2,
+        "optim.eps": plain.EPS,
+        "optim.weight_decay": plain.WEIGHT_DECAY,
+        "optim.max_grad_norm": None,
+        "eval.generate": False,
+        "log_every_steps": 1,
+        "run.output_dir": folder / "runs",
+        "run.name": name,
+    }
+    return as_flags(values)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_that_of_one_plain_process(
+    folder: Path, expected: dict[Any, plain.Expected], gradients: dict[str, list[dict[str, np.ndarray]]], name: str
+) -> None:
+    case = CASES[name]
+    wanted, run = expected[case["family"], case["trained"]], folder / "runs" / name
+    for of_rank in gradients[name]:
+        assert of_rank.keys() == wanted.gradients.keys()
+        for parameter, gradient in wanted.gradients.items():
+            assert_close(of_rank[parameter], gradient, f"gradient of {parameter}")
+    losses = figures(load_json_lines(run / "metrics.jsonl"), "train")["loss"]
+    np.testing.assert_allclose(losses, wanted.losses, rtol=TOLERANCE)
+    weights = load_file(run / "export" / "model.safetensors")
+    assert weights.keys() == wanted.weights.keys()
+    for parameter, weight in wanted.weights.items():
+        assert_close(weights[parameter].numpy(), weight.numpy(), f"exported {parameter}")
+
+
+def assert_close(actual: np.ndarray, wanted: np.ndarray, what: str) -> None:
+    difference = np.linalg.norm(actual - wanted) / max(np.linalg.norm(wanted), 1e-12)
+    assert difference <= TOLERANCE, f"{what}: {difference:.1e}"
+
+
+@pytest.fixture(scope="module")
+def flips(folder: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    return run_on_ranks(count_flips, preset="single", overrides=FP32, args=(folder,))[0]
+
+
+def count_flips(folder: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    """By family and dtype: tokens of a layer with other experts in one micro-batch of 64 rows than in 64 of one, of how many."""
+    import torch
+    import transformers
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+    from toolkit.data.collate import CausalCollator
+
+    chosen: list[torch.Tensor] = []
+
+    def note(module: Any, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
+        chosen.append(top_k_index.sort(dim=-1).values)
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+
+    ALL_EXPERTS_FUNCTIONS.register("noted", note)
+    random = np.random.default_rng(0)
+    lengths = random.integers(5, 40, size=64)
+    rows = [{"input_ids": random.integers(2, 256, size=length), "labels": np.zeros(length)} for length in lengths]
+    found = {}
+    for family, dtype in itertools.product(MIXTURES, ("float32", "bfloat16")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / family, dtype=dtype)
+        model.config._experts_implementation = "noted"
+        with torch.no_grad():
+            model(**CausalCollator(0).model_inputs(rows), use_cache=False)
+            together = [layer.view(64, -1, layer.shape[-1]) for layer in chosen]
+            chosen.clear()
+            num_flips = num_tokens = 0
+            for place, row in enumerate(rows):
+                model(**CausalCollator(0).model_inputs([row]), use_cache=False)
+                for layer, alone in zip(together, chosen, strict=True):
+                    num_flips += int((layer[place, : len(alone)] != alone).any(-1).sum())
+                    num_tokens += len(alone)
+                chosen.clear()
+        found[family, dtype] = (num_flips, num_tokens)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_routing_does_not_change_with_the_micro_batch(flips: dict[Any, tuple[int, int]], family: str, dtype: str) -> None:
+    num_flips, num_tokens = flips[family, dtype]
+    assert num_flips == 0 and num_tokens > 1000
