@@ -8,7 +8,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 TRACKERS := tensorboard wandb trackio mlflow
 
-.PHONY: t5 llm test test-faults test-browser $(TRACKERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check clean
+.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -37,6 +37,15 @@ test-browser: $(VENV)/.installed-browser
 	@command -v chromium || { $(AS_ROOT) apt-get update && $(AS_ROOT) apt-get install --yes --no-install-recommends chromium; } || \
 	  { echo "Chromium could not be installed: install it so that the command chromium starts it, then repeat make test-browser" >&2; exit 1; }
 	$(BIN)/python -m pytest tests/browser
+
+# docs/launch/slurm.sbatch under SLURM itself, on this machine, whose packages are installed if they are not there. As root; 8 minutes.
+test-slurm: $(VENV)/.installed-test
+	@command -v slurmd munged || { $(AS_ROOT) apt-get update && $(AS_ROOT) apt-get install --yes --no-install-recommends slurm-wlm munge; }
+	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm
+
+# The Dockerfile's steps on a copy of the checkout, without Docker. As root on Debian; PyPI.
+test-container: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/container
 
 # A tracker's real package, offline: its own store is read back. `make test` has TensorBoard's already.
 test-tensorboard test-wandb test-trackio test-mlflow: test-%: $(VENV)/.installed-%

@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -176,6 +177,8 @@ def exit_on_user_error() -> Iterator[None]:
     launch = _launch_folder()
     if launch is not None:
         signal.signal(signal.SIGTERM, partial(_end_with_the_launch, launch))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, _end_for_another_start)
     try:
         yield
     except Exception as error:
@@ -233,6 +236,13 @@ def _end_with_the_launch(launch: Path, number: int, frame: FrameType | None) -> 
         os._exit(EXIT_USER_ERROR)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def _end_for_another_start(number: int, frame: FrameType | None) -> None:
+    """Handle the signal ahead of a time limit where no step is trained: at the start, and in the export at the end."""
+    if is_rank_0():
+        os.write(2, b"stopped by SIGUSR1 outside of the training steps: the same command goes on\n")
+    os._exit(EXIT_STOPPED)
 
 
 def _save_error_file(error: UserError) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 from toolkit.distributed.comm import on_all_ranks
-from toolkit.errors import EXIT_USER_ERROR, UserError, as_user_error, exit_on_user_error, refused
+from toolkit.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, as_user_error, exit_on_user_error, refused
 
 LAUNCHED = ["-m", "accelerate.commands.launch", "--config_file", f"{REPOSITORY}/accelerate_configs/ddp_cpu.yaml"]
 
@@ -235,3 +235,17 @@ def test_under_the_real_launcher_a_rank_that_loses_the_refused_one_ends_with_2(t
     lines = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and lines[0].startswith(sentence), ended.stderr
     assert "gloo" not in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank: str) -> None:
+    script = (
+        "import os, signal\n"
+        "from toolkit.errors import exit_on_user_error\n"
+        "with exit_on_user_error():\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2"}
+    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    said = "stopped by SIGUSR1 outside of the training steps: the same command goes on\n" if rank == "0" else ""
+    assert (ended.returncode, ended.stderr) == (EXIT_STOPPED, said)

@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.errors import UserError, exit_on_user_error, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
+from toolkit.tools.project import recipes
 
 EXIT_NOT_VALID = 1
 """Exit code of `checkpoints`, `plan`, `compare` and `verify` if what they check fails."""
@@ -25,7 +26,7 @@ def main() -> None:
     """Read the command line and run the command: a function that takes its options by name, after the recipe's flags."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="Commands beside a training run.")
     jobs = parser.add_subparsers(dest="job", required=True)
-    adds = (_add_check, _add_checkpoints, _add_compare, _add_export, _add_generate)
+    adds = (_add_check, _add_checkpoints, _add_compare, _add_export, _add_generate, _add_init, _add_ls)
     for add in (*adds, _add_plan, _add_preview, _add_report, _add_train, _add_verify):
         add(jobs)
     argv = sys.argv[1:]
@@ -130,6 +131,17 @@ def _add_generate(jobs: Any) -> None:
     add("--max-new-tokens", type=int, metavar="N", help="longest text (default: the run's)")
     add("--num-beams", type=int, metavar="N", help="beams (default: the run's)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the model (default: the run's)")
+
+
+def _add_init(jobs: Any) -> None:
+    about = "copy a recipe, its configs and the presets into a project of your own"
+    add = _add_parser(jobs, "init", "project:init", help=about).add_argument
+    add("folder", type=Path, metavar="DIR", help="the project's folder; it may exist")
+    add("--recipe", choices=recipes(), default="t5", help="which recipe (default: t5)")
+
+
+def _add_ls(jobs: Any) -> None:
+    _add_parser(jobs, "ls", "project:list_shipped", help="list the recipes, configs and presets that come with the toolkit")
 
 
 def _add_plan(jobs: Any) -> None:

@@ -11,11 +11,8 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.tools.project import PACKAGE_FOLDER, project_folder
 from toolkit.variables import environment_of_runs
-
-PRESET_FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
-"""This checkout's presets, where a preset given by its name is looked up."""
-RECIPE_FOLDER = PRESET_FOLDER.parent / "recipes"
 
 STOP_TO_KILL_S = 30.0
 """Seconds that ranks get to end after SIGTERM, as under torch elastic: they save a checkpoint."""
@@ -29,11 +26,12 @@ def find_preset(name: str) -> Path:
     Raises:
         UserError: there is none. Names those that exist.
     """
-    for path in (Path(name), PRESET_FOLDER / name, PRESET_FOLDER / f"{name}.yaml"):
+    presets = project_folder() / "accelerate_configs"
+    for path in (Path(name), presets / name, presets / f"{name}.yaml"):
         if path.is_file():
             return path
-    existing = ", ".join(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))) or "none here"
-    raise UserError(f"preset {name} is neither a file nor one of {PRESET_FOLDER} ({existing}): give one of them, or a path")
+    existing = ", ".join(sorted(path.stem for path in presets.glob("*.yaml"))) or "none here"
+    raise UserError(f"preset {name} is neither a file nor one of {presets} ({existing}): give one of them, or a path")
 
 
 def adapt_preset(mapping: dict[str, Any], *, num_processes: int | None, use_cpu: bool) -> dict[str, Any]:
@@ -90,7 +88,7 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
             [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(preset), *command],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment_of_runs(Path(__file__).resolve().parents[2]),
+            env=environment_of_runs(PACKAGE_FOLDER.parent),
         )
         try:
             return launcher.wait()

@@ -64,7 +64,7 @@ def check_trackers(config: TrackingConfig) -> None:
             continue
         is_known = name in LOGGER_TYPE_TO_CLASS
         trouble = "is not installed" if is_known else "is not a tracker that accelerate knows"
-        install = f": pip install 'toolkit[{name}]'" if name in EXTRAS else f": pip install {name}" if is_known else ""
+        install = f": pip install 'shardtune[{name}]'" if name in EXTRAS else f": pip install {name}" if is_known else ""
         choice = f"installed are {', '.join(sorted(usable))}" if usable else "none is installed"
         raise UserError(f"tracking.log_with: {name!r} {trouble}{install}; {choice} (metrics.jsonl is written in any case)")
 

@@ -75,7 +75,7 @@ def test_absent_and_installed_trackers(monkeypatch):
 
     monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: ["wandb", "aim"])
     check_trackers(TrackingConfig(log_with=["wandb"]))
-    for name, package in (("mlflow", "'toolkit[mlflow]'"), ("swanlab", "swanlab")):
+    for name, package in (("mlflow", "'shardtune[mlflow]'"), ("swanlab", "swanlab")):
         assert f"{name!r} is not installed: pip install {package}; installed are aim, wandb" in refusal(
             check_trackers, TrackingConfig(log_with=["wandb", name])
         )

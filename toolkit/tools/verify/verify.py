@@ -13,7 +13,8 @@ from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line, refusal_named
 from toolkit.models.config import load_model_config
 from toolkit.models.position_limits import num_positions
-from toolkit.tools.preset_runs import RECIPE_FOLDER, launch
+from toolkit.tools.preset_runs import launch
+from toolkit.tools.project import SHIPPED
 from toolkit.tools.recipes import find_recipe
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
@@ -23,11 +24,11 @@ DEFAULT_PRESETS = ("fsdp2_full_shard",)
 DEFAULT_TOLERANCE = 1e-5
 SMALL_ROWS: Final = {
     "t5": {
-        "data.source": f"{RECIPE_FOLDER}/sources/docstrings.py:load_rows",
+        "data.source": f"{SHIPPED}/recipes/sources/docstrings.py:load_rows",
         "data.max_source_length_tokens": 64,
         "data.max_target_length_tokens": 32,
     },
-    "llm": {"data.source": f"{RECIPE_FOLDER}/sources/functions.py:load_rows", "data.max_length_tokens": 128},
+    "llm": {"data.source": f"{SHIPPED}/recipes/sources/functions.py:load_rows", "data.max_length_tokens": 128},
 }
 """Data without a run YAML: docstrings of this Python."""
 TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
@@ -89,14 +90,12 @@ def build_box(
     Raises:
         UserError: as `verify`.
     """
-    if not RECIPE_FOLDER.is_dir():
-        raise UserError(f"{RECIPE_FOLDER} is not there: install the toolkit with `pip install -e` from its checkout")
     if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
         raise UserError("--model.name_or_path is given: give the model as --model, from which verify chooses recipe and weights")
 
     # The model chooses the recipe, and with it the default rows.
     if model is None and config is None:
-        model = str(RECIPE_FOLDER / "models" / "t5_gelu")
+        model = str(SHIPPED / "recipes" / "models" / "t5_gelu")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
     name = find_recipe([f"--config={config}"] if config else [], recipe, model)
     given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
@@ -110,7 +109,7 @@ def build_box(
         )
     on_cpu, chosen = _processes(num_processes, use_cpu)
     return Box(
-        recipe=RECIPE_FOLDER / f"{name}.py",
+        recipe=SHIPPED / "recipes" / f"{name}.py",
         arguments=arguments,
         config=parsed,
         num_positions=num_positions(load_model_config(parsed.model, parsed.task))[0],
