@@ -28,6 +28,7 @@ from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, 
 from toolkit.export.model_files import ModelFiles
 from toolkit.export.places import Places, replaced, write_on_rank_0
 from toolkit.export.run_data import cut_check_rows
+from toolkit.export.trainer_state import save_trainer_state
 from toolkit.export.usage import save_usage, set_generation, write_python
 from toolkit.files.durable import written_beside
 from toolkit.files.modes import give_usual_mode
@@ -177,6 +178,7 @@ class _Export:
         save_usage(self.config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
         use = write_python(self.config, self.tokenizer, ".", origin.computed_in, origin.data, is_adapter=kind == "adapter")
         save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype), use)
+        save_trainer_state(unfinished, origin.lines, origin.step)
         if self.places.check_file is not None:
             with written_beside(self.places.check_file) as beside:
                 save_file(self.check, beside)
