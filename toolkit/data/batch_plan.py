@@ -70,7 +70,7 @@ class Mix:
     """Several sources in one dataset, each with its share of an epoch."""
 
     source_of_row: np.ndarray
-    """int array: the source of each row."""
+    """int array: the source of each row. Each source has at least one row (`data.tokens.causal.report`)."""
     weights: tuple[float, ...]
     """One positive weight per source; only their ratios matter."""
 
@@ -243,8 +243,6 @@ def draw_mix(mix: Mix, random: np.random.Generator) -> np.ndarray:
     drawn = []
     for source, quota in enumerate(np.diff(ends, prepend=0).tolist()):
         rows = np.flatnonzero(mix.source_of_row == source)
-        if len(rows) == 0:
-            continue
         num_passes, num_more = divmod(quota, len(rows))
         drawn += [rows] * num_passes + [rows[np.sort(random.permutation(len(rows))[:num_more])]]
     return np.concatenate(drawn)

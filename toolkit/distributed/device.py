@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from toolkit.distributed.comm import gather_objects, reduce_on_cpu
+from toolkit.distributed.comm import gather_objects
 from toolkit.errors import UserError
 from toolkit.variables import local_world_size
 
@@ -54,8 +53,7 @@ def smallest_gpu_bytes(device: torch.device) -> int | None:
     """Memory of the smallest GPU of the run; None on CPUs. Collective."""
     if device.type != "cuda":
         return None
-    own = torch.tensor([torch.cuda.get_device_properties(device).total_memory], dtype=torch.int64)
-    return int(reduce_on_cpu(own, dist.ReduceOp.MIN))
+    return min(gather_objects(torch.cuda.get_device_properties(device).total_memory))
 
 
 def free_memory_bytes(device: torch.device) -> int:

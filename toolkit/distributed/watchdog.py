@@ -101,7 +101,7 @@ def working(phase: str, step: int | None = None) -> None:
 def moved() -> None:
     """Report progress at the same place."""
     if _current is not None:
-        _current.moved()
+        _current._here = (*_current._here,)  # a new object, as in `Watchdog.at`
 
 
 @contextmanager
@@ -179,10 +179,6 @@ class Watchdog:
     def at(self, phase: str, step: int | None = None, *, works: bool = False) -> None:
         """Report that the main thread is in `phase` of `step`, and restart the clock. No collective; costs almost nothing."""
         self._here = (phase, step, works)  # a new object at every call, by which the other thread sees progress
-
-    def moved(self) -> None:
-        """Report progress of the main thread at the same place."""
-        self._here = (*self._here,)
 
     def _keep_time(self) -> None:
         seen, last_s = self._here, time.monotonic()

@@ -19,8 +19,7 @@ import torch
 
 from toolkit import variables
 from toolkit.errors import UserError
-from toolkit.launch.accelerate_rules import check_accumulation, check_rules
-from toolkit.launch.accelerate_yaml import check_accelerate_yaml, find_accelerate_yaml
+from toolkit.launch.accelerate_yaml import check_accelerate_yaml, check_mapping, find_accelerate_yaml
 from toolkit.private import private
 from toolkit.variables import local_world_size, num_launched
 
@@ -178,39 +177,35 @@ def launched_environment(path: Path, num_processes: int) -> dict[str, str]:
 def _check_flags() -> None:
     """Check what flags of `accelerate launch` have set, by the rules of the YAML, whose check cannot see them."""
     precision = launched_precision()
-    mapping = {
+    mapping: dict[str, Any] = {
         "distributed_type": "FSDP" if asked_for_fsdp() else "MULTI_GPU",
-        "gradient_accumulation_steps": int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")),
         "mixed_precision": precision,
         "num_processes": num_launched(),
         "use_cpu": asked_for_cpu(),
     }
-    sections: dict[str, dict[str, Any]] = {"fsdp_config": {}, "fp8_config": {}, "parallelism_config": {}}
+    if (steps := os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) != "1":
+        mapping["gradient_accumulation_steps"] = int(steps)
     if asked_for_fsdp():
-        sections["fsdp_config"] = {
+        mapping["fsdp_config"] = {
             "fsdp_version": int(os.environ.get("FSDP_VERSION", "1")),
             "fsdp_auto_wrap_policy": os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
             "fsdp_cpu_ram_efficient_loading": _is_true("FSDP_CPU_RAM_EFFICIENT_LOADING"),
             "fsdp_offload_params": _is_true("FSDP_OFFLOAD_PARAMS"),
         }
         if os.environ.get("FSDP_VERSION", "1") == "1":
-            sections["fsdp_config"]["fsdp_sync_module_states"] = _is_true("FSDP_SYNC_MODULE_STATES")
+            mapping["fsdp_config"]["fsdp_sync_module_states"] = _is_true("FSDP_SYNC_MODULE_STATES")
     if precision == "fp8":
         # accelerate accepts its own choice `ao` only in capitals
         backend = os.environ["ACCELERATE_FP8_BACKEND"] = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
-        sections["fp8_config"] = {"fp8_backend": backend}
+        mapping["fp8_config"] = {"fp8_backend": backend} if backend != "NO" else {}
     if _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"):
         sizes = {name: value for name, value in launched_with(("PARALLELISM_CONFIG_",)).items() if name.endswith("_SIZE")}
-        sections["parallelism_config"] = {name.lower(): int(value) for name, value in sizes.items()}
-    sections["dynamo_config"] = {
+        mapping["parallelism_config"] = {name.lower(): int(value) for name, value in sizes.items()}
+    mapping["dynamo_config"] = {
         "dynamo_backend": os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO"),
         "dynamo_use_regional_compilation": _is_true("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
     }
-    try:
-        check_accumulation(mapping)
-        check_rules(mapping, sections)
-    except UserError as error:
-        raise UserError(f"accelerate launch: {error}") from None
+    check_mapping(mapping, "accelerate launch")
     if precision == "fp8":
         check_torchao()
 

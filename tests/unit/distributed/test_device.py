@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from toolkit.distributed import device
 from toolkit.distributed.device import _cpu_quota_cores, available_cores, check_own_gpu, describe_device
@@ -56,12 +55,8 @@ def test_affinity_and_quota_limit_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reduced(own: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        assert own.tolist() == [80 * 2**30] and op == dist.ReduceOp.MIN
-        return torch.tensor([40 * 2**30])
-
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
-    monkeypatch.setattr(device, "reduce_on_cpu", reduced)
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, 40 * 2**30])
     assert device.smallest_gpu_bytes(torch.device("cuda", 0)) == 40 * 2**30
     assert device.smallest_gpu_bytes(torch.device("cpu")) is None
 

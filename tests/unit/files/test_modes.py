@@ -86,11 +86,12 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         export / "inner" / "model.safetensors",
         export / "toolkit.json",
         export / "README.md",
+        export / "trainer_state.json",
         tmp_path / "export_check.safetensors",
         tmp_path / name,
     ]
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == len(files)
-    assert [oct(mode(path)) for path in files] == ["0o664"] * 5
+    assert [oct(mode(path)) for path in files] == ["0o664"] * 6
     os.umask(0o077)
     give_usual_mode(files[0])
     assert mode(files[0]) == 0o600

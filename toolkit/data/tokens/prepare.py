@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_folder
-from toolkit.data.rows.example import Example, list_cells
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens.fingerprint import hash_contents
@@ -169,7 +168,11 @@ def _write_tokens(
     stop_token_ids: set[int] = set()
     tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
-        tokenized = tokenize_rows(dataset, tokenize, name, folder, num_workers=config.num_tokenizer_workers)
+        # `map` over no rows would not add the new columns; there are training rows, so theirs are taken.
+        if len(dataset):
+            tokenized = tokenize_rows(dataset, tokenize, name, folder, num_workers=config.num_tokenizer_workers)
+        else:
+            tokenized = tokenized.select([])
         kept, sentences, stops = kind.report(tokenized, config, name, rows.origins)
         remarks += sentences
         stop_token_ids |= stops
@@ -203,17 +206,11 @@ def tokenize_rows(
     import datasets
 
     datasets.disable_progress_bars()  # ours is on rank 0 only, and becomes lines where there is no terminal
-    if is_empty := len(dataset) == 0:
-        # `map` over no rows would not add the new columns: tokenize a placeholder row and drop it at the end.
-        cells = [0, 0, *list_cells(Example(prompt="", completion=""))]
-        dataset = datasets.Dataset.from_dict(
-            {name: [cell] for name, cell in zip(dataset.features, cells, strict=True)}, features=dataset.features
-        )
     num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
     has_workers = num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES
     num_processes, phase = num_workers if has_workers else 1, Phase(f"tokenizing {name} rows", len(dataset), "rows")
     try:
-        tokenized = dataset.map(
+        return dataset.map(
             partial(_tokenize_shown, tokenize=tokenize, phase=phase, num_processes=num_processes),
             batched=True,
             with_rank=True,
@@ -234,7 +231,6 @@ def tokenize_rows(
             f"one of the {num_workers} processes that tokenize the {name} rows was killed, as the system does where memory runs "
             "out: set data.num_tokenizer_workers to fewer, and run the same command again"
         ) from None
-    return tokenized.select([]) if is_empty else tokenized
 
 
 def _tokenize_shown(
