@@ -17,13 +17,14 @@ from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import Subject, build_subject
 from toolkit.tools.plan.trace import fake_ranks
 
-GPU_MEMORY_GIB = 80
-NUM_GPUS = (1, 8, 16, 64)
+GPUS = ((1, 24), (8, 24), (1, 80), (8, 80), (16, 80), (64, 80))
+"""Number of GPUs, and GiB of each."""
 GPUS_A_MACHINE = 8
 LLM_ROWS = ["--data.max_length_tokens=4096"]
 T5_ROWS = ["--data.max_source_length_tokens=512", "--data.max_target_length_tokens=128"]
 LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapter.rank=16"]
-WAYS: dict[str, list[str]] = {"full": [], "LoRA": LORA}
+WAYS: dict[str, list[str]] = {"full": [], "LoRA": LORA, "QLoRA": [*LORA, "--adapter.base_dtype=nf4"]}
+QLORA_MODELS = ("8B (Llama 3.1)", "70B (Llama 3.1)")
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, *, is_tied: bool = False) -> dict[str, Any]:
@@ -53,11 +54,18 @@ def save_choice(folder: Path) -> None:
         UserError: a preset is not valid.
     """
     cells = [
-        {"model": model, "way": way, "num_gpus": num_gpus, **choose_preset(subject, num_gpus, folder)}
+        {
+            "model": model,
+            "way": way,
+            "num_gpus": num_gpus,
+            "gpu_gib": gpu_gib,
+            **choose_preset(subject, num_gpus, gpu_gib, folder),
+        }
         for model in MODELS
         for way in WAYS
+        if way != "QLoRA" or model in QLORA_MODELS
         for subject in [build_shape(model, way, folder)]
-        for num_gpus in NUM_GPUS
+        for num_gpus, gpu_gib in GPUS
     ]
     text = json.dumps({"inputs": hash_inputs(folder), "cells": cells}, indent=1)
     (folder / CHOICE_FILE).write_text(text + "\n", encoding="utf-8")
@@ -72,11 +80,11 @@ def build_shape(model: str, way: str, folder: Path) -> Subject:
         return build_subject(name, strategy, [*rows, *WAYS[way]], None)
 
 
-def choose_preset(subject: Subject, num_gpus: int, folder: Path) -> dict[str, Any]:
+def choose_preset(subject: Subject, num_gpus: int, gpu_gib: int, folder: Path) -> dict[str, Any]:
     """The first of `candidates` that fits: its name, a rank's peak in bytes with one row, and the most rows; else None each."""
-    usable = int(GPU_MEMORY_GIB * 2**30 * USABLE_SHARE)
+    usable = int(gpu_gib * 2**30 * USABLE_SHARE)
     with fake_ranks(num_gpus):
-        for name, strategy in candidates(num_gpus, folder):
+        for name, strategy in candidates(num_gpus, gpu_gib, folder):
             if _state_bytes(subject, strategy) > usable:
                 continue
             if (peak := estimate_peak(subject, strategy, rows=1)) <= usable:
@@ -84,11 +92,11 @@ def choose_preset(subject: Subject, num_gpus: int, folder: Path) -> dict[str, An
     return {"preset": None, "peak_bytes": None, "rows": None}
 
 
-def candidates(num_gpus: int, folder: Path) -> Iterator[tuple[str, Strategy]]:
+def candidates(num_gpus: int, gpu_gib: int, folder: Path) -> Iterator[tuple[str, Strategy]]:
     """Presets for this number of GPUs, the fastest first."""
 
     def load(preset: str) -> Strategy:
-        return load_strategy(folder / f"{preset}.yaml", num_gpus, GPU_MEMORY_GIB)
+        return load_strategy(folder / f"{preset}.yaml", num_gpus, gpu_gib)
 
     if num_gpus == 1:
         yield "single", load("single")

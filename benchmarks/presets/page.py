@@ -85,13 +85,13 @@ def preset_table(folder: Path) -> str:
 
 def choice_table(cells: list[dict[str, Any]]) -> str:
     """A Markdown table with a row per model and way of training, and a column per number of GPUs."""
-    columns = sorted({cell["num_gpus"] for cell in cells})
+    columns = list(dict.fromkeys((cell["num_gpus"], cell["gpu_gib"]) for cell in cells))
     names = list(dict.fromkeys((cell["model"], cell["way"]) for cell in cells))
-    by_place = {(cell["model"], cell["way"], cell["num_gpus"]): cell for cell in cells}
+    by_place = {(cell["model"], cell["way"], cell["num_gpus"], cell["gpu_gib"]): cell for cell in cells}
     lines = [
-        ["Model", "Trained", *(f"{num} GPU{'s' if num > 1 else ''}" for num in columns)],
+        ["Model", "Trained", *(f"{num} × {gib} GiB" for num, gib in columns)],
         ["---"] * (2 + len(columns)),
-        *([model, way, *(_cell(by_place[model, way, num]) for num in columns)] for model, way in names),
+        *([model, way, *(_cell(by_place[model, way, *column]) for column in columns)] for model, way in names),
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -16,6 +16,7 @@ from toolkit.tools.plan.trace import fake_ranks
 
 PRESETS = Path(__file__).parents[2] / "accelerate_configs"
 CELLS = json.loads((PRESETS / CHOICE_FILE).read_text())["cells"]
+PLACES = {(cell["model"], cell["way"], cell["num_gpus"], cell["gpu_gib"]): cell for cell in CELLS}
 
 
 @pytest.fixture
@@ -24,27 +25,28 @@ def presets(tmp_path: Path) -> Path:
 
 
 def test_the_page_has_a_cell_for_every_model_way_and_number_of_gpus() -> None:
-    places = {(cell["model"], cell["way"], cell["num_gpus"]) for cell in CELLS}
-    assert places == {(model, way, num) for model in choice.MODELS for way in choice.WAYS for num in choice.NUM_GPUS}
-    names = {name for num in choice.NUM_GPUS for name, _ in choice.candidates(num, PRESETS)}
+    names = {(model, way) for model in choice.MODELS for way in choice.WAYS if way != "QLoRA" or model in choice.QLORA_MODELS}
+    assert PLACES.keys() == {(*name, *gpus) for name in names for gpus in choice.GPUS}
+    names = {name for gpus in choice.GPUS for name, _ in choice.candidates(*gpus, PRESETS)}
     assert {cell["preset"] for cell in CELLS} <= names | {None}
     assert all((PRESETS / f"{name.partition(',')[0]}.yaml").is_file() for name in names)
 
 
-def test_the_planner_still_finds_what_the_page_says() -> None:
-    (cell,) = [cell for cell in CELLS if (cell["model"], cell["way"], cell["num_gpus"]) == ("8B (Llama 3.1)", "full", 8)]
-    strategy = dict(choice.candidates(8, PRESETS))[cell["preset"]]
+@pytest.mark.parametrize(("way", "num_gpus", "gpu_gib"), [("full", 8, 80), ("QLoRA", 1, 24)])
+def test_the_planner_still_finds_what_the_page_says(way: str, num_gpus: int, gpu_gib: int) -> None:
+    cell = PLACES["8B (Llama 3.1)", way, num_gpus, gpu_gib]
+    strategy = dict(choice.candidates(num_gpus, gpu_gib, PRESETS))[cell["preset"]]
     subject = choice.build_shape(cell["model"], cell["way"], PRESETS)
-    with fake_ranks(8):
+    with fake_ranks(num_gpus):
         assert estimate_peak(subject, strategy, rows=1) == pytest.approx(cell["peak_bytes"], rel=1e-3)  # other versions of torch
 
 
 def test_more_gpus_and_less_to_train_never_fit_worse() -> None:
-    fits = {(cell["model"], cell["way"], cell["num_gpus"]): cell["preset"] is not None for cell in CELLS}
-    for (model, way, num), does in fits.items():
+    fits = {place: cell["preset"] is not None for place, cell in PLACES.items()}
+    for (model, way, num, gib), does in fits.items():
         if does:
-            assert all(fits[model, way, more] for more in choice.NUM_GPUS if more > num)
-            assert fits[model, "LoRA", num]
+            assert all(fits[model, way, *more] for more in choice.GPUS if more[0] >= num and more[1] >= gib)
+            assert all(fits.get((model, less, num, gib), True) for less in ("LoRA", "QLoRA")[way == "QLoRA" :])
 
 
 def test_a_page_that_is_out_of_date_is_reported_with_the_command(presets: Path) -> None:
@@ -87,5 +89,5 @@ def test_the_table_is_written_between_its_marks_in_a_folder_without_planned_resu
 
 
 def test_what_does_not_fit_is_said_so() -> None:
-    cells = [{"model": "m", "way": "full", "num_gpus": 1, "preset": None, "peak_bytes": None, "rows": None}]
+    cells = [{"model": "m", "way": "full", "num_gpus": 1, "gpu_gib": 80, "preset": None, "peak_bytes": None, "rows": None}]
     assert choice_table(cells).splitlines()[-1] == "| m | full | does not fit |"
