@@ -7,8 +7,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 TRACKERS := tensorboard wandb trackio mlflow
+READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check clean
+.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -50,6 +51,10 @@ test-container: $(VENV)/.installed-test
 # A tracker's real package, offline: its own store is read back. `make test` has TensorBoard's already.
 test-tensorboard test-wandb test-trackio test-mlflow: test-%: $(VENV)/.installed-%
 	$(BIN)/python -m pytest tests/trackers/test_$*.py
+
+# A tool that reads an export, offline: its log-likelihoods or its texts are ours. Not in CI.
+test-lm-eval test-ctranslate2: test-%: $(VENV)/.installed-%
+	$(BIN)/python -m pytest tests/other_tools/test_$(subst -,_,$*).py
 
 # 100 kills at random moments of one run, which must come out as if there had been none. Not in CI.
 soak: $(VENV)/.installed-test
@@ -101,7 +106,7 @@ $(VENV)/.installed-browser: $(VENV)/.installed-test
 	$(INSTALL) -e '.[browser]'
 	touch $@
 
-$(TRACKERS:%=$(VENV)/.installed-%): $(VENV)/.installed-%: $(VENV)/.installed-test
+$(patsubst %,$(VENV)/.installed-%,$(TRACKERS) $(READERS)): $(VENV)/.installed-%: $(VENV)/.installed-test
 	$(INSTALL) -e '.[$*]'
 	touch $@
 
