@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from tests.recipes.test_best_weights import WORSENING
+from tests.support.hub_server import hub_server
 from tests.support.launch import REPOSITORY, run_on_ranks, start
 from tests.support.workbench import FP32, Workbench, new_bench, step_name
 
@@ -91,6 +93,20 @@ def held(run: Path) -> Iterator[None]:
     with (run / ".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def test_an_export_goes_to_the_hub_too(run: Path, tmp_path: Path) -> None:
+    """By the command as a user types it: the client reads its endpoint and its token when it is imported."""
+    given = {"HF_TOKEN": "hf_good", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "ACCELERATE_USE_CPU": "true"}
+    words = ["export", run, "--to", tmp_path / "out", "--push-to-hub", "mine/run", "--private"]
+    with hub_server() as hub:
+        environment = os.environ | given | {"HF_ENDPOINT": hub.url}
+        command = [sys.executable, "-m", "toolkit", *map(str, words)]
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith(f"uploaded to {hub.url}/mine/run\n")
+    assert hub.repositories["mine/run"] == contents(tmp_path / "out") and hub.private == {"mine/run"}
+    assert hub.repositories["mine/run"]["model.safetensors"] == (run / "export" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.usefixtures("held")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.export.card import Origin
+from toolkit.export.card import Origin, is_hub_id
 from toolkit.export.cast import DTYPES
 from toolkit.export.next_commands import list_commands
 from toolkit.export.places import Places, check_place
@@ -64,6 +65,9 @@ class Options:
     merge: bool
     dtype: str | None
     to: Path | None
+    push_to_hub: str | None
+    """Repository of the Hugging Face hub to upload to."""
+    private: bool
     flags: list[str]
     """Of the run's config, those of `MAY_CHANGE`."""
 
@@ -76,14 +80,15 @@ def export(run_flags: list[str], **given: Any) -> None:
 
     Raises:
         UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on
-            every rank.
+            every rank; or the hub did not take the export, on rank 0.
     """
     options = Options(flags=run_flags, **given)
     config = load_run_config(options.run_folder, options.flags)
     if options.merge and not is_enabled(config.adapter):
         raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")
+    _check_push(options, config)
     try:
-        _export(options, config)
+        folder = _export(options, config)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"the model does not fit this device ({str(error).splitlines()[0]}): set ACCELERATE_USE_CPU=true to export on the "
@@ -92,9 +97,48 @@ def export(run_flags: list[str], **given: Any) -> None:
     finally:
         if world_size() == 1:
             release()
+    if options.push_to_hub and folder is not None:  # no rank waits for the upload
+        push(folder, options.push_to_hub, private=options.private)
 
 
-def _export(options: Options, config: RecipeConfig) -> None:
+def _check_push(options: Options, config: RecipeConfig) -> None:
+    """Refuse before the export what would fail after it."""
+    from huggingface_hub import get_token
+
+    name, base = options.push_to_hub, config.model.name_or_path
+    if name is None and options.private:
+        raise UserError("--private is given without --push-to-hub NAMESPACE/NAME: give both, or neither")
+    if name is not None and not ("/" in name and is_hub_id(name)):
+        raise UserError(f"--push-to-hub is {name}: give NAMESPACE/NAME, as in my_name/my_model")
+    if name is not None and is_enabled(config.adapter) and not options.merge and not is_hub_id(base):
+        raise UserError(f"--push-to-hub is given, but the adapter's base {base} is a folder here: add --merge")
+    if name is not None and get_token() is None:
+        raise UserError(f"--push-to-hub is {name}, but there is no token: type hf auth login, or set HF_TOKEN")
+
+
+def push(folder: Path, name: str, *, private: bool) -> None:
+    """Upload an export to a repository of the hub, which is made if it is not there.
+
+    Raises:
+        UserError: the hub did not take it, or the repository is public and `private` is asked for. The folder is as it was.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        url = HfApi().create_repo(name, private=private or None, exist_ok=True)
+        if not (is_public := private and not HfApi().model_info(name).private):
+            HfApi().upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # of the client, its transport, or the network
+        reason, command = " ".join(str(error).split()), f"hf upload {name} {shlex.quote(str(folder))}{' --private' * private}"
+        fix = f"the folder is whole: check the name, the token's rights and the network, and type {command}"
+        raise UserError(f"{folder} was not uploaded to {name} ({reason}): {fix}") from None
+    if is_public:
+        raise UserError(f"{folder} was not uploaded to {name}, which is public: make it private, or take another name")
+    logger.info(f"uploaded to {url}")
+
+
+def _export(options: Options, config: RecipeConfig) -> Path | None:
+    """Returns the exported folder, on rank 0."""
     from datasets import Dataset
 
     # Processes, the checkpoint, and whether its folder may be written.
@@ -141,7 +185,9 @@ def _export(options: Options, config: RecipeConfig) -> None:
     logger.info(f"exported to {places.model or places.adapter}")
     for line in list_commands(config, sharded.skeleton, tokenizer, origin, places):
         logger.info(line)
+    folder = (places.model or places.adapter) if rank() == 0 else None
     release()
+    return folder
 
 
 def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] | None]:

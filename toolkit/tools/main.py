@@ -112,6 +112,8 @@ def _add_export(jobs: Any) -> None:
     add("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="of the files (default: as it was trained)")
     add("--to", type=Path, metavar="FOLDER", help="a new folder (default: export-STEP in the run's)")
+    add("--push-to-hub", metavar="NAMESPACE/NAME", help="upload it to this repository of the Hugging Face hub")
+    add("--private", action="store_true", help="with --push-to-hub: a private repository")
 
 
 def _add_generate(jobs: Any) -> None:
