@@ -178,7 +178,7 @@ class _Export:
         save_usage(self.config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
         use = write_python(self.config, self.tokenizer, ".", origin.computed_in, origin.data, is_adapter=kind == "adapter")
         save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype), use)
-        save_trainer_state(unfinished, origin.lines, origin.step)
+        save_trainer_state(unfinished, origin.lines, origin.step, origin.data.num_training_rows if origin.data else None)
         if self.places.check_file is not None:
             with written_beside(self.places.check_file) as beside:
                 save_file(self.check, beside)

@@ -3,37 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 from transformers import TrainerState
+from transformers.modelcard import parse_log_history
 
 from toolkit.export.trainer_state import save_trainer_state
 
+
+def train(step: int, loss: float | None, **figures: Any) -> dict[str, Any]:
+    line = {"kind": "train", "step": step, "epoch": 0, "loss": loss, "learning_rate": 0.1 / step, "grad_norm": 4.0, "num_rows": 5}
+    return line | {"num_tokens": 100, "step_time_s": 0.5} | figures
+
+
 LINES = [
-    {"kind": "eval", "step": 0, "loss": 3.0, "rouge_tokenizer": "words", "rows_per_s": 9.0},
-    {"kind": "train", "step": 1, "epoch": 0.5, "loss": 2.5, "learning_rate": 0.1, "grad_norm": 4.0, "num_tokens": 100},
+    {"kind": "eval", "step": 0, "loss": 3.0, "rouge_tokenizer": "words", "rows_per_s": 9.0, "num_rows": 3},
+    train(1, 2.5),
     {"kind": "checkpoint", "step": 1, "num_bytes": 7},
-    {
-        "kind": "train",
-        "step": 2,
-        "epoch": 1.0,
-        "loss": None,
-        "loss_is": "nan",
-        "learning_rate": 0.05,
-        "grad_norm": 2.0,
-        "num_tokens": 60,
-    },
-    {"kind": "eval", "step": 2, "loss": 2.0, "rougeL": 50.0},
-    {"kind": "train", "step": 3, "epoch": 1.5, "loss": 1.0, "learning_rate": 0.0, "grad_norm": 1.0, "num_tokens": 1},
+    train(2, None, loss_is="nan", num_rows=3, num_input_tokens_seen=160),
+    {"kind": "eval", "step": 2, "loss": 2.0, "rougeL": 50.0, "rows_per_s": 6.0, "num_rows": 3},
+    train(3, 1.0),
 ]
 
 
-def test_transformers_reads_the_figures_up_to_the_exported_step(tmp_path: Path) -> None:
-    save_trainer_state(tmp_path, LINES, step=2)
-    state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
-    assert (state.global_step, state.epoch, state.num_input_tokens_seen) == (2, 1.0, 160)
-    assert state.log_history == [
-        {"eval_loss": 3.0, "epoch": 0.0, "step": 0, "num_input_tokens_seen": 0},
-        {"loss": 2.5, "grad_norm": 4.0, "learning_rate": 0.1, "epoch": 0.5, "step": 1, "num_input_tokens_seen": 100},
-        {"loss": None, "grad_norm": 2.0, "learning_rate": 0.05, "epoch": 1.0, "step": 2, "num_input_tokens_seen": 160},
-        {"eval_loss": 2.0, "eval_rougeL": 50.0, "epoch": 1.0, "step": 2, "num_input_tokens_seen": 160},
+@pytest.fixture
+def state(tmp_path: Path) -> TrainerState:
+    save_trainer_state(tmp_path, LINES, step=2, num_training_rows=10)
+    return TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+
+
+def test_transformers_reads_the_figures_up_to_the_exported_step(state: TrainerState) -> None:
+    assert (state.global_step, state.epoch, state.num_input_tokens_seen) == (2, 0.8, 160)
+    first, second = {"epoch": 0.5, "num_input_tokens_seen": 100}, {"epoch": 0.8, "num_input_tokens_seen": 160}
+    evaluated = {"eval_num_rows": 3, "eval_samples_per_second": 6.0, "eval_runtime": 0.5, "eval_loss": 2.0, "eval_rougeL": 50.0}
+    assert state.log_history[1:4] == [
+        {"loss": 2.5, "grad_norm": 4.0, "learning_rate": 0.1, "step": 1, **first},
+        {"loss": None, "grad_norm": 4.0, "learning_rate": 0.05, "step": 2, **second},
+        {**evaluated, "step": 2, **second},
     ]
+    assert state.log_history[0]["epoch"] == 0 and len(state.log_history) == 5
+
+
+def test_its_model_card_finds_the_training_and_the_evaluations(state: TrainerState) -> None:
+    summary, lines, figures = parse_log_history(state.log_history)
+    assert summary["train_runtime"] == 1.0 and summary["train_loss"] == 2.5 and summary["train_samples_per_second"] == 8
+    assert [(line["Step"], line["Epoch"], line["Validation Loss"]) for line in lines] == [(0, 0, 3.0), (2, 0.8, 2.0)]
+    assert lines[0]["Training Loss"] == "No log" and figures["Rougel"] == 50.0
+
+
+def test_lines_of_an_older_version_and_a_run_that_kept_no_facts_of_its_rows(tmp_path: Path) -> None:
+    save_trainer_state(tmp_path, [train(1, 2.0), train(2, 1.0, epoch=1)], step=2, num_training_rows=None)
+    state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert (state.epoch, state.num_input_tokens_seen) == (1, 200)
