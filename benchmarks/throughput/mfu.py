@@ -2,24 +2,20 @@
 
 Without a GPU: small models on 2 processes, to try the command; the share of a peak is not computed then. Writes
 `mfu_<hardware>_<date>.md` into `benchmarks/results/`, and the base of an adapter, 15 GiB, into a folder below `TMPDIR`. No run
-saves or exports. Every row is full, which is checked: FLOPs are those of full rows.
+saves or exports. Every row is full, which is checked: published figures are of full rows.
 
     python -m benchmarks.throughput.mfu
 
-MFU (model FLOPs utilization, Chowdhery et al. 2022, appendix B) is the FLOPs that the model's products need, over those that
-the GPUs could do in that time. A token needs 2 FLOPs for each weight that multiplies it in the forward pass, and 2 x 2 in the
-backward pass, for the gradients of inputs and of weights; a frozen weight needs no gradient. Attention adds 4 x width x keys for
-each token and layer, half of that if it is causal, and twice as much in the backward pass. Recomputation does not count.
+The run counts FLOPs and MFU itself (`toolkit/tracking/flops.py`, which has the formula and the GPUs' peaks).
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +23,11 @@ from typing import Any
 from benchmarks.measuring import as_arguments, build_parser, format_table, read_training, run_script, write_report
 from benchmarks.plan.plan_error import LLAMA_8B, llama, t5
 from toolkit.files.json_lines import load_json_lines
+from toolkit.tracking.flops import find_peak_tflops
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft"]
 NUM_WARMUP_STEPS, NUM_STEPS = 5, 10
 """A line of the log has the mean time of the steps since the last one, so both are multiples of the steps between two."""
-PEAK_TFLOPS = {
-    "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "A100": 312,
-    "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165,
-}  # fmt: skip
-"""Dense bf16 products of a GPU by its name, from NVIDIA's data sheets; the first of these words in its name counts."""
 MFU_COLUMN = 4
 Shape = dict[str, Any]
 
@@ -96,7 +88,7 @@ def describe(parts: list[str]) -> tuple[list[list[str]], str]:
     import torch
 
     num_gpus = torch.cuda.device_count()
-    peak = find_peak(torch.cuda.get_device_name(0)) if num_gpus else None
+    peak = find_peak_tflops(torch.cuda.get_device_name(0)) if num_gpus else None
     rows = []
     for case in [*GPU_CASES, *([ON_8_GPUS] if num_gpus >= 8 else [])] if num_gpus else CPU_CASES:
         if case.recipe in parts:
@@ -109,7 +101,7 @@ def describe(parts: list[str]) -> tuple[list[list[str]], str]:
         rows,
         f"""## Beside published figures
 
-Random weights, {NUM_STEPS} steps after {NUM_WARMUP_STEPS}. The formula stands in `benchmarks/throughput/mfu.py`. Peak: {known}.
+Random weights, {NUM_STEPS} steps after {NUM_WARMUP_STEPS}. The formula stands in `toolkit/tracking/flops.py`. Peak: {known}.
 Published figures are of other code and other settings.
 
 {format_table(columns, rows)}""",
@@ -120,9 +112,8 @@ def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, 
     """Train the case; a row of the table.
 
     Raises:
-        RuntimeError: rows were not full, so that their FLOPs are not known.
+        RuntimeError: rows were not full.
     """
-
     write_inputs(case, num_ranks, on_gpus, folder)
     preset = ("fsdp2_full_shard" if num_ranks > 1 else "single") if on_gpus else "fsdp2_cpu"
     num_ranks = num_ranks if on_gpus else 2
@@ -151,40 +142,17 @@ def measure(case: Case, num_ranks: int, on_gpus: bool, peak_tflops: int | None, 
     }
     recipe = [f"recipes/{case.recipe}.py", *as_arguments(flags)]
     run_script("benchmarks/throughput/mfu_side.py", recipe, preset=preset, num_processes=num_ranks)
-    figures = read_training(load_json_lines(folder / "run" / "metrics.jsonl", skip_torn_end=True), NUM_WARMUP_STEPS)
+    lines = load_json_lines(folder / "run" / "metrics.jsonl", skip_torn_end=True)
+    figures = read_training(lines, NUM_WARMUP_STEPS)
     if (length := figures["tokens_per_s"] / figures["samples_per_s"]) < 0.999 * sum(case.tokens):
         raise RuntimeError(f"{case.name}: rows have {length:.1f} tokens on average, not {sum(case.tokens)}")
-    tflops = flops_per_row(case) * figures["samples_per_s"] / num_ranks / 1e12
-    mfu = f"{tflops / peak_tflops:.1%}" if peak_tflops else "-"
-    cells = [f"{figures['tokens_per_s'] / num_ranks:,.0f}", f"{tflops:.3g}", mfu, f"{figures['training_memory_gib']:.1f}"]
+    tflops, mfu = "-", "-"
+    if peak_tflops:
+        timed = [line for line in lines if line["kind"] == "train" and line["step"] > NUM_WARMUP_STEPS]
+        share = statistics.fmean(line["mfu_percent"] for line in timed)
+        tflops, mfu = f"{share / 100 * peak_tflops:.3g}", f"{share:.1f}%"
+    cells = [f"{figures['tokens_per_s'] / num_ranks:,.0f}", tflops, mfu, f"{figures['training_memory_gib']:.1f}"]
     return [case.name, f"{preset}, {num_ranks} ranks", *cells, case.published]
-
-
-def flops_per_row(case: Case) -> float:
-    """FLOPs of the products of one full row, forward and backward, by the formula at the top of this file."""
-    model = build_model(case, "meta")
-    config: Any = model.config
-    weights = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if weight.dim() == 2}
-
-    def count(holds: Callable[[str], bool]) -> int:
-        embeddings = ("embed_tokens", "shared", "relative_attention_bias")
-        return sum(weight.numel() for name, weight in weights.items() if holds(name) and not any(e in name for e in embeddings))
-
-    if case.recipe == "llm":
-        [length] = case.tokens
-        width, layers = config.num_attention_heads * config.head_dim, config.num_hidden_layers
-        products, attention = 2 * length * count(lambda name: True), layers * 4 * width * length * length / 2
-    else:
-        sources, targets = case.tokens
-        width = config.num_heads * config.d_kv
-        # The decoder's keys and values of the source are products of source tokens.
-        is_cross = lambda name: "EncDecAttention.k" in name or "EncDecAttention.v" in name  # noqa: E731
-        of_sources = count(lambda name: name.startswith("encoder.") or is_cross(name))
-        of_targets = count(lambda name: not name.startswith("encoder.") and not is_cross(name))
-        products = 2 * (sources * of_sources + targets * of_targets)
-        keys = config.num_layers * sources * sources + config.num_decoder_layers * targets * (targets / 2 + sources)
-        attention = 4 * width * keys
-    return (2 if case.has_adapter else 3) * products + 3 * attention
 
 
 def build_model(case: Case, device: str, **options: Any) -> Any:
@@ -197,11 +165,6 @@ def build_model(case: Case, device: str, **options: Any) -> Any:
     auto_class: Any = AutoModelForCausalLM if case.recipe == "llm" else AutoModelForSeq2SeqLM
     with torch.device(device):
         return auto_class.from_config(config, **options)
-
-
-def find_peak(gpu: str) -> int | None:
-    """TFLOP/s of a GPU in dense bf16 products, by torch's name for it; None if it is not in the table."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
 
 
 def write_inputs(case: Case, num_ranks: int, on_gpus: bool, folder: Path) -> None:

@@ -26,7 +26,7 @@ EXACT: dict[str, Any] = {
     "eval__every_steps": 8,
     "log_row_ids": True,
 }
-CURVES = ("step", "epoch", "loss", "learning_rate", "grad_norm", "num_rows")
+CURVES = ("step", "epoch", "loss", "learning_rate", "grad_norm", "num_rows", "num_input_tokens_seen")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,8 @@ def uninterrupted(bench: Workbench) -> Workbench:
 def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench) -> None:
     whole = kill_and_go_on(uninterrupted, **EXACT)
     assert [line["epoch"] for line in whole] == [0] * STEPS_PER_EPOCH + [1] * (NUM_STEPS - STEPS_PER_EPOCH)
+    lines = uninterrupted.lines("whole", "train")
+    assert lines[-1]["num_input_tokens_seen"] == sum(line["num_tokens"] for line in lines)
     assert whole[STEPS_PER_EPOCH - 1]["num_rows"] < whole[0]["num_rows"], "the smaller last batch is not in it"
     assert max(micro_batch for _, _, micro_batch in rows_by_place(uninterrupted.runs / "whole")) == 1
 

@@ -17,8 +17,8 @@ from benchmarks.gpu_first_run import DOC, FREE_GIB, Check, find_refusal, format_
 from benchmarks.measuring import REPOSITORY
 from benchmarks.plan import plan_error
 from benchmarks.throughput import mfu, shape_times
-from benchmarks.throughput.mfu import find_peak
 from toolkit.tools.report.terminal import format_table
+from toolkit.tracking.flops import find_peak_tflops
 
 NEW_GPU = (9, 0)
 CHECKS = {check.number: check for check in read_checks(DOC.read_text(encoding="utf-8"))}
@@ -162,4 +162,4 @@ def test_what_the_machine_cannot_run_is_left_out_and_a_failure_shows_its_end() -
     ],
 )  # fmt: skip
 def test_a_peak_is_that_of_the_gpu_and_not_of_one_with_a_longer_name(gpu: str, peak: int | None) -> None:
-    assert find_peak(gpu) == peak
+    assert find_peak_tflops(gpu) == peak

@@ -91,9 +91,11 @@ class Progress:
             form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
             self._bar = tqdm(total=num_steps, initial=start_step, bar_format=form, dynamic_ncols=True, smoothing=0.1)
 
-    def update(self, step: int, *, loss: float, learning_rate: float, tokens_per_s: float) -> None:
-        """Report `step` as done. Loss in nats per label token; `tokens_per_s` without padding, over all ranks."""
-        figures = f"loss {loss:.4f}, lr {learning_rate:.2e}, {tokens_per_s:,.0f} tokens/s"
+    def update(self, step: int, *, loss: float, learning_rate: float, speed: dict[str, float]) -> None:
+        """Report `step` as done. Loss in nats per label token; speed by its names in `metrics.jsonl`, without padding."""
+        num, of_rank = (f"{speed[name]:,.0f}" for name in ("tokens_per_s", "tokens_per_s_per_rank"))
+        figures = f"loss {loss:.4f}, lr {learning_rate:.2e}, {num} tokens/s" + (f" ({of_rank} a rank)" if of_rank != num else "")
+        figures += f", MFU {speed['mfu_percent']:.1f} %" if "mfu_percent" in speed else ""
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(step - self._bar.n)

@@ -7,12 +7,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.data.batch_plan import MicroBatch, Step
-from toolkit.distributed.comm import gather_objects, reduce_on_cpu
+from toolkit.distributed.comm import gather_objects, reduce_on_cpu, world_size
 from toolkit.distributed.device import synchronize
 from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
@@ -55,6 +56,8 @@ class StepLog:
         self.trackers = Trackers()
         self.skips, self.max_skipped_steps = skips, max_skipped_steps
         self.memory = StepMemory(sharded.accelerator.device)
+        self.num_input_tokens_seen = 0
+        self.seconds_at_peak: np.ndarray | None = None
         self.pending: list[StepFigures] = []
         self.last_loss: float | None = None
         self.last_skipped: list[tuple[int, list[int]]] = []
@@ -83,29 +86,35 @@ class StepLog:
         synchronize(device)
         seconds = time.perf_counter() - self.start_s
         tokens_per_s = sum(f.step.num_tokens for f in self.pending) / seconds
+        speed = {"tokens_per_s": tokens_per_s, "tokens_per_s_per_rank": tokens_per_s / world_size()}
+        if self.seconds_at_peak is not None:
+            at_peak = sum(self.seconds_at_peak[list(f.step.rows)].sum() for f in self.pending)
+            speed["mfu_percent"] = float(100 * at_peak / (seconds * world_size()))
         peak_gib = reduce_on_cpu(torch.tensor(self.memory.read(), dtype=torch.float64), dist.ReduceOp.MAX).item()
         # Write a line per step, and count skipped updates.
         too_many: UserError | None = None
         for f, (loss_sum, grad_norm, skipped) in zip(self.pending, read, strict=True):
             loss = loss_sum / f.step.num_label_tokens
+            self.num_input_tokens_seen += f.step.num_tokens
             figures = {
                 "epoch": f.step.epoch,
                 "loss": loss,
                 "learning_rate": f.lr,
                 "grad_norm": grad_norm,
-                "tokens_per_s": tokens_per_s,
+                **speed,
                 "step_time_s": seconds / len(self.pending),
                 "peak_memory_gib": peak_gib,  # on the rank with most
                 "num_rows": len(f.step.rows),
                 "num_tokens": f.step.num_tokens,
                 "num_label_tokens": f.step.num_label_tokens,
+                "num_input_tokens_seen": self.num_input_tokens_seen,
             }
             self.metrics.write("train", f.step.step, **figures)
             log_to_trackers(self.trackers, "train", figures, f.step.step)
             if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
                 too_many = self._too_many()  # now, because a later successful step resets the count
         self.last_loss = loss
-        self.bar.update(f.step.step, loss=loss, learning_rate=f.lr, tokens_per_s=tokens_per_s)
+        self.bar.update(f.step.step, loss=loss, learning_rate=f.lr, speed=speed)
         self.pending.clear()
         self.restart_clock()
         if too_many is not None:

@@ -37,6 +37,7 @@ from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.baselines import measure_baselines
+from toolkit.tracking.flops import seconds_at_peak
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.trackers import Trackers, close_trackers
@@ -167,6 +168,10 @@ def build_log(run: Run) -> StepLog:
     bar = Progress(run.num_steps, run.state.step, run.config.log_every_steps)
     log = StepLog(run.metrics, run.sharded, bar, run.train_rows, run.state.skips, run.config.optim.max_skipped_steps)
     log.trackers = run.trackers
+    log.num_input_tokens_seen = sum(run.plan.step(number).num_tokens for number in range(1, run.state.step + 1))
+    if rank() == 0:
+        read, *_ = run.config.task.lengths(run.plan.num_tokens, run.plan.num_label_tokens)
+        log.seconds_at_peak = seconds_at_peak(run.sharded, run.evaluation.collator, read, run.plan.num_label_tokens)
     return log
 
 

@@ -17,7 +17,8 @@ from toolkit.data.tokens import prepare
 from toolkit.distributed import progress as module
 from toolkit.distributed.progress import Phase, Progress
 
-FIGURES: dict[str, Any] = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 12345.6}
+SPEED = {"tokens_per_s": 12345.6, "tokens_per_s_per_rank": 12345.6}
+FIGURES: dict[str, Any] = {"loss": 2.5, "learning_rate": 1e-3, "speed": SPEED}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,12 @@ def test_a_line_at_the_stated_steps_and_at_the_last_one(
         f"step 4000/4003, {figures}, 27 s left",
         f"step 4003/4003, {figures}",
     ]
+
+
+def test_several_ranks_and_a_known_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=2, start_step=0, every_steps=1)
+    progress.update(2, **FIGURES | {"speed": SPEED | {"tokens_per_s_per_rank": 6172.8, "mfu_percent": 41.25}})
+    assert capsys.readouterr().out.endswith(", 12,346 tokens/s (6,173 a rank), MFU 41.2 %\n")
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
 from toolkit.files.json_lines import load_json_lines
+from toolkit.tracking import step_log
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepFigures, StepLog
 
@@ -84,8 +86,22 @@ def test_every_step_has_a_line_and_only_skipped_ones_another(log: StepLog, tmp_p
     assert [line["loss"] for line in lines] == [0.5, None, None, 0.7]
     assert log.skips == SkipHistory(num_skipped=1, num_in_a_row=0)
     train = [line for line in lines if line["kind"] == "train"]
+    assert not any("mfu_percent" in line for line in train)
     num_tokens = sum(line["num_tokens"] for line in train)
     assert sum(line["step_time_s"] * line["tokens_per_s"] for line in train) == pytest.approx(num_tokens)
+
+
+def test_speed_is_that_of_a_rank_too_and_mfu_adds_up(log: StepLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_log, "world_size", lambda: 4)
+    log.num_input_tokens_seen, log.seconds_at_peak = 1000, np.arange(100) / 1000
+    for step in (1, 2):  # rows 2 and 3, 4 and 5
+        log.add(figures(step, 1.0))
+    log.flush()
+    train = load_json_lines(tmp_path / "metrics.jsonl")
+    assert [line["num_input_tokens_seen"] for line in train] == [1020, 1040]
+    assert all(line["tokens_per_s_per_rank"] * 4 == pytest.approx(line["tokens_per_s"]) for line in train)
+    at_peak_s = sum(line["mfu_percent"] / 100 * line["step_time_s"] * 4 for line in train)
+    assert at_peak_s == pytest.approx((2 + 3 + 4 + 5) / 1000)
 
 
 @pytest.mark.parametrize("flush_every", [1, 2, 5])

@@ -1,0 +1,140 @@
+"""FLOPs of rows: those of the formula, and those that torch counts in the real forward and backward of its rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
+from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift
+from toolkit.loss import summed_loss
+from toolkit.models.experts import experts_by_token
+from toolkit.models.freeze import freeze
+from toolkit.models.quantized import quantize_layers
+from toolkit.parallel import chunked_loss
+from toolkit.parallel.wrap import copy_on_meta
+from toolkit.tracking.flops import count_per_term, find_peak_tflops, seconds_at_peak
+
+LENGTHS = np.array([30, 7, 12]), np.array([9, 3, 11])
+"""Tokens and labels, or source and target tokens; none is among those that are counted."""
+D, V, LAYERS, FORWARD = 32, 256, 2, 64
+
+
+def build(family: str, **changes: Any) -> Any:
+    name, settings = {**FAMILIES, **CAUSAL_FAMILIES, **MIXTURES}[family]
+    config = getattr(transformers, name)(vocab_size=V, **settings | changes)
+    auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    return auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager")
+
+
+def collator_of(model: Any) -> Any:
+    if not model.config.is_encoder_decoder:
+        return CausalCollator(0)
+    return SummarizationCollator(model.config.pad_token_id, model.config.decoder_start_token_id, own_label_shift(model))
+
+
+@pytest.fixture
+def a100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+
+
+def sharded(device: str, skeleton: Any) -> Any:
+    return SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)), skeleton=skeleton)
+
+
+def per_term_of(model: Any) -> list[float]:
+    return count_per_term(copy_on_meta(model), collator_of(model)).tolist()
+
+
+def test_llama_by_hand() -> None:
+    attention = 2 * D * D + 2 * D * (D // 2)  # keys and values of 2 heads in place of 4
+    weights = LAYERS * (attention + 3 * D * FORWARD)
+    expected = [0, 6 * weights, 6 * D * V, LAYERS * 3 * 4 * D / 2]
+    assert per_term_of(build("llama")) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+def test_t5_by_hand() -> None:
+    attention, feed_forward, of_pairs = 4 * D * D, 2 * D * FORWARD, LAYERS * 3 * 4 * D
+    source = LAYERS * (attention + feed_forward + 2 * D * D)  # and the decoder's keys and values of it
+    target = LAYERS * (attention + 2 * D * D + feed_forward) + D * V
+    expected = [0, 6 * source, 6 * target, of_pairs, of_pairs, of_pairs / 2]
+    assert per_term_of(build("t5")) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+def test_a_frozen_encoder_has_no_backward() -> None:
+    model = build("t5", tie_word_embeddings=False)
+    freeze(model, ["shared.*", "encoder.*"])
+    attention, feed_forward = 4 * D * D, 2 * D * FORWARD
+    # The weights of the decoder's keys and values train, and nothing before them does.
+    source = LAYERS * (2 * (attention + feed_forward) + 4 * 2 * D * D)
+    per_term = per_term_of(model)
+    assert per_term[1] == pytest.approx(source) and per_term[3] == pytest.approx(LAYERS * 4 * D)
+
+
+def test_a_frozen_base_costs_two_thirds_and_its_adapter_all() -> None:
+    import peft
+
+    model = build("llama")
+    whole = per_term_of(model)
+    rank, few = 4, D // 2  # outputs of keys and values
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear")).base_model.model
+    shapes = [(D, D), (D, few), (D, few), (D, D), (D, FORWARD), (D, FORWARD), (FORWARD, D)]
+    frozen = LAYERS * sum(inputs * outputs for inputs, outputs in shapes)
+    adapter = LAYERS * rank * sum(inputs + outputs for inputs, outputs in shapes)
+    # Before the first layer's queries, keys and values nothing trains, so their inputs need no gradient.
+    first_inputs = D * (D + 2 * few) + 3 * rank * D
+    per_term = per_term_of(adapted)
+    assert per_term[1] == pytest.approx(4 * frozen + 6 * adapter - 2 * first_inputs)
+    assert per_term[2] == pytest.approx(whole[2] * 2 / 3) and per_term[3] == pytest.approx(whole[3])
+
+
+def test_a_base_in_codes_costs_what_a_plain_frozen_one_does() -> None:
+    import peft
+
+    def adapt() -> Any:
+        model = copy_on_meta(build("llama", hidden_size=64, intermediate_size=128))
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")).base_model.model
+
+    quantized = adapt()
+    quantize_layers(quantized, "nf4")
+    assert per_term_of(quantized) == pytest.approx(per_term_of(adapt()))
+
+
+@pytest.mark.usefixtures("a100")
+@pytest.mark.parametrize("family", ["t5", "bart", "gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(family: str) -> None:
+    model = build(family).train()
+    collator = collator_of(model)
+    of_rows = seconds_at_peak(sharded("cuda", copy_on_meta(model)), collator, *LENGTHS)
+    assert of_rows is not None
+    ours, per_term = of_rows.sum() * 312e12, per_term_of(model)
+    chunked_loss.install(model)
+    counted = 0
+    for first, second in zip(*LENGTHS, strict=True):
+        unlabelled = 0 if family in FAMILIES else first - second
+        row = {"input_ids": [5] * first, "labels": [-100] * unlabelled + [5] * second}
+        with FlopCounterMode(display=False) as counter, experts_by_token(model):
+            summed_loss(model, collator.collate([[row]]))[0].backward()
+        counted += counter.get_total_flops()
+    halves = per_term[-1] * (LENGTHS[int(family in FAMILIES)] ** 2).sum()
+    assert ours + halves == pytest.approx(counted, rel=1e-3)
+    assert ours < 0.999 * counted
+
+
+def test_a_gpu_that_the_table_does_not_name_has_no_peak() -> None:
+    assert find_peak_tflops("NVIDIA H100 80GB HBM3") == 989 and find_peak_tflops("NVIDIA GeForce RTX 3090") == 71
+    assert find_peak_tflops("Tesla T4") is None
+    assert seconds_at_peak(sharded("cpu", copy_on_meta(build("llama"))), CausalCollator(0), *LENGTHS) is None
+
+
+@pytest.mark.usefixtures("a100")
+def test_a_model_that_cannot_be_counted_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert seconds_at_peak(sharded("cuda", torch.nn.Linear(2, 2)), CausalCollator(0), *LENGTHS) is None
+    assert capsys.readouterr().out.startswith("the log has no MFU: the FLOPs of Linear could not be counted (")

@@ -1,0 +1,87 @@
+"""Counts the FLOPs that a batch needs. MFU (model FLOPs utilization) is these over what the GPUs could do in that time.
+
+Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B: a token needs 2 FLOPs for each weight that multiplies it, 2 for the
+gradient of the input, if anything before it trains, and 2 for that of the weight, if it trains (6 N; 4 N in a frozen base).
+Attention counts within a document; where it is causal half the pairs, where PaLM counts all. Padding, recomputation, embeddings
+and the experts that a token does not go to do not count; the head counts at the labels. A sliding window counts as full.
+
+torch's `FlopCounterMode` counts the model's own forward and backward on the meta device for a few rows. The FLOPs of a row are a
+polynomial of second degree in its two lengths: tokens and labels, or source and target tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from toolkit.data.collate import Collator, move_to
+from toolkit.loss import IGNORED_LABEL, summed_loss
+from toolkit.models.experts import experts_by_token
+from toolkit.parallel import chunked_loss, masks
+from toolkit.parallel.gather import plain_copy
+from toolkit.parallel.wrap import ShardedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("toolkit")
+
+PEAK_TFLOPS = {
+    "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "A100": 312,
+    "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+"""Dense bf16 products of a GPU by its name, from NVIDIA's data sheets; the first of these words in its name counts. torch's own
+table (`torch/_inductor/analysis/device_info.py`) asks for the whole name, and has an L4's with sparsity."""
+SHAPES = np.array([(2, 1), (3, 1), (4, 1), (3, 2), (4, 2), (4, 3)])
+"""Lengths of the rows that are counted, in units. Labels alone multiply nothing but the head: there four rows are enough."""
+
+
+def find_peak_tflops(gpu: str) -> int | None:
+    """TFLOP/s of a GPU in dense bf16 products, by torch's name for it; None if it is not in the table."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
+
+
+def seconds_at_peak(sharded: ShardedModel, collator: Collator, *lengths: np.ndarray) -> np.ndarray | None:
+    """The seconds that a GPU of this run needs at its peak for each row of these lengths; None if that cannot be known."""
+    device, skeleton = sharded.accelerator.device, sharded.skeleton
+    peak = find_peak_tflops(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    if peak is None:
+        return None
+    try:
+        per_term = count_per_term(skeleton, collator)
+    except Exception as error:  # any model's code runs here, and what watches a run never ends it
+        logger.info(f"the log has no MFU: the FLOPs of {type(skeleton).__name__} could not be counted ({error})")
+        return None
+    return per_term @ _terms(*lengths)[: len(per_term)] / (peak * 1e12)
+
+
+def count_per_term(skeleton: PreTrainedModel, collator: Collator) -> np.ndarray:
+    """The polynomial of a row's FLOPs, without what each micro-batch needs once (DoRA's norms)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    copied: Any = plain_copy(skeleton)  # of which buffers are on the CPU
+    model = copied.to("meta", torch.float32)
+    model.set_attn_implementation("eager")  # every model has it, and its products can be counted
+    chunked_loss.install(model, max_logits=2**62)  # one chunk: what others recompute does not count
+    masks.install(model)
+    unit = max(1, min(512, getattr(model.config, "max_position_embeddings", None) or 512) // 4)
+    is_pair, token, counts = model.config.is_encoder_decoder, int(collator.pad_token_id == 0), []
+    shapes = SHAPES if is_pair else SHAPES[:4]
+    for first, second in shapes * unit:
+        labels = [IGNORED_LABEL] * (0 if is_pair else first - second) + [token] * second
+        batch = collator.collate([[{"input_ids": [token] * first, "labels": labels}]])
+        with FlopCounterMode(display=False) as counter, experts_by_token(model):
+            summed_loss(model, move_to(torch.device("meta"), batch))[0].backward()
+        counts.append(counter.get_total_flops())
+    per_term = np.linalg.solve(_terms(*shapes.T)[: len(shapes)].T, counts)
+    per_term *= np.array([0, 1, 1, 1, 1, 1])[: len(shapes)] / _terms(np.array(unit), np.array(unit))[: len(shapes)]
+    per_term[-1] /= 2  # the causal half
+    return per_term
+
+
+def _terms(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.stack([first**0, first, second, first**2, first * second, second**2])
