@@ -24,7 +24,7 @@ from toolkit.tools import main as cli
 from toolkit.tools.compare.runs import load_preset
 from toolkit.tools.export import MAY_CHANGE
 
-PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "accelerate_configs/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "accelerate_configs/README.md"]
 PAGES += ["toolkit/config/migrating.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -64,6 +64,13 @@ def test_what_is_named_exists(page: str) -> None:
     missing = [name for name in INLINE.findall(FENCE.sub("", text)) if not name_exists(name)]
     missing += [link for link in LINK.findall(text) if not link_leads_somewhere(link, REPOSITORY / page)]
     assert not missing
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_a_page_opens_with_what_it_is_for_and_has_a_place_in_the_site(page: str) -> None:
+    title, opening = (REPOSITORY / page).read_text().split("\n\n", 2)[:2]
+    assert title.startswith("# ") and re.match(r"(Read|Use|Look)\b.*[.:]$", opening, re.DOTALL)
+    assert f'"{page.removesuffix(".md")}"' in (REPOSITORY / "docs/conf.py").read_text()
 
 
 LAUNCH = "accelerate launch --config_file PRESET.yaml"
