@@ -5,14 +5,18 @@ Links between pages lead where they lead in the repository; a link to a file tha
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
 
 from toolkit import __version__
 
 project = "shardtune"
 html_title = f"shardtune {__version__}"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"  # light and dark; loads nothing from elsewhere
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
@@ -36,6 +40,8 @@ include_patterns = ["*.md", "docs/*", "accelerate_configs/*", "benchmarks/*.md",
 myst_heading_anchors = 4  # named as on GitHub
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_mock_imports = ["torch", "transformers", "accelerate", "datasets", "peft", "evaluate", "safetensors", "tokenizers"]
+"""Only their names are needed, and the site can be built where they are not installed."""
 
 
 def add_chapters(app: Sphinx, page: str, source: list[str]) -> None:
@@ -45,7 +51,15 @@ def add_chapters(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
 
 
+def read_docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """What stands in `one pair` is code, as in Markdown; `Args:` and `Raises:` are lists. A field's text is a sentence."""
+    lines[:] = re.sub(r"(?<!`)`([^`]+?) ?`(?!`)", r"\\ ``\1``\\ ", "\n".join(lines)).split("\n")
+    if what != "attribute":
+        lines[:] = GoogleDocstring(lines, what=what).lines()
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_chapters)
+    app.connect("autodoc-process-docstring", read_docstring)
     for name in ("csv", "tsv", "text_file"):  # files of rows in docs/data_formats.md
         app.add_lexer(name, TextLexer)
