@@ -196,7 +196,7 @@ def check_command(command: list[str]) -> None:
     elif words[1:3] == ["-m", "toolkit"]:
         check_toolkit(words[3:])
     elif words[1:2] == ["-m"]:
-        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in ("pytest", "venv"), words[2]
+        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in ("pytest", "venv", "pip", "build", "twine"), words[2]
     elif words[0].endswith("python"):
         check_recipe(words[1], words[2:])
 
