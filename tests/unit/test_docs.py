@@ -33,6 +33,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 PLACEHOLDER = re.compile(r"(?<![a-z0-9_])[A-Z][A-Z0-9_]*(?![a-z0-9_])")
 """What a reader replaces: FOLDER, RUN.yaml, /shared/MODEL, N. Shell variables are replaced by the shell."""
 FOLDERS = ("toolkit", "tests", "recipes", "benchmarks", "docs", "accelerate_configs")
+MODULES = ("pytest", "venv", "pip", "build", "twine")
+"""What `python -m` may name beside files of the repository."""
 SHELL = {"git", "cd", "source", "pip", "for", "echo", "done", "export", "head", "wait", "trap", "launcher=$!"}
 """First words of lines in a `sh` block that need no check of ours."""
 RECIPES: dict[str, tuple[Any, Any]] = {
@@ -196,7 +198,7 @@ def check_command(command: list[str]) -> None:
     elif words[1:3] == ["-m", "toolkit"]:
         check_toolkit(words[3:])
     elif words[1:2] == ["-m"]:
-        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in ("pytest", "venv", "pip", "build", "twine"), words[2]
+        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in MODULES, words[2]
     elif words[0].endswith("python"):
         check_recipe(words[1], words[2:])
 
