@@ -9,7 +9,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check clean
+.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -88,6 +88,11 @@ check: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.presets.page accelerate_configs
 	$(BIN)/python -m tests.english
 
+# The pages as a site, build/docs/index.html: a broken link, or a page that stands nowhere in docs/conf.py, ends it.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx --conf-dir docs --fresh-env --fail-on-warning --keep-going --quiet . build/docs
+	ln -sf README.html build/docs/index.html
+
 clean:
 	rm -rf $(VENV) runs
 
@@ -106,7 +111,7 @@ $(VENV)/.installed-browser: $(VENV)/.installed-test
 	$(INSTALL) -e '.[browser]'
 	touch $@
 
-$(patsubst %,$(VENV)/.installed-%,$(TRACKERS) $(READERS)): $(VENV)/.installed-%: $(VENV)/.installed-test
+$(patsubst %,$(VENV)/.installed-%,$(TRACKERS) $(READERS) docs): $(VENV)/.installed-%: $(VENV)/.installed-test
 	$(INSTALL) -e '.[$*]'
 	touch $@
 

@@ -24,7 +24,7 @@ from toolkit.tools import main as cli
 from toolkit.tools.compare.runs import load_preset
 from toolkit.tools.export import MAY_CHANGE
 
-PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "accelerate_configs/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "accelerate_configs/README.md"]
 PAGES += ["toolkit/config/migrating.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -33,6 +33,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 PLACEHOLDER = re.compile(r"(?<![a-z0-9_])[A-Z][A-Z0-9_]*(?![a-z0-9_])")
 """What a reader replaces: FOLDER, RUN.yaml, /shared/MODEL, N. Shell variables are replaced by the shell."""
 FOLDERS = ("toolkit", "tests", "recipes", "benchmarks", "docs", "accelerate_configs")
+MODULES = ("pytest", "venv", "pip", "build", "twine")
+"""What `python -m` may name beside files of the repository."""
 SHELL = {"git", "cd", "source", "pip", "for", "echo", "done", "export", "head", "wait", "trap", "launcher=$!"}
 """First words of lines in a `sh` block that need no check of ours."""
 RECIPES: dict[str, tuple[Any, Any]] = {
@@ -64,6 +66,13 @@ def test_what_is_named_exists(page: str) -> None:
     missing = [name for name in INLINE.findall(FENCE.sub("", text)) if not name_exists(name)]
     missing += [link for link in LINK.findall(text) if not link_leads_somewhere(link, REPOSITORY / page)]
     assert not missing
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_a_page_opens_with_what_it_is_for_and_has_a_place_in_the_site(page: str) -> None:
+    title, opening = (REPOSITORY / page).read_text().split("\n\n", 2)[:2]
+    assert title.startswith("# ") and re.match(r"(Read|Use|Look)\b.*[.:]$", opening, re.DOTALL)
+    assert f'"{page.removesuffix(".md")}"' in (REPOSITORY / "docs/conf.py").read_text()
 
 
 LAUNCH = "accelerate launch --config_file PRESET.yaml"
@@ -189,7 +198,7 @@ def check_command(command: list[str]) -> None:
     elif words[1:3] == ["-m", "toolkit"]:
         check_toolkit(words[3:])
     elif words[1:2] == ["-m"]:
-        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in ("pytest", "venv"), words[2]
+        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in MODULES, words[2]
     elif words[0].endswith("python"):
         check_recipe(words[1], words[2:])
 

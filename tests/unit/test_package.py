@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import toolkit
 from tests.support.launch import REPOSITORY
@@ -35,6 +36,10 @@ def test_another_system_than_linux_gets_one_sentence(program: str, platform: str
     ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     sentence = f"error: the toolkit needs Linux, and this is {system}: use a Linux machine, a container, or WSL 2\n"
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", sentence, 2)
+
+
+def test_the_citation_names_this_version() -> None:
+    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == toolkit.__version__
 
 
 def test_the_public_names_are_listed_and_imported_at_their_first_use() -> None:

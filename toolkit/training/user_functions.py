@@ -39,10 +39,10 @@ class StepInfo:
     """0-based."""
     learning_rate: float
     loss: float | None
-    """Of the global batch, in nats per label token; None unless the step is logged (`log_every_steps`): a read waits for the
-    device."""
+    """Of the global batch, in nats per label token; None unless the step is logged (`log_every_steps`), because a read waits for
+    the device."""
     model: nn.Module
-    """As it is trained: under FSDP its parameters are this rank's shards (`DTensor`s under FSDP2)."""
+    """As it is trained. Under FSDP its parameters are this rank's shards, under FSDP2 each a `DTensor`."""
     optimizer: torch.optim.Optimizer
 
 
