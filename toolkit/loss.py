@@ -1,6 +1,6 @@
 """Token-exact loss: the sum over label tokens, divided by the number of label tokens in the global batch.
 
-Shapes: `B` rows, `T` positions, `D` hidden size, `V` vocabulary, `N` label tokens.
+Shapes: `B` rows, `T` positions (of routers: of all rows), `D` hidden size, `V` vocabulary, `N` label tokens, `E` experts.
 """
 
 from __future__ import annotations
@@ -86,6 +86,22 @@ def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_si
     DDP and FSDP divide the summed gradients by the number of ranks; the factor `world_size` cancels that.
     """
     return loss_sum * (world_size / num_label_tokens)
+
+
+def count_routed(experts_TK: torch.Tensor, documents_T: torch.Tensor, num_documents: int, num_experts: int) -> torch.Tensor:
+    """Tokens of each document that a router sends to each expert, fp32; `documents_T` has 1-based numbers, 0 for padding."""
+    is_sent_TE = torch.zeros(len(experts_TK), num_experts, device=experts_TK.device).scatter_(1, experts_TK, 1.0)
+    return is_sent_TE.new_zeros(1 + num_documents, num_experts).index_add_(0, documents_T, is_sent_TE)[1:]
+
+
+def summed_balance_loss(scores_TE: torch.Tensor, shares_GE: torch.Tensor, documents_T: torch.Tensor) -> torch.Tensor:
+    """A router's load-balancing loss, summed over tokens: E times the sum over experts of a token's score times the share of the
+    tokens in its document's group that are sent there (`shares_GE`, constants).
+
+    Divided by the number of tokens, it is transformers' `load_balancing_loss_func` where all tokens are one group; where each
+    document is one, it is DeepSeek-V3's (arXiv:2412.19437, equations 17 to 20) times the number of experts of a token.
+    """
+    return scores_TE.shape[1] * (scores_TE * F.pad(shares_GE, (0, 0, 1, 0)).index_select(0, documents_T)).sum()
 
 
 def _chunk_loss(

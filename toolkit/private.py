@@ -48,6 +48,7 @@ NAMES = listed(
     # `_weight_conversions`, `_is_hf_initialized` and `_from_model_config` are only written.
     ("transformers", "PreTrainedConfig._attn_implementation", "choosing the attention"),
     ("transformers", "PreTrainedConfig._experts_implementation", "comparing mixtures of experts bit for bit"),
+    ("transformers", "PreTrainedModel._can_record_outputs", "finding the routers of a mixture of experts"),
     ("transformers", "PreTrainedModel._supports_attention_backend PreTrainedModel._supports_flash_attn", "attention by document"),
     ("transformers.masking_utils", "causal_mask_function sliding_window_causal_mask_function", "attention by document"),
     ("transformers", "integrations.sdpa_attention.repeat_kv", "attention by document on a CPU"),

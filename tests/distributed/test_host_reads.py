@@ -5,6 +5,7 @@ Without `toolkit.parallel.masks` transformers reads. The same steps show that th
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +31,8 @@ READS_OF_TRANSFORMERS = {
     "llama packed documents": {FIND_PACKED: 1},
     "gemma3 packed documents": {FIND_PACKED: 2},
     "mixtral packed documents": {FIND_PACKED: 1},
+    "mixtral document packed documents": {FIND_PACKED: 1},
+    "mixtral global packed documents": {FIND_PACKED: 2},  # its routing is counted first
     "llama-lora sdpa": {FIND_PACKED: 1},
     "gemma2 eager": {FIND_PACKED: 2},  # full and sliding attention; it has no sdpa
     "gemma2 packed eager": {FIND_PACKED: 2},
@@ -130,6 +133,8 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
         max_steps=2, global_batch_size_rows=8 * world_size(), micro_batch_size_rows=2 if is_packed else 4, seed=0, num_epochs=None
     )
     model_config, optim = ModelConfig(name_or_path="tiny"), OptimConfig(skip_beyond_sigmas=3.0, skip_window_steps=2)
+    auxiliary = next((option for option in options if option in ("document", "global")), "off")
+    optim = dataclasses.replace(optim, router_aux_loss=auxiliary)
     config: Any
     collator: Any
     if is_seq2seq:
@@ -146,9 +151,8 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     dataset = Dataset.from_list(rows)
     plan = BatchPlan(np.array(lengths), num_labels, train, world_size(), pack_length_tokens=24 if is_packed else None)
     adapter = AdapterConfig(method="lora", target_modules=["q_proj", "v_proj"])
-    sharded = shard_model(
-        accelerator, build_model(family.removesuffix("-lora"), options[-1], adapter if "lora" in name else None)
-    )
+    model = build_model(family.removesuffix("-lora"), options[-1], adapter if "lora" in name else None)
+    sharded = shard_model(accelerator, model, notes=auxiliary != "off")
     evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator)  # type: ignore[arg-type]
     return Run(
         config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]

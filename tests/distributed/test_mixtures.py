@@ -33,6 +33,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "micro_batch_rows": (1, 3),
     "packing": (True, False),
     "blocks": tuple(BLOCKS),
+    "auxiliary": ("off", "document", "global"),
 }
 """Four ranks have uneven or too few experts in some families."""
 
@@ -65,16 +66,16 @@ def make_prompts() -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[tuple[str, str], plain.Expected]:
-    """By family and what trains."""
+def expected(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
+    """By family, what trains, and what has an auxiliary loss."""
     return run_on_ranks(train_all_plainly, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT, timeout_s=200)[0]
 
 
-def train_all_plainly(folder: Path) -> dict[tuple[str, str], plain.Expected]:
-    wanted = {(case["family"], case["trained"]) for case in CASES.values()}
+def train_all_plainly(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
+    wanted = {(case["family"], case["trained"], case["auxiliary"]) for case in CASES.values()}
     return {
-        (family, trained): plain.train_plain(folder / family, make_prompts(), TRAINED[trained])
-        for family, trained in sorted(wanted)
+        (family, trained, auxiliary): plain.train_plain(folder / family, make_prompts(), TRAINED[trained], auxiliary)
+        for family, trained, auxiliary in sorted(wanted)
     }
 
 
@@ -116,6 +117,7 @@ def flags(folder: Path, name: str) -> list[str]:
         "optim.eps": plain.EPS,
         "optim.weight_decay": plain.WEIGHT_DECAY,
         "optim.max_grad_norm": None,
+        "optim.router_aux_loss": case["auxiliary"],
         "eval.generate": False,
         "log_every_steps": 1,
         "run.output_dir": folder / "runs",
@@ -129,13 +131,15 @@ def test_a_run_is_that_of_one_plain_process(
     folder: Path, expected: dict[Any, plain.Expected], gradients: dict[str, list[dict[str, np.ndarray]]], name: str
 ) -> None:
     case = CASES[name]
-    wanted, run = expected[case["family"], case["trained"]], folder / "runs" / name
+    wanted, run = expected[case["family"], case["trained"], case["auxiliary"]], folder / "runs" / name
     for of_rank in gradients[name]:
         assert of_rank.keys() == wanted.gradients.keys()
         for parameter, gradient in wanted.gradients.items():
             assert_close(of_rank[parameter], gradient, f"gradient of {parameter}")
-    losses = figures(load_json_lines(run / "metrics.jsonl"), "train")["loss"]
-    np.testing.assert_allclose(losses, wanted.losses, rtol=TOLERANCE)
+    logged = figures(load_json_lines(run / "metrics.jsonl"), "train")
+    np.testing.assert_allclose(logged["loss"], wanted.losses, rtol=TOLERANCE)
+    for figure, of_plain in (("router_aux_loss", wanted.auxiliary_losses), ("router_busiest_share", wanted.busiest_shares)):
+        np.testing.assert_allclose(logged.get(figure, []), of_plain, rtol=TOLERANCE, err_msg=figure)
     weights = load_file(run / "export" / "model.safetensors")
     assert weights.keys() == wanted.weights.keys()
     for parameter, weight in wanted.weights.items():

@@ -162,3 +162,20 @@ def generate_in_fp32(patch: MonkeyPatch) -> None:
     from toolkit.tools.generate import model
 
     change(patch, model.load_generator, ("dtype or generator.usage.dtype", 'dtype or "float32"'))
+
+
+# --- Mixtures of experts.
+
+
+def auxiliary_loss_of_the_micro_batch(patch: MonkeyPatch) -> None:
+    """The auxiliary loss is a mean over the tokens of a micro-batch, padding included."""
+    from toolkit.training.router_loss import RouterLoss
+
+    change(patch, RouterLoss.share, ("self.step.num_tokens", "documents_BT.numel()"))
+
+
+def routing_counted_on_one_rank(patch: MonkeyPatch) -> None:
+    """Each rank takes its own tokens for those of the global batch."""
+    from toolkit.training.router_loss import RouterLoss
+
+    change(patch, RouterLoss.reduced_figures, ("dist.all_reduce(self.figures, group=group)", "pass"))

@@ -65,7 +65,8 @@ CAUSAL_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Tied are llama_tied, qwen3, both Gemmas and GPT-2; the windows are shorter than the rows of the tests."""
 
 
-SMALL_EXPERTS = GROUPED | {"num_experts_per_tok": 2, "intermediate_size": 48, "num_hidden_layers": 2}
+BALANCED = {"router_aux_loss_coef": 0.5}
+SMALL_EXPERTS = GROUPED | BALANCED | {"num_experts_per_tok": 2, "intermediate_size": 48, "num_hidden_layers": 2}
 DEEPSEEK = {
     "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4,
@@ -79,7 +80,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", SMALL_EXPERTS | {"num_experts": 6, "moe_intermediate_size": 24, "head_dim": 8}),
     "olmoe": ("OlmoeConfig", SMALL_EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}),
     "granitemoe": ("GraniteMoeConfig", SMALL_EXPERTS | {"num_local_experts": 4}),
-    "gpt_oss": ("GptOssConfig", SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}),
+    "gpt_oss": ("GptOssConfig", SLIDING | BALANCED | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}),
     "deepseek_v3": ("DeepseekV3Config", SMALL_EXPERTS | DEEPSEEK),
 }
 """Mixtures of experts, whose numbers of experts some numbers of ranks do not divide."""

@@ -5,15 +5,18 @@ Nothing of the toolkit is imported here. Experts are computed by the model's own
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 
-from tests.support.plain_pytorch import Row, _labels, _loss_sum
+from tests.support.plain_pytorch import Row, _labels, _prompt
 
 NUM_STEPS, LR, BETA1, BETA2, EPS, WEIGHT_DECAY = 3, 1e-2, 0.8, 0.9, 1e-3, 0.1
 """The large eps lets the size of a gradient count, to which Adam is blind without it."""
@@ -24,17 +27,23 @@ class Expected:
     """What a run must come to."""
 
     losses: list[float] = field(default_factory=list)
+    """Without the auxiliary one."""
+    auxiliary_losses: list[float] = field(default_factory=list)
+    """Times the coefficient; empty if there is none."""
+    busiest_shares: list[float] = field(default_factory=list)
+    """Shares of the tokens that the busiest expert gets, of any layer."""
     gradients: dict[str, Any] = field(default_factory=dict)
     """Of the first step, numpy, by the names of what trains."""
     weights: dict[str, Any] = field(default_factory=dict)
     """After the last step, torch, by the names that `save_pretrained` writes."""
 
 
-def train_plain(folder: Path, rows: list[Row], frozen: str) -> Expected:
+def train_plain(folder: Path, rows: list[Row], frozen: str, auxiliary: str) -> Expected:
     """Train the model of `folder`; each step takes all rows, and the learning rate falls linearly to 0.
 
     Args:
         frozen: a regular expression of the names of what does not train; empty: nothing.
+        auxiliary: `off`, or what has a load-balancing loss: each `document`, or all rows together (`global`).
     """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
@@ -55,12 +64,20 @@ def train_plain(folder: Path, rows: list[Row], frozen: str) -> Expected:
     num_labels = sum(len(_labels(tokenizer, row, model.config)) for row in rows)
     expected = Expected()
     for step in range(NUM_STEPS):
-        loss = 0.0
+        loss = auxiliary_loss = 0.0
+        with torch.no_grad():
+            loads_L = _loads([_forward(model, tokenizer, row)[1] for row in rows])
+        num_tokens = len(loads_L[0])
         for row in rows:
-            row_loss = _loss_sum(model, tokenizer, row, model.config) / num_labels
-            row_loss.backward()
-            loss += row_loss.item()
+            loss_sum, routes = _forward(model, tokenizer, row)
+            row_loss = loss_sum / num_labels
+            of_routers = _balance_sum(model, routes, loads_L if auxiliary == "global" else _loads([routes])) / num_tokens
+            (row_loss + (0 if auxiliary == "off" else of_routers)).backward()
+            loss, auxiliary_loss = loss + row_loss.item(), auxiliary_loss + of_routers.item()
         expected.losses.append(loss)
+        if auxiliary != "off":
+            expected.auxiliary_losses.append(auxiliary_loss)
+            expected.busiest_shares.append(max(sent_TE.mean(0).max().item() for sent_TE in loads_L))
         expected.gradients = expected.gradients or {name: p.grad.numpy().copy() for name, p in trained.items()}
         for group in optimizer.param_groups:
             group["lr"] = LR * (NUM_STEPS - step) / NUM_STEPS
@@ -68,6 +85,49 @@ def train_plain(folder: Path, rows: list[Row], frozen: str) -> Expected:
         optimizer.zero_grad()
     expected.weights = load_saved(model, folder)
     return expected
+
+
+Routes = list[tuple[torch.Tensor, torch.Tensor]]
+"""By layer: a router's logits, and the experts that it sends each token to."""
+
+
+def _forward(model: Any, tokenizer: Any, row: Row) -> tuple[torch.Tensor, Routes]:
+    """-log p of each label, added up, and what the routers did with all tokens."""
+    prompt, labels = _prompt(tokenizer, row, model.config), _labels(tokenizer, row, model.config)
+    with _watched(model) as routes:
+        logits_TV = model(input_ids=torch.tensor([[*prompt, *labels]])).logits[0, len(prompt) - 1 : -1]
+    return F.cross_entropy(logits_TV, torch.tensor(labels), reduction="sum"), routes
+
+
+@contextlib.contextmanager
+def _watched(model: Any) -> Iterator[Routes]:
+    routes: Routes = []
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    hooks = [router.register_forward_hook(lambda _, args, output: routes.append((output[0], output[2]))) for router in routers]
+    yield routes
+    for hook in hooks:
+        hook.remove()
+
+
+def _loads(of_rows: list[Routes]) -> list[torch.Tensor]:
+    """By layer, for each token of these rows and each expert: 1 if it is sent there, else 0."""
+    return [
+        torch.cat([F.one_hot(experts, logits.shape[1]).sum(1) for logits, experts in of_layer]).double()
+        for of_layer in zip(*of_rows, strict=True)
+    ]
+
+
+def _balance_sum(model: Any, routes: Routes, loads_L: list[torch.Tensor]) -> torch.Tensor:
+    """The load-balancing loss of a row times its tokens, for loads of its group; a mean of the layers, times the coefficient."""
+    losses = []
+    for (logits_TE, _), sent_TE in zip(routes, loads_L, strict=True):
+        if model.config.model_type == "deepseek_v3":
+            affinity_TE = torch.sigmoid(logits_TE)
+            probability_E = (affinity_TE / affinity_TE.sum(1, keepdim=True)).mean(0)
+        else:
+            probability_E = torch.softmax(logits_TE, dim=1).mean(0)
+        losses.append(logits_TE.shape[1] * torch.dot(sent_TE.mean(0), probability_E.double()) * len(logits_TE))
+    return torch.stack(losses).mean() * model.config.router_aux_loss_coef
 
 
 def load_saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:

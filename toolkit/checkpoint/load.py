@@ -42,7 +42,7 @@ MAY_CHANGE_ON_RESUME = (
     "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.", "optim.max_skipped_steps", "attention",
 )  # fmt: skip
 """Config keys (or sections) that a resumed run may set differently. Data is compared by its tokens, not by its files."""
-ADDED_SINCE = {"optim.name": "adamw"}
+ADDED_SINCE = {"optim.name": "adamw", "optim.router_aux_loss": "off"}
 """What a checkpoint without the key was made with."""
 _OF_EVALUATION_OR_PLACES = ("files", "name", "hub_eval_split")
 """Those of an entry of `data.mix`."""

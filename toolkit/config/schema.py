@@ -141,6 +141,10 @@ class OptimConfig(OptimizerSettings):
     label_smoothing: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
     """Share of each label's probability that is spread evenly over the vocabulary. It changes the training loss, also as it is
     logged; the evaluation's loss is never smoothed."""
+    router_aux_loss: Literal["off", "document", "global"] = "off"
+    """Auxiliary loss that evens out the load of a mixture's experts, times `router_aux_loss_coef` of the model's config.
+    `document` balances each document (DeepSeek-V3's), `global` the global batch, whose routing a forward without gradient counts
+    first, for about a third more time. Both are exact for any micro-batch. It is logged beside the loss, not in it."""
     max_grad_norm: PositiveFloat | None = 1.0  # type: ignore[valid-type]
     """Clip gradients to this global norm. null disables clipping."""
     max_skipped_steps: PositiveInt = 5  # type: ignore[valid-type]

@@ -105,6 +105,8 @@ class CausalCollator:
     """Rows are padded up to multiples of this, except with `one_row`,"""
     longest: tuple[int, ...] = (0,)
     """but not beyond the longest row or pack."""
+    numbers_documents: bool = False
+    """Also return `documents` BT: the 1-based document of each token, 0 for padding and in a dummy."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `toolkit.loss.summed_loss`. The rows of a pack are concatenated into one row of the tensors.
@@ -131,8 +133,11 @@ class CausalCollator:
         next_labels_BT = _pad(labels, IGNORED_LABEL, *grid).roll(-1, dims=1)
         next_labels_BT[:, -1] = IGNORED_LABEL
         batch: Batch = {"input_ids": input_ids_BT, **_counted_labels(next_labels_BT, is_dummy=is_dummy)}
+        lengths = [[len(row["input_ids"]) for row in pack] for pack in packs]
+        if self.numbers_documents:
+            number = itertools.count(1)
+            batch["documents"] = _pad([np.repeat([0 if is_dummy else next(number) for _ in of], of) for of in lengths], 0, *grid)
         if is_packed:
-            lengths = [[len(row["input_ids"]) for row in pack] for pack in packs]
             batch["position_ids"] = _positions(lengths, input_ids_BT.shape[1])
         if self.one_row and len(packs) == 1:
             batch["document_lengths"] = [len(row["input_ids"]) for row in packs[0]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,28 @@ def experts_by_token(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.config._experts_implementation = before
+
+
+def router_scores(model: PreTrainedModel) -> dict[type, str]:
+    """What makes scores of logits, `softmax` or `sigmoid`, by the class of the routers: those whose first output, the logits,
+    transformers records; weights and experts of each token follow. Empty where the code of one does not tell."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import OutputRecorder
+
+    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    recorders = [(private("_can_record_outputs", owner) or {}).get("router_logits") for owner in owners]
+    classes: list[Any] = [each.target_class for each in recorders if isinstance(each, OutputRecorder) and each.index == 0]
+    found = {each: re.findall("softmax|sigmoid", inspect.getsource(each.forward)) for each in classes}
+    return {each: words[0] for each, words in found.items()} if all(len(set(words)) == 1 for words in found.values()) else {}
+
+
+def check_routers(model: PreTrainedModel, setting: str, name: str) -> None:
+    """Refuse `optim.router_aux_loss` for a model without what it needs, by a `UserError`; `name` is the model's path."""
+    missing = "no routers of experts whose scores are known" * (not router_scores(model))
+    if not getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
+        missing = missing or "no router_aux_loss_coef above 0 in its config.json: set it there, as in 0.001"
+    if setting != "off" and missing:
+        raise UserError(f"optim.router_aux_loss is {setting}, but model.name_or_path {name} has {missing}; or set it to off")
 
 
 def check_experts(model: PreTrainedModel, name: str) -> None:

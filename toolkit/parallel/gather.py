@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from toolkit.distributed.comm import reduce_on_cpu
@@ -22,8 +22,7 @@ from toolkit.models.quantized import dequantize_layers, dequantized, is_quantize
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
-from toolkit.parallel.wrap import ShardedModel, copy_on_meta
-from toolkit.private import private
+from toolkit.parallel.wrap import ShardedModel, copy_on_meta, forget_forwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,11 +101,7 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
             yield sharded.model, True  # type: ignore[misc]
     finally:
         sharded.model.train()
-        # After a forward without a backward, FSDP2 leaves units gathered, and gathers under way: a generation's root asks for the
-        # encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change.
-        model: Any = sharded.model
-        if isinstance(model, FSDPModule) and private("_is_root", private("_get_fsdp_state", model)()):  # None: no forward yet
-            model.reset_iter_state()
+        forget_forwards(sharded.model)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
 from toolkit.models.experts import expert_counts
 from toolkit.models.shard_reader import Sources, fill_shards
 from toolkit.parallel import chunked_loss, masks
-from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
+from toolkit.parallel.blocks import Route, checkpoint_activations, compile_blocks, routes_noted
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends
 from toolkit.private import VIEW_RETURNED, private
@@ -58,6 +58,8 @@ class ShardedModel:
     """Most elements of one chunk's logits, as in `chunked_loss.install`."""
     stored: Sources
     """The weights that the model has in codes, by their names in a plain one, as their files have them."""
+    routes: dict[str, list[Route]]
+    """Where blocks note the routes of their last forward, with an auxiliary loss."""
 
 
 def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
@@ -75,9 +77,9 @@ def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
 
 
 def shard_model(
-    accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None, gpu_bytes: int | None = None
+    accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None, gpu_bytes: int = 0, notes: bool = False
 ) -> ShardedModel:
-    """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. Collective.
+    """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. With `notes`, blocks note routes. Collective.
 
     With `sources` (not under FSDP1), the model's parameters are on the meta device, and each rank reads its shards of them.
     `gpu_bytes` is a planned GPU's memory; without it the ranks' devices are asked.
@@ -97,14 +99,16 @@ def shard_model(
     wrapped_alone = blocks | find_ends(model, blocks)
     units = build_units(model, wrapped_alone)
     # Changes to forwards come before wrapping, so that FSDP's hooks stay outside.
-    gpu_bytes = gpu_bytes or smallest_gpu_bytes(accelerator.device)
-    max_logits = chunked_loss.max_logits_at_once(gpu_bytes) if gpu_bytes else None
+    memory_bytes = gpu_bytes or smallest_gpu_bytes(accelerator.device)
+    max_logits = chunked_loss.max_logits_at_once(memory_bytes) if memory_bytes else None
     chunked_loss.install(model, max_logits)
     masks.install(model)
-    compile_blocks(accelerator, model)
     if version:
         check_ties(model, units)
-        checkpoint_activations(accelerator, model)
+    with routes_noted(model, notes=notes) as routes:
+        compile_blocks(accelerator, model)
+        if version:
+            checkpoint_activations(accelerator, model)
     # Wrap: FSDP2 here; FSDP1, DDP and single process by accelerate.
     assert version != 1 or sources is None
     if version == 2:
@@ -129,9 +133,7 @@ def shard_model(
             _leave_casts_to_autocast(model)
     named = dict(skeleton.named_parameters())
     stored = {name: source for name, source in (sources or {}).items() if name not in named}
-    return ShardedModel(
-        accelerator=accelerator, model=wrapped, plain=model, skeleton=skeleton, units=units, max_logits=max_logits, stored=stored
-    )
+    return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, routes)
 
 
 @contextlib.contextmanager
@@ -166,6 +168,13 @@ def reduction_groups(model: nn.Module) -> list[dist.ProcessGroup]:
         return [cast(dist.ProcessGroup, model.process_group), *replicas]
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     return mesh.get_all_groups() if mesh is not None else [cast(dist.ProcessGroup, dist.group.WORLD)]
+
+
+def forget_forwards(model: Any) -> None:
+    """After a forward without a backward, FSDP2 leaves units gathered, and gathers under way: a generation's root asks for the
+    encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change."""
+    if isinstance(model, FSDPModule) and private("_is_root", private("_get_fsdp_state", model)()):  # None: no forward yet
+        model.reset_iter_state()
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class StepFigures:
     """1 if the update was skipped, scalar."""
     micro_batches: list[tuple[MicroBatch, torch.Tensor]] = field(default_factory=list)
     """This rank's micro-batches with their summed losses, to find the rows of a loss that is not finite."""
+    routing: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """`RouterLoss.figures` of all ranks; empty without an auxiliary loss."""
 
 
 class StepLog:
@@ -82,7 +84,8 @@ class StepLog:
             return
         # Read everything in one transfer.
         device = self.sharded.accelerator.device
-        read = torch.stack([torch.stack([f.loss_sum, f.grad_norm, f.skipped]) for f in self.pending]).cpu().double().tolist()
+        rows = [(torch.stack([f.loss_sum, f.grad_norm, f.skipped]), f.routing.flatten().to(f.loss_sum)) for f in self.pending]
+        read = torch.stack([torch.cat(row) for row in rows]).cpu().double().tolist()
         synchronize(device)
         seconds = time.perf_counter() - self.start_s
         tokens_per_s = sum(f.step.num_tokens for f in self.pending) / seconds
@@ -93,7 +96,7 @@ class StepLog:
         peak_gib = reduce_on_cpu(torch.tensor(self.memory.read(), dtype=torch.float64), dist.ReduceOp.MAX).item()
         # Write a line per step, and count skipped updates.
         too_many: UserError | None = None
-        for f, (loss_sum, grad_norm, skipped) in zip(self.pending, read, strict=True):
+        for f, (loss_sum, grad_norm, skipped, *routing) in zip(self.pending, read, strict=True):
             loss = loss_sum / f.step.num_label_tokens
             self.num_input_tokens_seen += f.step.num_tokens
             figures = {
@@ -109,6 +112,10 @@ class StepLog:
                 "num_label_tokens": f.step.num_label_tokens,
                 "num_input_tokens_seen": self.num_input_tokens_seen,
             }
+            if routing:
+                of_routers, load = describe_load(np.reshape(routing, f.routing.shape) / f.step.num_tokens)
+                figures |= of_routers
+                self.metrics.write("router", f.step.step, **load)
             self.metrics.write("train", f.step.step, **figures)
             log_to_trackers(self.trackers, "train", figures, f.step.step)
             if self._count(f, loss, grad_norm, bool(skipped)) and too_many is None:
@@ -154,6 +161,16 @@ class StepLog:
             "model.init_from",
             printed_by="run",
         )
+
+
+def describe_load(figures_LX: np.ndarray) -> tuple[dict[str, float], dict[str, Any]]:
+    """Of a step's routers, by `RouterLoss.figures` per token; and the shares of tokens by expert in the least even layer."""
+    loads_LE = figures_LX[:, 1:]
+    parts_LE = np.maximum(loads_LE / loads_LE.sum(axis=1, keepdims=True), 1e-12)
+    entropies_L = -(parts_LE * np.log(parts_LE)).sum(axis=1) / np.log(loads_LE.shape[1])  # 1 is even
+    layer, busiest, loss = int(entropies_L.argmin()), float(loads_LE.max()), float(figures_LX[:, 0].sum())
+    figures = {"router_aux_loss": loss, "router_busiest_share": busiest, "router_load_entropy": float(entropies_L.mean())}
+    return figures, {"layer": layer, "load": loads_LE[layer].round(6).tolist()}
 
 
 def _named(row_ids: list[int]) -> str:

@@ -7,6 +7,7 @@ until they are read together every `log_every_steps`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.data.batch_plan import MicroBatch, Step
-from toolkit.data.collate import Batch, load_micro_batches, move_to
+from toolkit.data.collate import Batch, CausalCollator, load_micro_batches, move_to
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
@@ -39,6 +40,7 @@ from toolkit.training.after_step import (
 )
 from toolkit.training.optim import clip_gradients, learning_rate
 from toolkit.training.parameter_checks import ParameterWatch
+from toolkit.training.router_loss import RouterLoss
 from toolkit.training.run import Run, build_log, build_writer
 from toolkit.training.skip_guard import SkipGuard
 from toolkit.training.user_functions import summed_own_loss
@@ -124,6 +126,9 @@ def train_step(
     # Forward and backward of each micro-batch; gradients add up.
     config, model, device = run.config, run.sharded.model, run.sharded.accelerator.device
     losses: list[tuple[MicroBatch, torch.Tensor]] = []
+    router = RouterLoss(run, step) if config.optim.router_aux_loss != "off" else None
+    if router and config.optim.router_aux_loss == "global":
+        micro_batches = iter(router.count(micro_batches))
     for micro_batch, batch in micro_batches:
         assert micro_batch.step == step.step
         at("forward and backward", step.step)
@@ -132,9 +137,11 @@ def train_step(
             _log_row_ids(run, micro_batch)
         run.log.memory.see(batch, len(micro_batch.packs))
         batch = move_to(device, batch)
+        documents_BT = batch.pop("documents", None)
         with accumulating(run.sharded, is_last=micro_batch.is_last):
             loss_sum = _summed_loss(run, batch)
-            share_of_global_mean(loss_sum, step.num_label_tokens, world_size()).backward()
+            share = share_of_global_mean(loss_sum, step.num_label_tokens, world_size())
+            (share + router.share(micro_batch, documents_BT) if router else share).backward()
         losses.append((micro_batch, loss_sum.detach()))
         if micro_batch.is_last:
             break
@@ -154,7 +161,8 @@ def train_step(
     run.optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     if watch:
         watch.check_moments(run.optimizer)
-    return StepFigures(step, lr, total_loss, grad_norm, skipped, losses)
+    routing = [router.reduced_figures()] if router else []
+    return StepFigures(step, lr, total_loss, grad_norm, skipped, losses, *routing)
 
 
 def _summed_loss(run: Run, batch: Batch) -> torch.Tensor:
@@ -167,11 +175,13 @@ def _summed_loss(run: Run, batch: Batch) -> torch.Tensor:
 def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch, Batch]]:
     """This rank's, lazily: a loader draws from the random state, which a checkpoint before the next step saves as it was."""
     on_gpu = run.sharded.accelerator.device.type == "cuda"
-    num_workers = run.config.data.num_loader_workers
+    num_workers, collator = run.config.data.num_loader_workers, run.evaluation.collator
+    if isinstance(collator, CausalCollator):
+        collator = dataclasses.replace(collator, numbers_documents=run.config.optim.router_aux_loss != "off")
     yield from load_micro_batches(
         run.train_rows,
         run.plan.iterate(first_step, run.num_steps, rank()),
-        run.evaluation.collator,
+        collator,
         num_workers=int(on_gpu) if num_workers is None else num_workers,  # a GPU would wait for the host's collating
         pin_memory=on_gpu,
     )

@@ -24,7 +24,7 @@ from toolkit.launch.same_run import compare_ranks
 from toolkit.models import load, load_sharded
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
-from toolkit.models.experts import check_experts
+from toolkit.models.experts import check_experts, check_routers
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
@@ -66,6 +66,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
     on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
     on_all_ranks(lambda: _adapt(skeleton, config))
+    on_all_ranks(lambda: check_routers(skeleton, config.optim.router_aux_loss, config.model.name_or_path))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
     on_all_ranks(lambda: check_sharding(config.optim.name, is_flat=fsdp_version(context.accelerator) == 1))
     config = on_all_ranks(lambda: choose_packing(config, skeleton))
@@ -96,7 +97,7 @@ def build_model(
     model, sources = load_model(config, context, model_config, skeleton)
     start_generation(model, rows.tokenizer, evaluation.collator)
     identity = identity_of(context, model_config, rows.fingerprint, model, sources)
-    sharded = shard_model(context.accelerator, model, sources)
+    sharded = shard_model(context.accelerator, model, sources, notes=config.optim.router_aux_loss != "off")
     optimizer = build_optimizer(config.optim, sharded.model)
     config.task.check_model(sharded, evaluation.collator, config)
     if context.own.loss is not None:

@@ -108,6 +108,16 @@ def test_flash_attention_gets_packs_in_one_row_without_padding() -> None:
     assert collator.collate(unpacked)["input_ids"].shape == (3, 4)
 
 
+@pytest.mark.parametrize("one_row", [False, True])
+def test_documents_are_numbered_and_padding_is_none(one_row: bool) -> None:
+    collator, packs = CausalCollator(0, one_row=one_row, numbers_documents=True), [CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]]
+    padded = [[1, 1, 1, 1, 2, 2], [3, 3, 3, 0, 0, 0]]
+    assert collator.collate(packs)["documents"].tolist() == ([[1, 1, 1, 1, 2, 2, 3, 3, 3]] if one_row else padded)
+    unpacked = collator.collate([[row] for row in CAUSAL_ROWS])
+    assert unpacked["documents"].tolist() == [[1, 1, 1, 1], [2, 2, 0, 0], [3, 3, 3, 0]]
+    assert not collator.collate(packs, is_dummy=True)["documents"].any()
+
+
 def test_only_data_workers_are_ended_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
     processes = multiprocessing.get_context("fork")

@@ -13,12 +13,12 @@ import transformers
 from accelerate.utils import DynamoBackend
 
 from tests.support import seq2seq_families
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
 from tests.unit.parallel.test_chunked_loss import build_rows, one_process
 from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_loss
 from toolkit.parallel import wrap
-from toolkit.parallel.blocks import compile_blocks
+from toolkit.parallel.blocks import checkpoint_activations, compile_blocks, routes_noted
 
 NUM_STEPS = 10
 NUM_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -55,6 +55,43 @@ def test_compilation_on_a_cpu_is_warned_about(device: str, backend: str, warns: 
     compile_blocks(accelerator, seq2seq_families.build_model("t5"))
     printed = "".join(capsys.readouterr())
     assert ("blocks are compiled (dynamo_backend INDUCTOR), which on a CPU" in printed) == warns
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_routes_are_noted_once_and_carry_gradients_however_blocks_run(family: str) -> None:
+    """Without a graph of a recomputation that a block would keep."""
+    expected = gradients_of_routes(family, compiles=False, checkpoints=False)
+    for compiles, checkpoints in ((False, True), (True, False), (True, True)):
+        for name, gradient in gradients_of_routes(family, compiles=compiles, checkpoints=checkpoints).items():
+            torch.testing.assert_close(gradient, expected[name], msg=f"{name}, compiled {compiles}, checkpointed {checkpoints}")
+
+
+def gradients_of_routes(family: str, *, compiles: bool, checkpoints: bool) -> dict[str, torch.Tensor]:
+    """Of the squares of all scores, after a step of other lengths."""
+    torch._dynamo.reset()
+    config_class, settings = MIXTURES[family]
+    config = getattr(transformers, config_class)(vocab_size=256, **settings | {"num_hidden_layers": 3})
+    backend = DynamoBackend.AOT_EAGER if compiles else DynamoBackend.NO
+    plugins: dict[str, Any] = {
+        "dynamo_plugin": SimpleNamespace(backend=backend, mode="default", fullgraph=True, dynamic=False),
+        "fsdp_plugin": SimpleNamespace(activation_checkpointing=checkpoints),
+    }
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(**plugins))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    with routes_noted(model, notes=True) as noted:
+        compile_blocks(accelerator, model)
+        checkpoint_activations(accelerator, model)
+    for length in (9, 12):
+        model.zero_grad()
+        logits_BTV = model(input_ids=torch.arange(2 * length).view(2, length), use_cache=False).logits
+        routes = [route for of_block in noted.values() for route in of_block]
+        assert [len(scores_TE) for scores_TE, _ in routes] == [2 * length] * (2 if family == "deepseek_v3" else 3)
+        noted.clear()
+        (logits_BTV.logsumexp(dim=-1).mean() + sum(scores_TE.square().sum() for scores_TE, _ in routes)).backward()
+        assert not noted, "a recomputation was noted"
+    assert [module.route for module in model.modules() if hasattr(module, "route")] == [None] * len(routes)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def graphs_by_step(family: str, num_layers: int) -> list[int]:

@@ -104,6 +104,18 @@ def test_speed_is_that_of_a_rank_too_and_mfu_adds_up(log: StepLog, tmp_path: Pat
     assert at_peak_s == pytest.approx((2 + 3 + 4 + 5) / 1000)
 
 
+def test_routers_have_figures_beside_the_loss_and_the_least_even_layer_its_load(log: StepLog, tmp_path: Path) -> None:
+    """Of 20 tokens, each sent to one of two experts, in two layers."""
+    step = figures(1, 5.0)
+    step.routing = torch.tensor([[1.0, 10.0, 10.0], [3.0, 20.0, 0.0]])
+    log.add(step)
+    log.flush()
+    router, train = load_json_lines(tmp_path / "metrics.jsonl")
+    assert router == {"kind": "router", "step": 1, "layer": 1, "load": [1.0, 0.0]}
+    assert train["loss"] == 0.5 and train["router_aux_loss"] == pytest.approx(0.2)
+    assert train["router_busiest_share"] == 1.0 and train["router_load_entropy"] == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("flush_every", [1, 2, 5])
 def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(log: StepLog, flush_every: int) -> None:
     """Counted across flushes; one that is taken starts the count again."""

@@ -71,7 +71,7 @@ def test_a_gpu_gets_one_loader_worker_unless_the_config_says_otherwise(
 def test_gradients_of_ddp_stay_the_views_of_its_buckets(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """New ones beside the buckets would hold the gradients twice."""
     run, loss_sum = MagicMock(), torch.ones((), requires_grad=True)
-    run.config.log_row_ids, run.config.train.seed = False, 0
+    run.config.log_row_ids, run.config.train.seed, run.config.optim = False, 0, OptimConfig()
     run.sharded.model = MagicMock(spec=kind)
     run.guard.judge.return_value = torch.tensor(1.0), torch.tensor(0.0)
     monkeypatch.setattr(loop, "accumulating", lambda sharded, is_last: nullcontext())

@@ -55,7 +55,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         warnings.filterwarnings("ignore", message=FAKE_POINTER_READ)
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with first_shards():
-            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), gpu_bytes=strategy.gpu_bytes)
+            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), gpu_bytes=strategy.gpu_bytes or 0)
         if num_micro_batches(subject.config, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

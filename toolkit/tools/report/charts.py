@@ -85,6 +85,9 @@ def list_charts(runs: Sequence[RunFacts]) -> list[Chart]:
         _training_chart(runs, "tokens_per_s", "Speed", f"{speed_unit(runs[0].lines)} without padding", is_noisy=True),
         _training_chart(runs, "step_time_s", "Step time", "seconds", is_noisy=True),
         _training_chart(runs, "peak_memory_gib", "Peak memory", "GiB on the rank with most"),
+        _training_chart(runs, "router_aux_loss", "Auxiliary loss of the routers", "times its coefficient", is_noisy=True),
+        _training_chart(runs, "router_busiest_share", "Busiest expert", "share of tokens, of all layers", is_noisy=True),
+        _training_chart(runs, "router_load_entropy", "Load of the experts", "entropy: 1 is even, mean of layers", is_noisy=True),
     ]
     return [chart for chart in charts if chart.curves]
 

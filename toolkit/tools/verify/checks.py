@@ -108,9 +108,10 @@ def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
 
 
 def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
-    """Compare the loss of every step."""
-    title = f"{run.title}: {len(load_lines(run, 'train'))} steps"
-    return within(title, *_largest_of_lines(reference, run, "loss"), tolerance)
+    """Compare the loss of every step, and the auxiliary one of a mixture of experts."""
+    lines = load_lines(run, "train")
+    losses = [name for name in ("loss", "router_aux_loss") if name in lines[0]]
+    return within(f"{run.title}: {len(lines)} steps", *_largest_of_lines(reference, run, *losses), tolerance)
 
 
 def compare_bf16(reference: WatchedRun, run: WatchedRun) -> Proof:

@@ -1,0 +1,112 @@
+"""The auxiliary loss of routers: its size is that of transformers, and models that cannot have it are refused.
+
+That it is exact on any ranks is tested in `tests/distributed/test_mixtures.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES
+from toolkit.data.batch_plan import Step
+from toolkit.errors import UserError
+from toolkit.loss import count_routed, summed_balance_loss
+from toolkit.models.experts import check_routers
+from toolkit.training.router_loss import RouterLoss
+
+NO_ROUTERS = "no routers of experts whose scores are known; or set it to off"
+NO_COEFFICIENT = r"no router_aux_loss_coef above 0 in its config\.json: set it there, as in 0\.001; or set it to off"
+
+
+def build(family: str, **changed: Any) -> Any:
+    config_class, settings = {**CAUSAL_FAMILIES, **MIXTURES}.get(family) or (family, MIXTURES["mixtral"][1])
+    config = getattr(transformers, config_class)(vocab_size=256, **settings | changed)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "coefficient", "missing"),
+    [
+        ("llama", 0.5, NO_ROUTERS),
+        ("mixtral", 0.0, NO_COEFFICIENT),
+        ("deepseek_v3", None, NO_COEFFICIENT),
+        ("PhimoeConfig", 0.5, NO_ROUTERS),  # scores of its own, by comparing experts
+    ],
+)
+def test_a_model_without_what_it_needs_is_refused(family: str, coefficient: float | None, missing: str) -> None:
+    model = build(family, router_aux_loss_coef=coefficient)
+    with pytest.raises(UserError, match=f"^optim.router_aux_loss is global, but model.name_or_path here has {missing}$"):
+        check_routers(model, "global", "here")
+    check_routers(model, "off", "here")
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_mixtures_that_train_are_taken(family: str) -> None:
+    check_routers(build(family), "document", "here")
+
+
+def test_where_all_tokens_are_one_group_it_is_the_loss_of_transformers_without_padding() -> None:
+    logits_TE = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    documents_T, is_real_T = torch.tensor([1, 1, 0, 1, 1, 1, 0]), torch.tensor([1, 1, 0, 1, 1, 1, 0])
+    scores_TE = logits_TE.softmax(dim=-1)
+    counts_GE = count_routed(scores_TE.topk(2).indices, documents_T, 1, 4)
+    assert counts_GE.sum() == 2 * 5
+    actual = summed_balance_loss(scores_TE, counts_GE / 5, documents_T) / 5
+    torch.testing.assert_close(actual, load_balancing_loss_func((logits_TE,), 4, 2, attention_mask=is_real_T[None]))
+
+
+def test_documents_are_counted_apart() -> None:
+    experts_TK = torch.tensor([[0, 1], [2, 1], [0, 2], [1, 2]])
+    assert count_routed(experts_TK, torch.tensor([1, 2, 2, 0]), 2, 3).tolist() == [[1, 1, 0], [1, 1, 2]]
+
+
+@pytest.mark.parametrize("setting", ["document", "global"])
+def test_parts_and_figures_add_up_to_those_of_one_micro_batch(setting: str) -> None:
+    """Rows of 5, 3 and 4 tokens and padding, through two layers, at once or one after another."""
+    generator, documents = torch.Generator().manual_seed(0), [[1] * 5, [2] * 3 + [0] * 2, [3] * 4 + [0]]
+    scores = [torch.randn(3, 5, 4, generator=generator).softmax(dim=-1) for _ in range(2)]
+    whole, apart = (of_step(setting, scores, documents, cuts) for cuts in ([[0, 1, 2]], [[0], [1], [2]]))
+    for actual, expected in zip(apart, whole, strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert whole[1][:, 1:].sum(dim=1).tolist() == [2 * 12, 2 * 12]
+
+
+def of_step(
+    setting: str, scores: list[torch.Tensor], documents: list[list[int]], cuts: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a step of these micro-batches adds to the loss, and its figures; each token goes to two experts."""
+    loss = new_loss(num_tokens=12)
+    if setting == "global":
+        loss.shares_LE = torch.full((2, 4), 0.5)
+    total = torch.tensor(0.0)
+    for rows in cuts:
+        taken = [of_layer[rows].flatten(0, 1) for of_layer in scores]
+        loss.noted |= {f"layers.{layer}": [(of, of.topk(2).indices)] for layer, of in enumerate(taken)}
+        numbers = torch.tensor([documents[row] for row in rows])
+        numbers = torch.where(numbers > 0, numbers - rows[0], 0)  # they begin with 1 in each micro-batch
+        micro_batch: Any = SimpleNamespace(packs=[[row] for row in rows])
+        total = total + loss.share(micro_batch, numbers)
+    return total, loss.reduced_figures()
+
+
+def test_figures_are_reduced_over_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under HSDP each rank is in two groups, which together reach all ranks."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda figures, group: figures.mul_(group))
+    loss = new_loss(num_tokens=1, groups=[2, 3])
+    loss.figures = torch.ones(1, 3)
+    assert loss.reduced_figures().tolist() == [[6.0, 6.0, 6.0]]
+
+
+def new_loss(num_tokens: int, groups: Sequence[Any] = ()) -> RouterLoss:
+    plain = SimpleNamespace(config=transformers.MixtralConfig(router_aux_loss_coef=0.5))
+    sharded = SimpleNamespace(routes={}, plain=plain)
+    run: Any = SimpleNamespace(sharded=sharded, guard=SimpleNamespace(groups=groups))
+    return RouterLoss(run, Step(1, 0, (0, 1, 2), num_tokens, num_tokens))
