@@ -45,6 +45,9 @@ NAMES = listed(
     ("accelerate", "state.AcceleratorState._reset_state", "a second run in one process"),
     ("accelerate", "PartialState._shared_state", "FSDP on a CPU"),
     ("peft.tuners.lora", "LoraLayer.cast_input_dtype_enabled LoraLayer.lora_variant", "LoRA in bf16 without casts"),
+    ("peft.utils.transformers_weight_conversion", "convert_peft_config_for_transformers", "adapters on mixtures of experts"),
+    ("transformers.integrations.moe", "_grouped_linear _batched_linear", "adapters on experts"),
+    ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts._apply_gate", "adapters on experts"),
     # `_weight_conversions`, `_is_hf_initialized` and `_from_model_config` are only written.
     ("transformers", "PreTrainedConfig._attn_implementation", "choosing the attention"),
     ("transformers", "PreTrainedConfig._experts_implementation", "comparing mixtures of experts bit for bit"),

@@ -34,6 +34,7 @@ READS_OF_TRANSFORMERS = {
     "mixtral document packed documents": {FIND_PACKED: 1},
     "mixtral global packed documents": {FIND_PACKED: 2},  # its routing is counted first
     "llama-lora sdpa": {FIND_PACKED: 1},
+    "mixtral-lora packed documents": {FIND_PACKED: 1},
     "gemma2 eager": {FIND_PACKED: 2},  # full and sliding attention; it has no sdpa
     "gemma2 packed eager": {FIND_PACKED: 2},
     "gpt2 sdpa": {FIND_PACKED: 1, LOOK_FOR_PADDING: 1},
@@ -150,7 +151,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     num_labels = np.array([sum(label != -100 for label in row["labels"]) for row in rows])
     dataset = Dataset.from_list(rows)
     plan = BatchPlan(np.array(lengths), num_labels, train, world_size(), pack_length_tokens=24 if is_packed else None)
-    adapter = AdapterConfig(method="lora", target_modules=["q_proj", "v_proj"])
+    adapter = AdapterConfig(method="lora", target_modules=["q_proj", "v_proj"], experts="mixtral" in family)
     model = build_model(family.removesuffix("-lora"), options[-1], adapter if "lora" in name else None)
     sharded = shard_model(accelerator, model, notes=auxiliary != "off")
     evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ HSDP = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]
 OFFLOAD = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_offload"]
 NF4, INT8 = ["--adapter.base_dtype", "nf4"], ["--adapter.base_dtype", "int8"]
 DORA = ["--adapter.method", "dora"]
+EXPERTS = ["--adapter.experts", "true"]
 PLAIN = "plain"
 """The reference of each kind: plain LoRA, or DoRA, of one process on a folder with the dequantized weights."""
 
@@ -47,6 +48,16 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "dora-plain": ("nf4", "single", {}, DORA),
     "dora-single": ("nf4", "single", {}, [*DORA, *NF4]),
     "dora-fsdp2": ("nf4", "fsdp2_cpu", {}, [*DORA, *NF4]),
+    "moe-plain": ("moe", "single", {}, EXPERTS),
+    "moe-single": ("moe", "single", {}, [*EXPERTS, *NF4]),
+    "moe-ddp-packed": ("moe", "ddp_cpu", {}, [*EXPERTS, *NF4, *PACKED]),
+    "moe-fsdp2-checkpointing": (
+        "moe",
+        "fsdp2_cpu",
+        CHECKPOINTING,
+        [*EXPERTS, *NF4, "--export.merge", "true"],
+    ),  # each expert is cut by rows
+    "moe-fsdp2-on-3": ("moe", "fsdp2_cpu", {"num_processes": 3}, [*EXPERTS, *NF4, "--train.micro_batch_size_rows", "1"]),
     "t5-plain": ("t5", "single", {}, []),
     "t5-fsdp2": ("t5", "fsdp2_cpu", {}, NF4),
 }
@@ -76,22 +87,24 @@ def build_models(parent: Path) -> None:
     from toolkit.models.quantized import dequantize, find_scales, quantize
 
     sizes = {"vocab_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    qwen = transformers.Qwen3Config(
-        **sizes, hidden_size=64, intermediate_size=128, num_key_value_heads=1, head_dim=32, max_position_embeddings=256
-    )
+    sizes_of_qwen = {"hidden_size": 64, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256}
+    qwen = transformers.Qwen3Config(**sizes, **sizes_of_qwen, intermediate_size=128)
+    moe = transformers.Qwen3MoeConfig(**sizes, **sizes_of_qwen, moe_intermediate_size=64, num_experts=3, num_experts_per_tok=2)
     t5 = transformers.T5Config(
         vocab_size=256, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu",
         decoder_start_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
-    for name, config in {"llm": qwen, "t5": t5}.items():
+    for name, config in {"llm": qwen, "moe": moe, "t5": t5}.items():
         torch.manual_seed(0)
-        model: Any = transformers.AutoModelForCausalLM if name == "llm" else transformers.AutoModelForSeq2SeqLM
+        model: Any = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
         model.from_config(config, dtype=torch.float32).save_pretrained(parent / name)
         for kind in ("nf4", "int8"):
             model.from_pretrained(parent / name).save_pretrained(parent / f"{name}-{kind}")
             tensors = load_file(parent / f"{name}-{kind}" / "model.safetensors")
             for key, weight in tensors.items():
-                if weight.ndim == 2 and not any(end in key for end in ("embed", "shared", "lm_head", "relative_attention_bias")):
+                if weight.ndim == 2 and not any(
+                    end in key for end in ("embed", "shared", "lm_head", "relative_attention_bias", "mlp.gate.")
+                ):
                     tensors[key] = dequantize(quantize(weight, kind), find_scales(weight))
             save_file(tensors, parent / f"{name}-{kind}" / "model.safetensors", metadata={"format": "pt"})
         for place in (name, f"{name}-nf4", f"{name}-int8"):
@@ -104,7 +117,8 @@ def finished(folder: Path) -> dict[str, Finished]:
     runs: dict[str, dict[str, dict[str, Any]]] = {"llm": {}, "t5": {}}
     for name, (kind, preset, overrides, flags) in RUNS.items():
         recipe = "t5" if kind == "t5" else "llm"
-        model = f"{recipe}-{'nf4' if kind == 't5' else kind}" if name.endswith(PLAIN) else recipe
+        base = kind if kind in ("t5", "moe") else "llm"
+        model = f"{base}-{'int8' if kind == 'int8' else 'nf4'}" if name.endswith(PLAIN) else base
         always = ["--model.name_or_path", str(folder / "models" / model), "--adapter.method", "lora", "--adapter.rank", "4"]
         if recipe == "llm":
             always += ["--data.packing", "false", "--data.bucket_by_length", "false", "--data.max_length_tokens", "64"]

@@ -14,7 +14,7 @@ import yaml
 from benchmarks.presets.page import preset_header
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
-from tests.support.model_folders import CAUSAL_FAMILIES, make_rows, save_jsonl, save_wikihow_csv
+from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES, make_rows, save_jsonl, save_wikihow_csv
 from tests.support.rank import ALL_CHARTS
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, RECIPES, Workbench
@@ -52,6 +52,7 @@ RUN_CONFIGS = [
     "llm_functions",
     "llm_chat_lora",
     "llm_chat_qlora",
+    "llm_moe_lora",
     "llm_100b",
     "mnist_digits",
 ]
@@ -145,6 +146,15 @@ def test_chat_config_trains_an_adapter_on_chats(llm_workbench: Workbench, tmp_pa
     check_whole_run(llm_workbench, exports="adapter_model.safetensors")
 
 
+def test_moe_config_trains_an_adapter_on_attention_and_experts(llm_workbench: Workbench, tmp_path: Path) -> None:
+    printed = run_on_chats(llm_workbench, tmp_path, "llm_moe_lora", train__num_epochs=None, family="qwen3_moe")
+    adapted = "k_proj, o_proj, q_proj, v_proj, experts.down_proj, experts.gate_up_proj"
+    (line,) = (line for line in printed.splitlines() if line.startswith("adapter     on "))
+    names, rest = line.removeprefix("adapter     on ").split("; ")
+    assert sorted(names.split(", ")) == sorted(adapted.split(", ")) and rest == "not on routers"
+    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
+
+
 def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_path: Path) -> None:
     preset = {"preset": "fsdp2_100b", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_100b"]}
     by_rows = {"train__global_batch_size_tokens": None, "train__num_epochs": None}
@@ -153,10 +163,10 @@ def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_p
     check_whole_run(llm_workbench, generates=False)
 
 
-def run_on_chats(workbench: Workbench, folder: Path, config: str, **changes: Any) -> str:
+def run_on_chats(workbench: Workbench, folder: Path, config: str, family: str = "llama", **changes: Any) -> str:
     """A run of a config on chats and a model that knows them; returns what it printed."""
     model = folder / "chat-model"
-    run_on_ranks(build_chat_model, preset="single", overrides=FP32, args=(model,))
+    run_on_ranks(build_chat_model, preset="single", overrides=FP32, args=(model, family))
     turns = [(row["source"], row["target"]) for row in make_rows(60)]
     chats = [{"messages": say(question[:60], answer, question[:20], answer)} for question, answer in turns]
     return workbench.run(
@@ -191,13 +201,14 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
     assert "Linear fc1" in page and ">Accuracy</h3>" in page and "no evaluation has generated texts" in page
 
 
-def build_chat_model(folder: Path) -> None:
-    """A tiny Llama whose tokenizer has a chat template; on one process."""
+def build_chat_model(folder: Path, family: str) -> None:
+    """A tiny model whose tokenizer has a chat template; on one process."""
     import transformers
 
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
-    config = transformers.LlamaConfig(**CAUSAL_FAMILIES["llama"][1], vocab_size=len(tokenizer))
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    class_name, settings = {**CAUSAL_FAMILIES, **MIXTURES}[family]
+    config = getattr(transformers, class_name)(**settings, vocab_size=len(tokenizer))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

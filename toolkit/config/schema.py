@@ -93,13 +93,16 @@ class AdapterConfig:
     dropout: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
     """Dropout rate on the adapter's input."""
     target_modules: list[str] | str = "all-linear"
-    """Name suffixes of the modules to adapt, as in `[q_proj, v_proj]`. `all-linear` means all linear modules except the head."""
+    """Name suffixes of the modules to adapt, as in `[q_proj, v_proj]`. `all-linear` means all linear modules except the head
+    and, in a mixture of experts, experts and routers."""
+    experts: bool = False
+    """Also adapt the experts of a mixture, each with matrices of its own. For experts alone, set `target_modules` to `[]`."""
     modules_to_save: list[str] = field(default_factory=list)
     """Name suffixes of modules to train fully, as in `[embed_tokens]`, and to save with the adapter."""
     name_or_path: str | None = None
     """An existing adapter (folder or hub id) to continue training. It brings its own rank, alpha and modules."""
     base_dtype: Literal["nf4", "int8"] | None = None
-    """Quantize the linear layers that are adapted while they are read from their files, in blocks of 64: `nf4` (QLoRA) takes 0.56
+    """Quantize adapted linear layers and experts, in blocks of 64, while they are read from their files: `nf4` (QLoRA) takes 0.56
     bytes a weight, `int8` 1.06. By default the base stays as `model.frozen_dtype` says."""
 
 

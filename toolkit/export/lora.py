@@ -39,6 +39,7 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
     lora.modules_to_save = sorted({*(lora.modules_to_save or ()), *(getattr(lora, "modules_to_tie", None) or ())}) or None
     if not isinstance(lora.target_modules, str):
         lora.target_modules = sorted(lora.target_modules)
+    lora.target_parameters = sorted(lora.target_parameters or ()) or None
     lora.save_pretrained(str(folder))
     # Clones, because safetensors refuses tensors that share memory, and peft stores a tied weight under all its names.
     stored = {stored: weights[name].clone().contiguous() for stored, name in file_names(skeleton).items()}
@@ -99,7 +100,7 @@ class Merge:
             if isinstance(module, AuxiliaryTrainingWrapper):
                 saved = getattr(module, "modules_to_save", None)
                 model.set_submodule(name, saved["default"] if saved else module.token_adapter.base_layer)
-            elif isinstance(module, BaseTunerLayer) and not name.endswith(".token_adapter"):
+            elif isinstance(module, BaseTunerLayer) and not name.endswith((".token_adapter", ".base_layer")):
                 model.set_submodule(name, module.get_base_layer())
         self._merged_names = {names[id(parameter)]: name for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
@@ -119,13 +120,16 @@ class Merge:
         if name not in self._merged_names:
             return None
         weight = weight.to("cpu")
-        layer_name, is_adapted, _ = name.partition(".base_layer.weight")
-        if is_adapted:
-            layer: Any = copy.deepcopy(self._skeleton.get_submodule(layer_name))
-            own = {name: self._adapter.get(f"{layer_name}.{name}", parameter) for name, parameter in layer.named_parameters()}
-            assign_parameters(layer, {**own, "base_layer.weight": weight.to(torch.float32, copy=True)})
-            layer.merge()
-            weight = layer.get_base_layer().weight
+        layer_name, _, held = name.rpartition(".")
+        while layer_name.endswith(".base_layer"):  # adapters of the weights of one layer's experts are nested
+            layer_name = layer_name.removesuffix(".base_layer")
+            layer: Any = self._skeleton.get_submodule(layer_name)
+            if getattr(layer, "parameter_name", "weight") == held:
+                layer = copy.deepcopy(layer)
+                own = {name: self._adapter.get(f"{layer_name}.{name}", parameter) for name, parameter in layer.named_parameters()}
+                assign_parameters(layer, {**own, name.removeprefix(f"{layer_name}."): weight.to(torch.float32, copy=True)})
+                layer.merge()
+                weight = getattr(layer.get_base_layer(), held)
         return self._merged_names[name], weight
 
 

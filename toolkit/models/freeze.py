@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.models.quantized import QuantizedLinear
+from toolkit.models.quantized import QuantizedWeight
 
 
 def aliases(model: nn.Module) -> dict[int, list[str]]:
@@ -63,7 +63,7 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if in_fp32 else dtype)
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedWeight):
             module.dtype = dtype
 
 

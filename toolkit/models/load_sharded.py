@@ -24,7 +24,7 @@ from toolkit.models.freeze import aliases
 from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row, without_new_head
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
-from toolkit.models.quantized import QuantizedLinear, dequantize, find_scales, quantize
+from toolkit.models.quantized import QuantizedLinear, QuantizedWeight, dequantize, find_scales, quantize, weight_name
 from toolkit.models.safetensors_index import (
     Match,
     WeightFiles,
@@ -122,10 +122,10 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
         own = base_name(name)
         layer_name, _, held = name.rpartition(".")
         layer = model.get_submodule(layer_name)
-        if own is not None and isinstance(layer, QuantizedLinear) and held != "bias":
+        if own is not None and isinstance(layer, QuantizedWeight) and held != "bias":
             make = find_scales if held == "scales" else partial(quantize, kind=layer.kind)
             sources[name] = _by_rows(weights[own], parameter.shape, make)
-            sources[f"{layer_name}.weight"] = weights[own]  # hashed too: an export names the base by it
+            sources[weight_name(name)] = weights[own]  # hashed too: an export names the base by it
         elif own is not None:
             sources[name] = weights[own]
         elif folder is not None:
@@ -242,6 +242,10 @@ def _by_rows(weight: Source, shape: tuple[int, ...], make: Callable[[torch.Tenso
 
     def read(box: Box) -> torch.Tensor:
         rows, *rest = box
+        if len(weight.shape) > 2:  # of experts, one at a time
+            own_rows, *rest = rest
+            boxes: list[Box] = [(slice(n, n + 1), own_rows, slice(0, weight.shape[2])) for n in range(rows.start, rows.stop)]
+            return torch.cat([make(weight.read(box)) for box in boxes])[(slice(None), slice(None), *rest)]
         size = (rows.stop - rows.start, weight.shape[1])
         boxes = [(slice(rows.start + part.start, rows.start + part.stop), columns) for part, columns in pieces(size)]
         return torch.cat([make(weight.read(box)) for box in boxes])[(slice(None), *rest)]

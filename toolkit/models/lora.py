@@ -42,6 +42,9 @@ def check_adapter_config(config: Any) -> None:
                 f"adapter.base_dtype is {adapter.base_dtype}, but adapter.method is none: weights that train are not quantized"
             )
         return
+    if adapter.experts and (adapter.method == "dora" or adapter.dropout):
+        given = f"adapter.dropout {adapter.dropout}" if adapter.dropout else "adapter.method dora"
+        raise UserError(f"adapter.experts is true, and peft has no {given} for experts: set dropout 0, lora or rslora")
     if model.from_scratch:
         raise UserError(
             f"adapter.method is {adapter.method} and model.from_scratch true: an adapter needs a base with trained weights, "
@@ -76,6 +79,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     from peft import inject_adapter_in_model
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
+    from toolkit.models.expert_adapters import compute_beside  # imports peft
+
     # peft's config: the existing adapter's, or a new one.
     folder = find_adapter(config.name_or_path) if config.name_or_path else None
     what = f"adapter.name_or_path {config.name_or_path}" if folder else "the adapter"
@@ -104,6 +109,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
                 reason = reason.replace(str(lora.target_modules), ", ".join(sorted(lora.target_modules)))
             raise UserError(f"{what} does not fit {base.name_or_path}: {reason}") from None
     _check_ties(model, what)
+    compute_beside(model, what)
     for module in model.modules():
         if isinstance(module, TrainableTokensLayer):
             module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
@@ -143,16 +149,27 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
     """peft's config of a new adapter."""
     from peft import LoraConfig
 
+    from toolkit.models.expert_adapters import WEIGHTS, choose_linears, find_experts, taken_for_experts
+
     modules_to_save, is_tied = _modules_to_save(model, config.modules_to_save)
     targets: list[str] | str = config.target_modules
-    if targets != ALL_LINEAR:
+    if targets == ALL_LINEAR:
+        targets = choose_linears(model) or targets
+    else:
         targets = [targets] if isinstance(targets, str) else targets
         _check_targets(model, targets, modules_to_save)
+        if taken := taken_for_experts(model, targets):
+            raise UserError(
+                f"adapter.target_modules {min(taken)} is what peft takes for experts or routers in a {model.config.model_type}, "
+                "also where dense layers have the name: leave it out, and set adapter.experts true to adapt experts"
+            )
+    holders = {name.rpartition(".")[2] for name in find_experts(model)} if config.experts else set()
     return LoraConfig(
         r=config.rank,
         lora_alpha=int(config.alpha) if float(config.alpha).is_integer() else config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets,
+        target_parameters=sorted(f"{holder}.{weight}" for holder in holders for weight in WEIGHTS) or None,
         modules_to_save=modules_to_save or None,
         use_rslora=config.method == "rslora",
         use_dora=config.method == "dora",

@@ -34,6 +34,7 @@ from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
 from toolkit.models.freeze import hash_tensor
+from toolkit.models.quantized import weight_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -44,8 +45,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE, BASE_HASHES = "base.json", "bf16_sha256"
 
 _TAKEN_OVER = (
-    "r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "use_rslora", "use_dora", "rank_pattern",
-    "alpha_pattern", "layers_to_transform", "layers_pattern", "ensure_weight_tying", "trainable_token_indices",
+    "r", "lora_alpha", "target_modules", "target_parameters", "exclude_modules", "modules_to_save", "use_rslora", "use_dora",
+    "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "ensure_weight_tying", "trainable_token_indices",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -142,8 +143,7 @@ def base_name(name: str) -> str | None:
     parameters."""
     if re.search(r"\.(lora_\w+|modules_to_save|trainable_tokens_delta)\.default(\.|$)", name):
         return None
-    name = re.sub(r"\.base_layer\.(codes|scales)$", ".weight", name)
-    return re.sub(r"\.((token_adapter\.)?base_layer|original_module)\.", ".", name)
+    return re.sub(r"\.((token_adapter\.|base_layer\.)?base_layer|original_module)\.", ".", weight_name(name))
 
 
 def hash_base(model: nn.Module) -> dict[str, str]:

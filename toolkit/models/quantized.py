@@ -1,4 +1,4 @@
-"""Quantized bases: frozen linear layers that hold codes and scales in the place of a weight.
+"""Quantized bases: frozen linear layers, and experts, that hold codes and scales in the place of a weight.
 
 Codes and scales are plain parameters, so that FSDP2 shards and gathers them as they are. A block of 64 inputs of an output has
 one scale, its largest element: no block crosses a shard of rows. The backward dequantizes again, and keeps no weight for it.
@@ -9,6 +9,7 @@ of bitsandbytes 0.50.2, bit for bit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
+from toolkit.private import private
 
 BLOCK_SIZE = 64
 """Inputs that share a scale."""
@@ -35,28 +37,30 @@ WEIGHTS_AT_ONCE = 2**24
 
 
 def quantize(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """The codes of a weight (outputs, inputs): `nf4`'s uint8 (outputs, inputs / 2), `int8`'s int8 (outputs, inputs)."""
+    """The codes of a weight (…, outputs, inputs): `nf4`'s uint8 (…, outputs, inputs / 2), `int8`'s int8 (…, outputs, inputs)."""
     largest = find_scales(weight).view(torch.float32)
-    shares = weight.float().unflatten(1, (-1, BLOCK_SIZE)) * (1.0 / largest.clamp(min=1e-38)).unsqueeze(2)
-    shares = shares.clamp_(-1, 1).flatten(1)
+    shares = weight.float().unflatten(-1, (-1, BLOCK_SIZE)) * (1.0 / largest.clamp(min=1e-38)).unsqueeze(-1)
+    shares = shares.clamp_(-1, 1).flatten(-2)
     if kind == "int8":
         return shares.mul_(INT8_LARGEST).round_().to(torch.int8)
     nearest = torch.zeros_like(shares, dtype=torch.uint8)
     for bound in ((NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2).tolist():  # faster than `bucketize`
         nearest += shares > bound
-    return nearest[:, ::2] << 4 | nearest[:, 1::2]
+    return nearest[..., ::2] << 4 | nearest[..., 1::2]
 
 
 def find_scales(weight: torch.Tensor) -> torch.Tensor:
-    """The scales of a weight (outputs, inputs), in fp32, as bytes (outputs, inputs / 16): uint8, because a mixed-precision policy
-    would round fp32 parameters when it gathers them."""
-    return weight.float().unflatten(1, (-1, BLOCK_SIZE)).abs().amax(dim=2).view(torch.uint8)
+    """The scales of a weight (…, outputs, inputs), in fp32, as bytes (…, outputs, inputs / 16): uint8, because a mixed-precision
+    policy would round fp32 parameters when it gathers them."""
+    return weight.float().unflatten(-1, (-1, BLOCK_SIZE)).abs().amax(dim=-1).view(torch.uint8)
 
 
 def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32, pairs: torch.Tensor = NF4_PAIRS
 ) -> torch.Tensor:
-    """The weight (outputs, inputs) that codes and scales stand for, computed in fp32. `pairs` is `NF4_PAIRS`, on any device."""
+    """The weight (…, outputs, inputs) of codes and scales, computed in fp32. `pairs` is `NF4_PAIRS`, on any device."""
+    if codes.ndim > 2:
+        return dequantize(codes.flatten(0, -2), scales.flatten(0, -2), dtype, pairs).unflatten(0, codes.shape[:-1])
     num_rows, num_columns = len(codes), scales.shape[1] // 4 * BLOCK_SIZE
     weight = torch.empty(num_rows, num_columns, dtype=dtype, device=codes.device)
     if codes.is_meta:
@@ -73,58 +77,73 @@ def dequantize(
     return weight
 
 
-class QuantizedLinear(nn.Linear):
-    """A frozen linear layer whose `weight` is dequantized whenever it is read; peft takes it for the plain layer that it was."""
+class QuantizedWeight(nn.Module):
+    """A frozen weight (…, outputs, inputs), dequantized whenever it is read: in the place of a parameter, that of experts."""
 
-    def __init__(self, linear: nn.Linear, kind: str) -> None:
-        """`linear` is on the meta device; `kind` is `nf4` or `int8`."""
+    def __init__(self, weight: torch.Tensor, kind: str) -> None:
+        """`weight` is on the meta device; `kind` is `nf4` or `int8`."""
         nn.Module.__init__(self)
-        self.kind = kind
-        self.out_features, self.in_features = linear.weight.shape
+        self.kind, self.shape = kind, weight.shape
 
         def frozen(num_columns: int, dtype: torch.dtype) -> nn.Parameter:
-            empty = torch.empty(self.out_features, num_columns, dtype=dtype, device="meta")
+            empty = torch.empty(*weight.shape[:-1], num_columns, dtype=dtype, device="meta")
             return nn.Parameter(empty, requires_grad=False)
 
-        self.codes = frozen(self.in_features // 2, torch.uint8) if kind == "nf4" else frozen(self.in_features, torch.int8)
-        self.scales = frozen(self.in_features // BLOCK_SIZE * 4, torch.uint8)
-        self.bias = linear.bias
+        num_inputs = weight.shape[-1]
+        self.codes = frozen(num_inputs // 2, torch.uint8) if kind == "nf4" else frozen(num_inputs, torch.int8)
+        self.scales = frozen(num_inputs // BLOCK_SIZE * 4, torch.uint8)
         self.pairs: torch.Tensor
         self.register_buffer("pairs", NF4_PAIRS.clone(), persistent=False)
-        self.dtype = linear.weight.dtype  # of `weight`: a plain frozen layer's
+        self.dtype = weight.dtype  # of `weight`: a plain frozen layer's
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
+    def weight(self) -> torch.Tensor:
         """The dequantized weight; changes to it are lost. Of a shard it has no values: T5 asks for its dtype."""
         if isinstance(self.codes, DTensor):
-            return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
         return dequantize(self.codes, self.scales, self.dtype, self.pairs)
+
+    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None = None, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """`inputs` (…, inputs) → (…, outputs), with `ends` of the groups for each expert, which follow one another."""
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        bias = None if bias is None else bias.to(dtype)
+        return _Product.apply(inputs.to(dtype), self.codes, self.scales, bias, self.pairs, ends)
+
+
+class QuantizedLinear(QuantizedWeight, nn.Linear):  # type: ignore[override]
+    """A frozen linear layer; peft takes it for the plain layer that it was."""
+
+    def __init__(self, linear: nn.Linear, kind: str) -> None:
+        super().__init__(linear.weight, kind)
+        self.out_features, self.in_features = linear.weight.shape
+        self.bias = linear.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """`inputs` (…, inputs) → (…, outputs)."""
-        device = inputs.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return _Product.apply(inputs.to(dtype), self.codes, self.scales, bias, self.pairs)
+        return self.product(inputs, self.bias)
 
 
 class _Product(torch.autograd.Function):
-    """`F.linear`, which keeps codes for the backward in the place of a weight."""
+    """`F.linear`, or a grouped product, which keeps codes for the backward in the place of a weight."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, codes: Any, scales: Any, bias: Any, pairs: Any) -> torch.Tensor:
-        ctx.save_for_backward(codes, scales, pairs)
-        return F.linear(inputs, dequantize(codes, scales, inputs.dtype, pairs), bias)
+    def forward(ctx: Any, inputs: torch.Tensor, codes: Any, scales: Any, bias: Any, pairs: Any, ends: Any) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales, pairs, ends)
+        weight = dequantize(codes, scales, inputs.dtype, pairs)
+        return F.linear(inputs, weight, bias) if ends is None else private("_grouped_linear")(inputs, weight, ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        codes, scales, pairs = ctx.saved_tensors
-        return gradient @ dequantize(codes, scales, gradient.dtype, pairs), None, None, None, None
+        codes, scales, pairs, ends = ctx.saved_tensors
+        weight = dequantize(codes, scales, gradient.dtype, pairs)
+        back = gradient @ weight if ends is None else private("_grouped_linear")(gradient, weight, ends, is_transposed=True)
+        return back, None, None, None, None, None
 
 
 def quantize_layers(model: nn.Module, kind: str) -> None:
-    """Replace the base of each adapted linear layer of a model on the meta device, in place. The output head stays, and layers
-    whose number of inputs `BLOCK_SIZE` does not divide.
+    """Replace the base of each adapted linear layer of a model on the meta device, and the adapted weights of experts, in place.
+    The output head stays, and what has a number of inputs that `BLOCK_SIZE` does not divide, or inputs before outputs.
 
     Raises:
         UserError: none is left.
@@ -132,29 +151,44 @@ def quantize_layers(model: nn.Module, kind: str) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     adapted: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
     chosen = [module for module in adapted if module is not head and module.base_layer.in_features % BLOCK_SIZE == 0]
-    if not chosen:
+    wrappers: Any = [module for module in model.modules() if hasattr(module, "parameter_name")]
+    experts = [(m.get_base_layer(), m.parameter_name) for m in wrappers if not m.get_base_layer().is_transposed]
+    experts = [(holder, held) for holder, held in experts if getattr(holder, held).shape[-1] % BLOCK_SIZE == 0]
+    if not chosen and not experts:
         raise UserError(
             f"adapter.base_dtype is {kind}, but none of the {len(adapted)} linear layers that the adapter takes, without the "
             f"head, has a number of inputs that {BLOCK_SIZE} divides: leave it out"
         )
     for module in chosen:
         module.base_layer = QuantizedLinear(module.base_layer, kind)
+    for holder, held in experts:
+        weight = getattr(holder, held)
+        delattr(holder, held)
+        setattr(holder, held, QuantizedWeight(weight, kind))
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether the model has a quantized layer."""
-    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+    return any(isinstance(module, QuantizedWeight) for module in model.modules())
 
 
 def dequantize_layers(model: nn.Module) -> None:
-    """Put plain linear layers on the meta device into the places of quantized ones."""
+    """Put plain linear layers and weights on the meta device into the places of quantized ones."""
     for module in list(model.modules()):
-        base: Any = getattr(module, "base_layer", None)
-        if not isinstance(base, QuantizedLinear):
-            continue
-        plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta", dtype=base.dtype).requires_grad_(False)
-        plain.bias = base.bias
-        module.base_layer = plain
+        for name, held in list(module.named_children()):
+            if not isinstance(held, QuantizedWeight):
+                continue
+            plain: Any = nn.Parameter(torch.empty(held.shape, dtype=held.dtype, device="meta"), requires_grad=False)
+            if isinstance(held, QuantizedLinear):
+                linear = nn.Linear(held.in_features, held.out_features, bias=False, device="meta")
+                linear.weight, linear.bias, plain = plain, held.bias, linear
+            delattr(module, name)
+            setattr(module, name, plain)
+
+
+def weight_name(name: str) -> str:
+    """The name of the weight that codes or scales of this name stand for; another name as it is."""
+    return re.sub(r"(\.base_layer)?\.(codes|scales)$", lambda match: ".base_layer.weight" if match[1] else "", name)
 
 
 def dequantized(named: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -163,12 +197,12 @@ def dequantized(named: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> 
     for name, tensor in named:
         layer_name, _, held = name.rpartition(".")
         layer = model.get_submodule(layer_name)
-        if not isinstance(layer, QuantizedLinear) or held == "bias":
+        if not isinstance(layer, QuantizedWeight) or held == "bias":
             yield name, tensor
         elif held == "codes":
             codes = tensor
         else:
-            yield f"{layer_name}.weight", dequantize(codes, tensor, layer.dtype)
+            yield weight_name(name), dequantize(codes, tensor, layer.dtype)
 
 
 def num_weights(name: str, parameter: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from toolkit.distributed.comm import rank, world_size
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
 from toolkit.launch.environment import checkpoints_activations
+from toolkit.models.experts import expert_counts
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import BLOCK_SIZE
@@ -35,6 +36,7 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
         return
     described = {
         "model": _describe_model(run),
+        "adapter": _describe_adapter(run),
         "base": _describe_base(run),
         "shards": describe(run.sharded.units),
         "data": _describe_data(run, rows),
@@ -58,6 +60,15 @@ def _describe_model(run: Run) -> str:
     adapter = config.adapter
     how = f" ({adapter.method} {adapter.name_or_path or f'of rank {adapter.rank}'})" if is_enabled(adapter) else ""
     return f"{config.model.name_or_path} ({name}): {num_parameters:,} parameters, {share} trainable{how}"
+
+
+def _describe_adapter(run: Run) -> str:
+    """Of a mixture of experts; in other models `adapter.target_modules` says it."""
+    model = run.sharded.skeleton
+    named = {name: getattr(module, "parameter_name", "") for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    ends = dict.fromkeys(f"{name.replace('.base_layer', '').rpartition('.')[2]}.{own}".rstrip(".") for name, own in named.items())
+    what = f"on {', '.join(ends)}; " + ("not on routers" if any(named.values()) else "not on experts and routers")
+    return what if named and expert_counts(model) else ""
 
 
 def _describe_base(run: Run) -> str:

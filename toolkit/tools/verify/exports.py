@@ -22,7 +22,8 @@ from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.load import build_on_meta, fastest_attention, from_files
 from toolkit.models.lora import is_enabled
-from toolkit.models.quantized import dequantize, find_scales, quantize
+from toolkit.models.lora_files import base_name
+from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
 from toolkit.tools.verify.records import Proof, Tensors, exact, largest, load_about, load_tensors, named, relative, within
 from toolkit.tools.verify.runs import GENERATION, WatchedRun
 
@@ -100,7 +101,7 @@ def _quantize(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[
     """Quantize in place the layers of a plain model that have codes among `names`; returns codes and scales by name."""
     coded: dict[str, torch.Tensor] = {}
     for layer_name in [name.removesuffix(".codes") for name in names if kind and name.endswith(".codes")]:
-        weight = model.get_parameter(f"{layer_name}.weight")
+        weight = model.get_parameter(weight_name(f"{layer_name}.codes"))
         codes, scales = quantize(weight.data, str(kind)), find_scales(weight.data)
         weight.data = dequantize(codes, scales)
         coded |= {f"{layer_name}.codes": codes, f"{layer_name}.scales": scales}
@@ -142,10 +143,15 @@ def _compare_scale(run: WatchedRun, config: AdapterConfig, adapted: Any, merged:
         module, is_a, _ = name.partition(".lora_A.")
         if not is_a:
             continue
-        base = adapted.get_submodule(f"base_model.model.{module}").base_layer
-        added = (merged.get_parameter(f"{module}.weight").double() - base.weight.double()).detach().numpy()
-        product = trained[name.replace(".lora_A.", ".lora_B.")].astype(np.float64) @ a.astype(np.float64) * scale
-        product = product.T if isinstance(base, Conv1D) else product
+        layer = adapted.get_submodule(f"base_model.model.{module}")
+        base, held = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")  # of experts, or of a layer
+        own: Any = base_name(f"{module}.base_layer.{held}")
+        added = (merged.get_parameter(own).double() - getattr(base, held).double()).detach().numpy()
+        a_ERI = a.astype(np.float64).reshape(getattr(layer, "num_experts", 1), -1, a.shape[1])
+        b_ORE = trained[name.replace(".lora_A.", ".lora_B.")].reshape(-1, a_ERI.shape[1], len(a_ERI))
+        product = np.einsum("ore,eri->eoi", b_ORE, a_ERI) * scale
+        is_transposed = isinstance(base, Conv1D) or getattr(base, "is_transposed", False)
+        product = (product.swapaxes(1, 2) if is_transposed else product).reshape(added.shape)
         detail = f"what the adapter adds to {module} is not what alpha and rank say"
         differences.append((relative(added - product, product), detail))
     title = f"{run.title}: merged less base is {scale:g} B A, {len(differences)} layers"

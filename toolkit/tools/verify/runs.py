@@ -221,7 +221,7 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
     """
     config = box.config
     micro = min(micro, config.train.micro_batch_size_rows)
-    has_adapter = config.adapter.method != "none"
+    has_adapter, own_dropout = config.adapter.method != "none", 0.0 if config.adapter.experts else dropout
     # A prompt of the maximum length would leave no position for generated tokens.
     room = (box.num_positions or math.inf) - GENERATION["eval.max_new_tokens"]
     is_cut = getattr(config.data, "max_length_tokens", 0) > room
@@ -229,7 +229,7 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
         **({"data.max_length_tokens": room} if is_cut else {}),
         "model.dropout": dropout,
         "model.frozen_dtype": "float32",
-        **({"adapter.dropout": dropout, "export.merge": True, "export.merge_into": "dequantized"} if has_adapter else {}),
+        **({"adapter.dropout": own_dropout, "export.merge": True, "export.merge_into": "dequantized"} if has_adapter else {}),
         "train.max_steps": NUM_STEPS,
         "train.num_epochs": None,
         "train.global_batch_size_rows": rows,
