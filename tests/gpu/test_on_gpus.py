@@ -70,6 +70,22 @@ def check_update_left_out(device: torch.device) -> None:
     assert not any(torch.equal(before, after) for before, after in zip(left_out, again, strict=True))
 
 
+@needs_gpus(1)
+def test_nf4_is_dequantized_as_on_a_cpu() -> None:
+    """By bitsandbytes' kernel, if it is installed."""
+    check_dequantized(torch.device("cuda", 0))
+
+
+def check_dequantized(device: torch.device) -> None:
+    from toolkit.models.quantized import choose_kernel, dequantize, find_scales, quantize
+
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 96).unsqueeze(1)
+    codes, scales = quantize(weight, "nf4"), find_scales(weight)
+    choose_kernel(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(dequantize(codes.to(device), scales.to(device), dtype).cpu(), dequantize(codes, scales, dtype))
+
+
 @needs_gpus(2)
 @pytest.mark.parametrize("preset", ["ddp", "fsdp2_full_shard", "fsdp2_offload"])
 def test_gradients_go_over_nccl_and_decisions_over_gloo(preset: str) -> None:

@@ -10,7 +10,7 @@ of bitsandbytes 0.50.2, bit for bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ NF4_PAIRS = torch.cartesian_prod(NF4_VALUES, NF4_VALUES).view(torch.int64).flatt
 """Both fp32 values of a byte of codes, as one integer, because one look-up is several times as fast as two."""
 WEIGHTS_AT_ONCE = 2**24
 """Most weights that are dequantized at once, because of the fp32 copy."""
+KERNEL_DEVICE = "cuda"
+_kernels: dict[str, Callable[..., torch.Tensor]] = {}
+"""What dequantizes NF4 in place of torch's operations, by the type of its device: `choose_kernel`'s."""
 
 
 def quantize(weight: torch.Tensor, kind: str) -> torch.Tensor:
@@ -62,6 +65,8 @@ def dequantize(
     if codes.ndim > 2:
         return dequantize(codes.flatten(0, -2), scales.flatten(0, -2), dtype, pairs).unflatten(0, codes.shape[:-1])
     num_rows, num_columns = len(codes), scales.shape[1] // 4 * BLOCK_SIZE
+    if codes.dtype == torch.uint8 and (kernel := _kernels.get(codes.device.type)):
+        return kernel(codes, scales.view(torch.float32).flatten(), BLOCK_SIZE, "nf4", [num_rows, num_columns], dtype)
     weight = torch.empty(num_rows, num_columns, dtype=dtype, device=codes.device)
     if codes.is_meta:
         return weight
@@ -75,6 +80,27 @@ def dequantize(
             values = pairs.to(codes.device).index_select(0, codes[rows].flatten().int()).view(torch.float32)
         weight[rows] = values.view(-1, BLOCK_SIZE).mul_(largest).view(-1, num_columns)
     return weight
+
+
+def choose_kernel(device: torch.device) -> str:
+    """Choose what dequantizes NF4 on a device, and name it: on a GPU bitsandbytes' kernel, which holds no fp32 copy, if it is
+    installed and gives the same values, bit for bit; otherwise torch."""
+    if device.type != KERNEL_DEVICE:
+        return "torch"
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(4, 64)
+    scales = (torch.arange(1.0, 9.0, device=device) / 7).view(4, 2).view(torch.uint8)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    expected = [dequantize(codes, scales, dtype) for dtype in dtypes]
+    try:
+        import bitsandbytes
+
+        _kernels[device.type] = torch.ops.bitsandbytes.dequantize_4bit
+        if not all(map(torch.equal, expected, (dequantize(codes, scales, dtype) for dtype in dtypes))):
+            raise RuntimeError(f"bitsandbytes {bitsandbytes.__version__} has other values")
+        return f"bitsandbytes {bitsandbytes.__version__}"
+    except (ImportError, AttributeError, RuntimeError) as error:
+        _kernels.clear()
+        return f"torch ({error})"
 
 
 class QuantizedWeight(nn.Module):

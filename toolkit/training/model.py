@@ -28,6 +28,7 @@ from toolkit.models.experts import check_experts, check_routers
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled
+from toolkit.models.quantized import choose_kernel
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
 from toolkit.optimizers import check_sharding, state_bytes
@@ -93,6 +94,8 @@ def build_model(
     Raises:
         UserError: the weights do not load, or the model cannot be trained or evaluated as the config says; on every rank.
     """
+    if config.adapter.base_dtype == "nf4":
+        logger.info(f"nf4 is dequantized by {choose_kernel(context.accelerator.device)}")
     # Under FSDP2, `sources` says where each rank reads its shards.
     model, sources = load_model(config, context, model_config, skeleton)
     start_generation(model, rows.tokenizer, evaluation.collator)

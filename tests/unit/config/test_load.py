@@ -316,6 +316,8 @@ def test_flags_that_are_no_flags() -> None:
     reason = "it gathers every weight in full, and cannot skip an update on the device"
     assert refusal("--optim", "muon") == f"--optim is muon: {reason}, as in --optim.name VALUE"
     assert refusal("--optim.name", "muon") == f"--optim.name is muon ({reason}): give adamw, adamw_8bit, adafactor or lion"
+    reason = "moments in bf16 are not the same on another number of ranks; write optim.name: adamw_8bit"
+    assert refusal("--optim.state_dtype", "bfloat16") == f"unknown flag --optim.state_dtype: {reason}"
     assert refusal("--optim", "mine") == "--optim is mine: optim.name names the optimizer, as in --optim.name VALUE"
     assert refusal("--optim", "{lrr: 3}") == "unknown key optim.lrr: did you mean optim.lr?"
 

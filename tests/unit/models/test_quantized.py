@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,15 @@ from toolkit.models.freeze import cast_frozen
 from toolkit.models.load_sharded import _by_rows
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import base_name
-from toolkit.models.quantized import NF4_VALUES, QuantizedLinear, dequantize, find_scales, num_weights, quantize
+from toolkit.models.quantized import (
+    NF4_VALUES,
+    QuantizedLinear,
+    choose_kernel,
+    dequantize,
+    find_scales,
+    num_weights,
+    quantize,
+)
 from toolkit.models.shard_reader import Source
 
 KINDS = ("nf4", "int8")
@@ -38,6 +48,42 @@ def test_nf4_is_that_of_bitsandbytes_bit_for_bit() -> None:
     assert as_hex(scales) == golden["scales"]
     for dtype in (torch.float32, torch.bfloat16):
         assert as_hex(dequantize(codes, scales, dtype)) == golden[str(dtype)]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the CPU in the GPU's place, and for the kernel what it computes (bitsandbytes 0.50.2, csrc/kernels.cu:519)."""
+    calls = []
+
+    def kernel(codes: Any, scales: Any, block_size: int, kind: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        calls.append((scales.dtype, scales.ndim, block_size, kind))
+        values = NF4_VALUES[torch.stack((codes >> 4, codes & 15), dim=-1).flatten().int()].view(-1, block_size)
+        scales = scales if is_exact else scales.to(dtype)
+        return (values * scales.unsqueeze(1)).view(shape).to(dtype)
+
+    weight = build_weight()
+    codes, scales = quantize(weight, "nf4"), find_scales(weight)
+    expected = {dtype: dequantize(codes, scales, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    monkeypatch.setattr("toolkit.models.quantized._kernels", {})
+    monkeypatch.setattr(torch.ops, "bitsandbytes", SimpleNamespace(dequantize_4bit=kernel), raising=False)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.50.2"))
+    assert choose_kernel(torch.device("cpu")) == "torch" and not calls
+
+    monkeypatch.setattr("toolkit.models.quantized.KERNEL_DEVICE", "cpu")
+    chosen = "bitsandbytes 0.50.2" if is_exact else "torch (bitsandbytes 0.50.2 has other values)"
+    assert choose_kernel(torch.device("cpu")) == chosen
+    calls.clear()
+    for dtype, values in expected.items():
+        assert torch.equal(dequantize(codes, scales, dtype), values)
+    assert calls == [(torch.float32, 1, 64, "nf4")] * (2 if is_exact else 0)
+
+
+def test_without_bitsandbytes_torch_dequantizes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.models.quantized.KERNEL_DEVICE", "cpu")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert choose_kernel(torch.device("cpu")) == "torch (import of bitsandbytes halted; None in sys.modules)"
 
 
 def test_int8_is_off_by_half_a_step_at_most() -> None:

@@ -471,6 +471,27 @@ def test_a_quantized_base_is_planned_in_its_codes(base_dtype: str, bytes_of_64: 
         plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *all_linear)
 
 
+@pytest.mark.parametrize(
+    ("name", "of_matrix", "of_vector"),
+    [
+        ("adamw_8bit", lambda rows, columns: rows * columns * (2 + 8 / 256) + 4, lambda rows: rows * 8 + 4),
+        ("adafactor", lambda rows, columns: (rows + columns) * 4 + 4, lambda rows: rows * 4 + 4),
+        ("lion", lambda rows, columns: rows * columns * 4, lambda rows: rows * 4),
+    ],
+    ids=["adamw_8bit", "adafactor", "lion"],
+)
+def test_other_optimizers_are_planned_in_their_own_bytes(name: str, of_matrix: Any, of_vector: Any) -> None:
+    planned = plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, f"--optim.name={name}")
+
+    def held(num_shards: int) -> float:
+        """Columns' means and the number of updates are whole on every rank."""
+        block = 4 * of_matrix(HIDDEN // num_shards, HIDDEN) + 2 * of_matrix(INNER // num_shards, HIDDEN)
+        block += of_matrix(HIDDEN // num_shards, INNER) + 2 * of_vector(HIDDEN // num_shards)
+        return LAYERS * block + 2 * of_matrix(VOCAB // num_shards, HIDDEN) + of_vector(HIDDEN // num_shards)
+
+    assert (planned.device_bytes[OPTIMIZER], planned.checkpoint_bytes[OPTIMIZER]) == (held(4), held(1))
+
+
 def test_float8_is_planned_as_bf16_and_says_so() -> None:
     float8, bf16 = (plan(LLAMA, preset, 4, *UNPACKED) for preset in ("fsdp2_fp8", "fsdp2_compile"))
     assert float8.device_bytes == bf16.device_bytes
