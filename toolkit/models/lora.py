@@ -74,6 +74,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
         UserError: names match nothing, ties would break, or the adapter does not fit or has another base.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import ParamWrapper
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     # peft's config: the existing adapter's, or a new one.
@@ -109,6 +110,11 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
             module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
     if config.base_dtype is not None:
         quantize_layers(model, config.base_dtype)
+    if names := [name for name, module in model.named_modules() if type(module) is ParamWrapper]:
+        raise UserError(
+            f"{what} would also adapt experts and routers ({names[0]}), which is not supported: peft takes names such as "
+            "gate_proj for theirs in this model; name linear layers, as adapter.target_modules [q_proj, k_proj, v_proj, o_proj]"
+        )
     # Values in fp32: peft creates them in the base's dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapter_models import adapted, adapter_config, export_adapter, load_base, randomize
+from tests.support.model_folders import MIXTURES
 from toolkit.config.schema import ExportConfig, ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.lora import add_adapter, check_adapter_config
@@ -48,6 +50,15 @@ def test_another_base_is_refused(bases: Path, tmp_path: Path, exported: Path) ->
     )
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         adapted(tmp_path, "llama", name_or_path=str(exported))
+
+
+def test_an_adapter_that_peft_would_also_put_on_experts_is_refused() -> None:
+    config_class, sizes = MIXTURES["mixtral"]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**sizes))
+    sentence = r"^the adapter would also adapt experts and routers \(model.layers.0.mlp.gate\), which is not supported: .*"
+    with pytest.raises(UserError, match=sentence):
+        add_adapter(model, adapter_config(), ModelConfig(name_or_path="mixtral"), 0)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
