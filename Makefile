@@ -9,7 +9,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals bench bench-growth bench-gpu gpu check docs clean
+.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth bench-gpu gpu check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -26,7 +26,7 @@ llm: $(VENV)/.installed
 # core idle. Those that measure GPUs or a tracker run alone.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile tests/unit
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/recipes tests/distributed
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/recipes tests/distributed tests/families
 	$(BIN)/python -m pytest tests/gpu tests/trackers $(foreach tracker,wandb trackio mlflow,--ignore=tests/trackers/test_$(tracker).py)
 
 # Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each.
@@ -63,6 +63,10 @@ soak: $(VENV)/.installed-test
 # 50 launches that are refused while both cores are busy: exit code 2 on every rank, one sentence. Not in CI.
 refusals: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.refusals
+
+# Every cell of docs/support.md, which this writes: families in full, with LoRA, in 4 bits, packed or not. 20 minutes; not in CI.
+support: $(VENV)/.installed-test
+	$(BIN)/python -m tests.families.table
 
 # Ours beside the peers: one table in benchmarks/results/. Nothing else may run on the machine. Not in CI.
 bench: $(VENV)/.installed-bench

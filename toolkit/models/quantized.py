@@ -23,6 +23,8 @@ from toolkit.private import private
 
 BLOCK_SIZE = 64
 """Inputs that share a scale."""
+LINEAR_CLASSES = ("Linear", "FalconLinear")
+"""Of layers that can be quantized, because they compute what `nn.Linear` does."""
 INT8_LARGEST = 127
 NF4_VALUES = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -132,7 +134,8 @@ class QuantizedWeight(nn.Module):
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None = None, ends: torch.Tensor | None = None) -> torch.Tensor:
         """`inputs` (…, inputs) → (…, outputs), with `ends` of the groups for each expert, which follow one another."""
         device = inputs.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        casts = device != "meta" and torch.is_autocast_enabled(device)  # which knows no meta device
+        dtype = torch.get_autocast_dtype(device) if casts else inputs.dtype
         bias = None if bias is None else bias.to(dtype)
         return _Product.apply(inputs.to(dtype), self.codes, self.scales, bias, self.pairs, ends)
 
@@ -175,7 +178,7 @@ def quantize_layers(model: nn.Module, kind: str) -> None:
         UserError: none is left.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    adapted: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
+    adapted: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A") and type(m.base_layer).__name__ in LINEAR_CLASSES]
     chosen = [module for module in adapted if module is not head and module.base_layer.in_features % BLOCK_SIZE == 0]
     wrappers: Any = [module for module in model.modules() if hasattr(module, "parameter_name")]
     experts = [(m.get_base_layer(), m.parameter_name) for m in wrappers if not m.get_base_layer().is_transposed]

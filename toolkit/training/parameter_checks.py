@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.distributed.comm import reduce_on_cpu
+from toolkit.errors import UserError
 from toolkit.parallel.units import clean, local_tensor
 
 UPDATES_UNTIL_MOVED = 3
@@ -37,10 +38,16 @@ class ParameterWatch:
         """After the first backward: every trainable has a gradient on some rank, no frozen one has. Collective.
 
         Raises:
-            RuntimeError: with the names.
+            UserError: with the names of trainable ones.
+            RuntimeError: with those of frozen ones.
         """
         flags = [p.grad is not None for p in self.model.parameters()]
-        self._check(flags, trainable="got no gradient in the first step", frozen="got a gradient")
+        self._check(flags, frozen="got a gradient")
+        try:
+            self._check(flags, trainable="got no gradient in the first step")
+        except RuntimeError as error:
+            ways_out = "freeze them by model.freeze, or name other layers in adapter.target_modules"
+            raise UserError(f"{error}: the loss does not reach them: {ways_out}") from None
 
     def check_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """After the first update: every trainable has optimizer state, and nothing else has. Collective.

@@ -14,6 +14,8 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from transformers import FalconConfig, FalconForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from tests.support.adapter_models import BASES, adapter_config
 from tests.support.host_reads import recorded
@@ -167,6 +169,20 @@ def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name: str, 
         if (own := base_name(n)) is not None:
             numbers[own] = numbers.get(own, 0) + num_weights(n, p)
     assert numbers == {n: p.numel() for n, p in plain.named_parameters()}
+
+
+def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same() -> None:
+    config = FalconConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    with torch.device("meta"):
+        model: Any = FalconForCausalLM(config)
+    add_adapter(model, adapter_config(base_dtype="nf4"), ModelConfig(name_or_path="not/read", revision="1"), 0)
+    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    ends = ("dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h")
+    assert {name.removesuffix(".base_layer").rpartition(".")[2] for name in quantized} == set(ends)
+    inputs, weight, bias = torch.randn(3, 64), torch.randn(8, 64), torch.randn(8)
+    own = FalconLinear(64, 8)
+    own.weight.data, own.bias.data = weight, bias
+    torch.testing.assert_close(own(inputs), nn.functional.linear(inputs, weight, bias))
 
 
 def test_a_base_without_a_layer_to_quantize_is_refused(bases: Path) -> None:

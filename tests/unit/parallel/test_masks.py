@@ -11,16 +11,17 @@ import torch
 import transformers
 
 from tests.support.host_reads import recorded
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL
 from tests.support.seq2seq_families import IN_PROCESS, build_collator
 from tests.support.seq2seq_families import build_model as build_seq2seq
 from tests.unit.parallel.test_chunked_loss import build_model as build_causal
 from tests.unit.parallel.test_chunked_loss import build_rows
 from toolkit.config.data import LLMDataConfig
-from toolkit.config.schema import LLMConfig, ModelConfig
+from toolkit.config.schema import AdapterConfig, LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.loss import summed_loss
+from toolkit.models.lora import add_adapter
 from toolkit.parallel import chunked_loss, masks
 
 LED = "led/modeling_led.py:"
@@ -35,38 +36,22 @@ LEFT: dict[str, dict[str, int]] = {
 """What a forward and backward still reads, by family; each is a `_local_scalar_dense`."""
 ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
 
-
-_SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-_MIXTURE = _SMALL | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
-GIVEN_POSITIONS: dict[str, dict[str, Any]] = {
-    "falcon": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "gpt_oss": _MIXTURE | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4},
-    "afmoe": _MIXTURE
-    | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "sliding_window": 4, "num_dense_layers": 1},
-}
+GIVEN_POSITIONS = ("falcon", "gpt_oss", "afmoe")
 """Families whose masks get none in transformers 5.23, and do not need more than positions."""
-WITHOUT_POSITIONS: dict[str, dict[str, Any]] = {
-    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
-    "opt": {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 2},
-    "biogpt": _SMALL,
-    "granitemoehybrid": _MIXTURE | {"num_local_experts": 4, "mamba_n_heads": 4, "mamba_d_state": 8},
-}
+WITHOUT_POSITIONS = ("bloom", "opt", "mpt", "biogpt", "granitemoehybrid")
 """Families whose masks get no positions, or whose recurrent layers see earlier rows, in transformers 5.23."""
+
+
+def tiny_config(family: str, **settings: Any) -> Any:
+    config_class, sizes = (CAUSAL_FAMILIES | MORE_CAUSAL | MIXTURES)[family]
+    return getattr(transformers, config_class)(**{"vocab_size": 256, **sizes, **settings})
 
 
 @pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *GIVEN_POSITIONS, *WITHOUT_POSITIONS])
 def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: pytest.LogCaptureFixture) -> None:
     packs = family not in WITHOUT_POSITIONS
     with torch.device("meta"):
-        if family in CAUSAL_FAMILIES:
-            config_class, sizes = CAUSAL_FAMILIES[family]
-            model_config = getattr(transformers, config_class)(vocab_size=256, **sizes)
-        else:
-            model_config = transformers.AutoConfig.for_model(
-                family, vocab_size=256, **(GIVEN_POSITIONS | WITHOUT_POSITIONS)[family]
-            )
-        model = transformers.AutoModelForCausalLM.from_config(model_config)
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config(family))
 
     def chosen(packing: Any) -> bool | str:
         with caplog.at_level("INFO", "toolkit"):
@@ -82,6 +67,18 @@ def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: py
         return
     with pytest.raises(UserError, match=f"^data.packing is true, but {name} lets .* set data.packing to auto or false$"):
         chosen(True)
+
+
+def test_of_a_base_in_codes_packing_is_chosen_before_it_loads() -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config("bloom", hidden_size=64))
+    config = LLMConfig(
+        model=ModelConfig(name_or_path="bloom", revision="1"),
+        data=LLMDataConfig(),
+        adapter=AdapterConfig(method="lora", base_dtype="nf4"),
+    )
+    add_adapter(model, config.adapter, config.model, 0)
+    assert masks.choose_packing(config, model).data.packing is False
 
 
 @pytest.mark.parametrize("takes_positions", [True, False])
@@ -105,7 +102,7 @@ def test_rows_do_not_see_each_other_where_masks_are_given_positions(family: str,
     if settings and family != "falcon":
         return
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, vocab_size=256, **GIVEN_POSITIONS[family], **settings)
+    config = tiny_config(family, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # so that attention has something to say

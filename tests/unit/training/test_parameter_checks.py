@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from toolkit.errors import UserError
 from toolkit.training import parameter_checks
 from toolkit.training.parameter_checks import ParameterWatch
 
@@ -43,7 +44,8 @@ def test_a_trainable_without_gradient_is_named(model: nn.Sequential) -> None:
     watch = ParameterWatch(model, num_skipped=0)
     step(model)
     model[1].bias.grad = None
-    with pytest.raises(RuntimeError, match=r"trainable parameters got no gradient in the first step: 1.bias"):
+    sentence = "trainable parameters got no gradient in the first step: 1.bias: the loss does not reach them: freeze them by "
+    with pytest.raises(UserError, match=f"^{sentence}model.freeze, or name other layers in adapter.target_modules$"):
         watch.check_gradients()
 
 

@@ -1,0 +1,72 @@
+"""The families of the support table, by the name of their tiny config, and how each is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL, T5_SIZES, WORDS, _build_tokenizer
+from tests.support.seq2seq_families import IN_PROCESS
+from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
+
+ENCODER_DECODERS = {
+    "t5": "T5", "flan_t5": "FLAN-T5, T5 1.1", "mt5": "mT5", "umt5": "UMT5", "longt5": "LongT5", "t5gemma": "T5Gemma",
+    "bart": "BART", "mbart": "mBART", "pegasus": "Pegasus", "pegasus_x": "PEGASUS-X", "marian": "Marian", "m2m_100": "M2M-100",
+    "nllb": "NLLB", "led": "LED", "blenderbot": "Blenderbot", "prophetnet": "ProphetNet",
+    "switch_transformers": "Switch Transformers",
+}  # fmt: skip
+CAUSAL = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 (text)", "phi3": "Phi-3", "olmo2": "OLMo 2", "granite": "Granite", "glm4": "GLM-4", "smollm3": "SmolLM3",
+    "cohere": "Cohere", "stablelm": "StableLM", "falcon": "Falcon", "gpt2": "GPT-2", "gpt_neox": "GPT-NeoX", "opt": "OPT",
+    "bloom": "BLOOM", "mamba": "Mamba",
+}  # fmt: skip
+EXPERTS = {
+    "mixtral": "Mixtral", "qwen2_moe": "Qwen2-MoE", "qwen3_moe": "Qwen3-MoE", "olmoe": "OLMoE", "granitemoe": "Granite-MoE",
+    "gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3",
+}  # fmt: skip
+TITLES = EXPERTS | CAUSAL | ENCODER_DECODERS
+NUM_STEPS, LR, BETA1, BETA2, EPS = 3, 1e-2, 0.8, 0.9, 1e-6
+"""With this eps no update comes of the rounding of gradients that should be 0, such as those of a key's bias."""
+FROZEN = {"led": "_global"}
+"""Part of the names of what a text's loss does not reach."""
+SETTINGS: dict[str, dict[str, Any]] = {"prophetnet": {"train.micro_batch_size_rows": 1}}
+"""Of the run YAML, by family. The outputs of ProphetNet's decoder depend on the padded length."""
+WEIGHT_SIZE = 0.1
+"""Standard deviation of each matrix, so that attention has something to say."""
+WIDTHS = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim")
+"""Doubled to 64, which NF4's blocks divide."""
+
+
+def save_model(family: str, folder: Path) -> None:
+    """Write the family's tiny random model and its tokenizer."""
+    import torch
+    import transformers
+
+    if family in IN_PROCESS:
+        config_class, sizes = transformers.CONFIG_MAPPING[family], IN_PROCESS[family]
+    elif family == "switch_transformers":
+        config_class, sizes = transformers.SwitchTransformersConfig, T5_SIZES
+    else:
+        name, sizes = (FAMILIES | CAUSAL_FAMILIES | MORE_CAUSAL | MIXTURES)[family]
+        config_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = config_class(**{"vocab_size": 256, **_widen(sizes)})
+    auto = transformers.AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
+    model.save_pretrained(folder)
+    if family in LANGUAGES:
+        save_translation_tokenizer(family, WORDS, folder)
+    else:
+        has_start = sizes.get("pad_token_id") == 1  # BART's kin
+        _build_tokenizer(("<s>", "<pad>", "</s>") if has_start else ("<pad>", "</s>")).save_pretrained(folder)
+
+
+def _widen(sizes: dict[str, Any]) -> dict[str, Any]:
+    """With twice the widths, also of nested configs."""
+    return {
+        key: _widen(value) if isinstance(value, dict) else 2 * value if key in WIDTHS else value for key, value in sizes.items()
+    }

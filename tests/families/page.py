@@ -1,0 +1,105 @@
+"""docs/support.md, made of the results of the support table; and the reasons for which a cell may be refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.families.families import CAUSAL, ENCODER_DECODERS, EXPERTS
+
+PACKED = "-packed"
+YES, REFUSED = "yes", "refused: "
+REASONS: dict[str, tuple[str, str]] = {
+    "two sequences": (
+        "unknown flag --data.packing",
+        "a row of an encoder-decoder is two sequences: it has no `data.packing`",
+    ),
+    "no packing": (
+        "lets packed rows see each other",
+        "packed rows would see each other, since the family's code hands its masks no positions or has recurrent layers; with "
+        "`data.packing: auto`, the default, it trains on rows that are not packed",
+    ),
+    "layers without an adapter": (
+        "is incompatible with Mamba-based models",
+        "peft does not adapt `out_proj` and `conv1d` of this family, whose weights its kernels read: name other layers",
+    ),
+    "separate experts": (
+        "experts as separate modules",
+        "experts are modules of their own, of which a rank runs only those that its tokens are routed to",
+    ),
+    "layers without a gradient": (
+        "the loss does not reach them",
+        "`all-linear` takes layers that a text's loss does not reach: name the others",
+    ),
+    "not loaded in slices": (
+        "can only be loaded in full",
+        "transformers computes a weight that is in no file, and weights are quantized while they are read in slices",
+    ),
+    "no linear layers": (
+        "has a number of inputs that 64 divides",
+        "its layers are `Conv1D`, which are not quantized",
+    ),
+}
+"""The closed list, by its short name: words of the error, and what it means."""
+COLUMNS = {
+    "full": "full", "full-packed": "full, packed", "lora": "LoRA", "lora-packed": "LoRA, packed", "nf4": "4-bit",
+    "nf4-packed": "4-bit, packed",
+}  # fmt: skip
+"""Heads of the columns, by cell."""
+GROUPS = {"Encoder-decoders": ENCODER_DECODERS, "Causal models": CAUSAL, "Mixtures of experts": EXPERTS}
+HEADER = """# Which families are supported
+
+`make support` writes this page. It runs every cell below on two CPU processes under FSDP2 (gloo), and fails if a cell neither
+passes nor is refused for one of [these reasons](#reasons). {num_cells} cells: {num_yes} yes, {num_refused} refused.
+{date}: {versions}.
+
+A cell says **yes** if a tiny random model of the family, in fp32, through what the recipes call:
+
+- trains three steps, whose losses are those of plain transformers (with LoRA also peft) on one process, a row at a time in fp64,
+  to 1e-5 each;
+- repeats the third step from the checkpoint after the second, with the same loss bit for bit;
+- is exported, and plain transformers (with LoRA also peft) loads the export with the same logits, to 1e-4 of the largest.
+
+**full** trains all weights. **LoRA** adapts all linear layers (`adapter.target_modules: all-linear`). **4-bit** is LoRA on a base
+in NF4 codes (`adapter.base_dtype: nf4`), compared with a plain model of the codes' values; layers that are not `nn.Linear`, such
+as fused experts, are not quantized. **packed** puts several rows into one sequence (`data.packing: true`).
+"""
+NOTES = """LED trains in full with `model.freeze: ['.*_global.*']`, because no text uses its global attention. ProphetNet needs
+`disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend on the padding.
+[Guarantees](guarantees.md) names more families, and what else is proven.
+"""
+
+
+def is_known(outcome: str) -> bool:
+    """Whether a cell passed, or was refused for one of `REASONS`."""
+    return outcome == YES or outcome.removeprefix(REFUSED) in REASONS
+
+
+def render(results: dict[str, Any]) -> str:
+    """The page in Markdown, from what `table.py` records."""
+    cells, versions = results["cells"], results["versions"]
+    outcomes = [outcome for of_family in cells.values() for outcome in of_family.values()]
+    num_yes = outcomes.count(YES)
+    parts = [
+        HEADER.format(
+            num_cells=len(outcomes),
+            num_yes=num_yes,
+            num_refused=len(outcomes) - num_yes,
+            date=results["date"],
+            versions=", ".join(f"{name} {number}" for name, number in versions.items()),
+        )
+    ]
+    for group, titles in GROUPS.items():
+        columns = [column for column in COLUMNS if any(column in cells.get(family, {}) for family in titles)]
+        table = [["family", *(COLUMNS[column] for column in columns)], ["---"] * (1 + len(columns))]
+        for family, title in titles.items():
+            table.append([title, *(_shown(cells.get(family, {}).get(column, "FAILS")) for column in columns)])
+        parts.append(f"## {group}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in table))
+    parts.append(NOTES)
+    reasons = [f"| {name} | {outcomes.count(REFUSED + name)} | {meaning} |\n" for name, (_, meaning) in REASONS.items()]
+    parts.append("## Reasons\n\n| refused | cells | because |\n| --- | --- | --- |\n" + "".join(reasons))
+    return "\n".join(parts)
+
+
+def _shown(outcome: str) -> str:
+    """A failure in one word: the command prints it in full."""
+    return outcome if is_known(outcome) else "**FAILS**"

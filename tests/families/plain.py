@@ -1,0 +1,104 @@
+"""What a cell of the support table must come to: a few steps of plain transformers and peft, a row at a time, in fp64.
+
+The toolkit is imported for two things only: the first values of an adapter, and the values that NF4 codes stand for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.families.families import BETA1, BETA2, EPS, LR, NUM_STEPS
+
+Row = dict[str, str]
+
+
+def load_base(folder: Path, dtype: torch.dtype, **how: Any) -> Any:
+    """The model of `folder`, without dropout."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=dtype, **how).eval()
+
+
+def train_plain(
+    folder: Path, kind: str, rows: list[Row], adapter: Path, frozen: str | None, languages: tuple[str, str] | None
+) -> list[float]:
+    """The loss of each step. Each step takes all rows.
+
+    Args:
+        kind: of `table.KINDS`.
+        adapter: an exported adapter, of which the settings are taken, where the kind has one.
+        frozen: part of the names of parameters that do not train in full; None: all train.
+        languages: of source and target, where the tokenizer marks them.
+    """
+    model = load_base(folder, torch.float64, attn_implementation="eager", experts_implementation="eager")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if languages:
+        tokenizer.src_lang, tokenizer.tgt_lang = languages
+    if kind != "full":
+        model = add_lora(model, adapter)
+    if kind == "nf4":
+        quantize_values(model)
+    for name, parameter in model.named_parameters():
+        if kind == "full" and frozen and frozen in name:
+            parameter.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
+    tokens = [(_seq2seq_tokens if model.config.is_encoder_decoder else _causal_tokens)(tokenizer, row) for row in rows]
+    num_labels = sum(count for _, count in tokens)
+    losses = []
+    for _ in range(NUM_STEPS):
+        loss = 0.0
+        for inputs, count in tokens:
+            row_loss = model(**inputs).loss * count / num_labels
+            row_loss.backward()
+            loss += row_loss.item()
+        losses.append(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def add_lora(model: Any, adapter: Path) -> Any:
+    """peft's model with a new adapter of these settings, whose first values are those of a run."""
+    import peft
+
+    from toolkit.models.lora import draw_new
+
+    config = peft.LoraConfig.from_pretrained(adapter)
+    config.inference_mode = False
+    adapted = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            parameter.data = draw_new(name.removeprefix("base_model.model."), parameter.shape, 0).double()
+    return adapted.eval()
+
+
+@torch.no_grad()
+def quantize_values(adapted: Any) -> None:
+    """Give the adapted linear layers, except the head, the values that NF4 codes have."""
+    from toolkit.models.quantized import dequantize, find_scales, quantize
+
+    head = adapted.get_base_model().get_output_embeddings()
+    for module in adapted.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, torch.nn.Linear) and module is not head and base.in_features % 64 == 0:
+            weight = base.weight.float()
+            base.weight.copy_(dequantize(quantize(weight, "nf4"), find_scales(weight)))
+
+
+def _causal_tokens(tokenizer: Any, row: Row) -> tuple[dict[str, torch.Tensor], int]:
+    """A forward's inputs, and the number of label tokens: those of the completion, and the end token."""
+    prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
+    whole = [*tokenizer(row["prompt"] + row["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    labels = [-100] * len(prompt) + whole[len(prompt) :]
+    return {"input_ids": torch.tensor([whole]), "labels": torch.tensor([labels])}, len(whole) - len(prompt)
+
+
+def _seq2seq_tokens(tokenizer: Any, row: Row) -> tuple[dict[str, torch.Tensor], int]:
+    """As `_causal_tokens`; the labels are the target's tokens."""
+    source, target = tokenizer(row["source"]).input_ids, tokenizer(text_target=row["target"]).input_ids
+    return {"input_ids": torch.tensor([source]), "labels": torch.tensor([target])}, len(target)

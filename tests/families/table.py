@@ -1,0 +1,158 @@
+"""Run every cell of the support table, and write docs/support.md: `make support`, or for some families only
+`python -m tests.families.table llama t5`. It exits with 1 if a cell fails.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.families.cell import run_cell
+from tests.families.families import (
+    BETA1,
+    BETA2,
+    ENCODER_DECODERS,
+    EPS,
+    FROZEN,
+    LR,
+    NUM_STEPS,
+    SETTINGS,
+    TITLES,
+    save_model,
+)
+from tests.families.page import PACKED, REASONS, REFUSED, YES, is_known, render
+from tests.support.launch import REPOSITORY, run_on_ranks, start_on_ranks
+from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.translation_tokenizers import LANGUAGES
+from tests.support.workbench import FP32
+
+RESULTS = REPOSITORY / "tests" / "families" / "results.json"
+PAGE = REPOSITORY / "docs" / "support.md"
+LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 4, "adapter.alpha": 8}
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "nf4": LORA | {"adapter.base_dtype": "nf4"}}
+"""Settings by what is trained."""
+NUM_ROWS = 8
+LIBRARIES = ("torch", "accelerate", "transformers", "peft")
+
+
+def cells_of(family: str) -> list[str]:
+    """`full`, `full-packed`, … Of an encoder-decoder, whose rows are never packed, one cell asks for it."""
+    kinds_packed = KINDS if family not in ENCODER_DECODERS else ("full",)
+    return [*KINDS, *(kind + PACKED for kind in kinds_packed)]
+
+
+def main() -> None:
+    families = sys.argv[1:] or list(TITLES)
+    versions = {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
+    found: dict[str, dict[str, str]] = {}
+    if families != list(TITLES):  # the rest stays as it was found
+        before = json.loads(RESULTS.read_text(encoding="utf-8"))
+        if before["versions"] != versions:
+            sys.exit(f"the other families were run with {before['versions']}: run all with these versions, {versions}")
+        found = before["cells"]
+    start = time.monotonic()
+    run_on_ranks(int, preset="single", overrides=FP32)  # starts the server that ranks are forked from, before threads
+    with ThreadPoolExecutor(2) as pool:  # ranks that wait for each other leave a core idle
+        running = {pool.submit(run_family, family): family for family in families}
+        for future in as_completed(running):
+            found[running[future]] = future.result()
+            results = {
+                "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+                "versions": versions,
+                "cells": {family: found[family] for family in TITLES if family in found},
+            }
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(render(results), encoding="utf-8")
+    num_failed = sum(not is_known(outcome) for cells in found.values() for outcome in cells.values())
+    print(f"{sum(map(len, found.values()))} cells, of which {num_failed} fail; {time.monotonic() - start:.0f} s")
+    sys.exit(1 if num_failed else 0)
+
+
+def run_family(family: str, cells: list[str] | None = None) -> dict[str, str]:
+    """The outcome of each cell: yes, refused for a reason, or a failure in full, which is also printed."""
+    outcomes = {}
+    cells = cells or cells_of(family)
+    with tempfile.TemporaryDirectory(prefix="support-") as scratch:
+        folder = Path(scratch)
+        run_on_ranks(prepare, preset="single", overrides=FP32, args=(folder, family))
+        for cell in cells:
+            start = time.monotonic()
+            outcomes[cell] = launch_cell(folder, family, cell)
+            print(f"{family} {cell}: {outcomes[cell]} ({time.monotonic() - start:.1f} s)", flush=True)
+    return outcomes
+
+
+def prepare(folder: Path, family: str) -> None:
+    """Write the model and the rows."""
+    rows = make_rows(NUM_ROWS, seed=1)
+    if family not in ENCODER_DECODERS:
+        rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows]
+    save_jsonl(folder / "rows.jsonl", rows)
+    save_model(family, folder / "model")
+
+
+def launch_cell(folder: Path, family: str, cell: str) -> str:
+    """The outcome of one cell, on two ranks."""
+    recipe = "t5" if family in ENCODER_DECODERS else "llm"
+    args = (family, recipe, settings_of(folder, family, cell), folder, cell.removesuffix(PACKED))
+    with start_on_ranks(run_cell, preset="fsdp2_cpu", overrides=FP32, args=args) as running:
+        ended = running.wait(timeout_s=600)
+        refusals = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+        if set(ended.returncodes) == {2} and refusals:
+            reasons = [reason for reason, (words, _) in REASONS.items() if words in refusals[0]]
+            return f"{REFUSED}{reasons[0]}" if len(reasons) == 1 else f"FAILS: {refusals[0]}"
+        try:
+            wrong = running.results()[0]
+        except Exception as error:
+            return "FAILS: " + "".join(traceback.format_exception(error))[-3000:]
+    return f"FAILS: {wrong}" if wrong else YES
+
+
+def settings_of(folder: Path, family: str, cell: str) -> dict[str, Any]:
+    """Of the run YAML, by their dotted keys."""
+    kind = cell.removesuffix(PACKED)
+    settings: dict[str, Any] = {
+        "model.name_or_path": folder / "model",
+        "model.dropout": 0,
+        "model.freeze": [f".*{FROZEN[family]}.*"] if family in FROZEN and kind == "full" else [],
+        "data.source": "jsonl",
+        "data.files": str(folder / "rows.jsonl"),
+        "data.cache_dir": folder / "cache",
+        "data.eval_fraction": 0,
+        "train.max_steps": NUM_STEPS,
+        "train.global_batch_size_rows": NUM_ROWS,
+        "train.micro_batch_size_rows": 2,
+        "optim.lr": LR,
+        "optim.schedule": "constant",
+        "optim.beta1": BETA1,
+        "optim.beta2": BETA2,
+        "optim.eps": EPS,
+        "optim.weight_decay": 0,
+        "optim.max_grad_norm": None,
+        "checkpoint.every_steps": NUM_STEPS - 1,
+        "log_every_steps": 1,
+        "run.output_dir": folder / "runs",
+        "run.name": cell,
+        **KINDS[kind],
+        **SETTINGS.get(family, {}),
+    }
+    if family not in ENCODER_DECODERS:
+        settings |= {"data.packing": cell.endswith(PACKED), "data.max_length_tokens": 96}
+    elif cell.endswith(PACKED):
+        settings["data.packing"] = True
+    if family in LANGUAGES:
+        settings["data.source_language"], settings["data.target_language"] = LANGUAGES[family]
+    return settings
+
+
+if __name__ == "__main__":
+    main()

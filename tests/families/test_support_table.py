@@ -1,0 +1,54 @@
+"""Twelve cells of the support table come out as docs/support.md says, which has every family and is what its results make."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.families.families import TITLES
+from tests.families.page import COLUMNS, GROUPS, REFUSED, is_known, render
+from tests.families.table import PAGE, RESULTS, cells_of, run_family
+
+CHOSEN: dict[str, list[str]] = {
+    "bart": ["full", "lora", "nf4", "full-packed"],
+    "qwen2": ["full", "lora-packed", "nf4-packed"],
+    "granitemoe": ["full-packed", "lora", "nf4"],
+    "gpt2": ["nf4"],
+    "bloom": ["full-packed"],
+}
+"""Cells by family: of each column and each group, and some that are refused."""
+
+
+def recorded() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return results
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_cells_come_out_as_recorded(family: str) -> None:
+    cells = recorded()["cells"][family]
+    assert run_family(family, CHOSEN[family]) == {cell: cells[cell] for cell in CHOSEN[family]}
+
+
+def test_the_chosen_cells_are_of_every_column_and_group() -> None:
+    assert sum(map(len, CHOSEN.values())) == 12
+    assert {cell for cells in CHOSEN.values() for cell in cells} == set(COLUMNS)
+    assert all(CHOSEN.keys() & titles.keys() for titles in GROUPS.values())
+    reasons = {recorded()["cells"][family][cell] for family, cells in CHOSEN.items() for cell in cells}
+    assert sum(reason.startswith(REFUSED) for reason in reasons) == 3
+
+
+def test_the_page_has_every_family_and_no_silent_cell() -> None:
+    results, page = recorded(), PAGE.read_text(encoding="utf-8")
+    assert len(TITLES) >= 30 and {family: list(cells) for family, cells in results["cells"].items()} == {
+        family: cells_of(family) for family in TITLES
+    }
+    unknown = [outcome for cells in results["cells"].values() for outcome in cells.values() if not is_known(outcome)]
+    assert not unknown and "FAILS" not in page
+    assert page == render(results)
+    for title in TITLES.values():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
+        cells = [cell.strip() for cell in row.strip("|").split("|")[1:]]
+        assert len(cells) >= 4 and all(map(is_known, cells))
