@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapter_models import adapted, adapter_config, export_adapter, load_base, randomize
-from tests.support.model_folders import MIXTURES
 from toolkit.config.schema import ExportConfig, ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.lora import add_adapter, check_adapter_config
