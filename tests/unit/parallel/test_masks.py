@@ -51,6 +51,7 @@ WITHOUT_POSITIONS: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 2},
     "biogpt": _SMALL,
     "granitemoehybrid": _MIXTURE | {"num_local_experts": 4, "mamba_n_heads": 4, "mamba_d_state": 8},
+    "bamba": _MIXTURE | {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8},
 }
 """Families whose masks get no positions, or whose recurrent layers see earlier rows, in transformers 5.23."""
 
