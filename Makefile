@@ -1,4 +1,4 @@
-# Commands on a fresh machine: `make t5`, `make llm`, `make test` and `make test-faults`. Everything is installed into $(VENV).
+# Commands on a fresh machine: `make t5`, `make llm`, `make moe`, `make test` and `make test-faults`. Everything is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth bench-gpu gpu check docs clean
+.PHONY: t5 llm moe test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth bench-gpu gpu check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -21,6 +21,10 @@ llm: $(VENV)/.installed
 	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_functions.yaml --run.name llm_functions_merged \
 	  --model.name_or_path runs/llm_functions/merged --adapter.method none --export.merge false --train.max_steps 0 --optim.warmup_steps 0
 	$(BIN)/python -m toolkit report --text runs/llm_stdlib runs/llm_functions runs/llm_functions_merged
+
+# A small mixture of experts from scratch.
+moe: $(VENV)/.installed
+	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_moe.yaml
 
 # The unit tests, a process for each core; then the tests that start ranks, two at a time: ranks that wait for each other leave a
 # core idle. Those that measure GPUs or a tracker run alone.

@@ -31,6 +31,7 @@ NAMES = listed(
     ("torch", "distributed.tensor.DTensor._local_tensor optim.AdamW._init_group", "the update of shards"),
     ("torch", "_foreach_norm _foreach_mul_", "clipping gradients"),
     ("torch", "_softmax_backward_data", "attention by document on a CPU"),
+    ("torch.distributed.fsdp._fully_shard", "_fsdp_param_group _fsdp_param_group.foreach_reduce", "the check of gradients"),
     ("torch.distributed.fsdp", "FSDPModule._get_fsdp_state", "an evaluation under FSDP2"),
     ("torch.distributed.fsdp._fully_shard", "_fsdp_state.FSDPState._is_root", "an evaluation under FSDP2"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel._inter_node_pg", "reducing over the replicas of FSDP1's hybrid shards"),

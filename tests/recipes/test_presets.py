@@ -49,6 +49,7 @@ RUN_CONFIGS = [
     "t5_csv",
     "t5_wikihow",
     "llm_stdlib",
+    "llm_moe",
     "llm_functions",
     "llm_chat_lora",
     "llm_chat_qlora",
@@ -121,8 +122,9 @@ def test_accelerate_launch_trains_on_a_csv_of_ones_own(workbench: Workbench, tmp
     assert all(f"<h3>{chart}</h3>" in page for chart in ("ROUGE-L", "Token accuracy", "Learning rate", "Speed", "Peak memory"))
 
 
-def test_stdlib_config_trains_its_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path) -> None:
-    config = RUN_CONFIG_FOLDER / "llm_stdlib.yaml"
+@pytest.mark.parametrize("name", ["llm_stdlib", "llm_moe"])
+def test_stdlib_configs_train_their_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path, name: str) -> None:
+    config = RUN_CONFIG_FOLDER / f"{name}.yaml"
     model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
     llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)

@@ -108,6 +108,7 @@ MORE_CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         SMALL_EXPERTS | {"num_local_experts": 4, "mamba_n_heads": 4, "mamba_d_state": 8},
     ),
+    "bamba": ("BambaConfig", GROUPED | {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}),
 }
 """Families that only the support table and the tests of masks know."""
 

@@ -35,6 +35,8 @@ class Agreement:
     """The signal that asked a rank to stop, or `LAUNCHER_GONE`."""
     write_failed: bool
     """A rank could not write its checkpoint or its metrics."""
+    differ: bool = False
+    """The ranks' fingerprints were not equal."""
 
 
 class StopRequests:
@@ -63,12 +65,12 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.noted = number  # a second signal changes only the name
 
-    def agree(self, *, write_failed: bool = False) -> Agreement:
+    def agree(self, *, write_failed: bool = False, fingerprint: int = 0) -> Agreement:
         """What the ranks had recorded at the previous boundary, and start the exchange that the next one reads. Collective."""
         before = self._read()
         if launcher_is_gone():
             self.noted = _GONE
-        values = torch.tensor([self.noted, int(write_failed)], dtype=torch.int64)
+        values = torch.tensor([self.noted, int(write_failed), fingerprint, -fingerprint], dtype=torch.int64)
         group = control_group()
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True) if group else None
         self.pending = (work, values)
@@ -86,6 +88,6 @@ class StopRequests:
         work, values = self.pending
         if work is not None:
             work.wait()
-        number, failed = values.tolist()
+        number, failed, largest, smallest = values.tolist()
         name = LAUNCHER_GONE if number == _GONE else signal.Signals(number).name if number else None
-        return Agreement(name, bool(failed))
+        return Agreement(name, bool(failed), largest != -smallest)

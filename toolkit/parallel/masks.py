@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
+RECURRENT = "create_recurrent_attention_mask"
+"""What forwards of families with recurrent layers call, whose states go on from one packed row to the next."""
+
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
@@ -85,6 +88,8 @@ def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
     name, signature = type(model).__name__, str(inspect.signature(model.base_model.forward))
     packing = "position_ids" in signature or "**" in signature
     is_flash = "flash" in (private("_attn_implementation", model.config) or "")
+    if RECURRENT in inspect.unwrap(type(model.base_model).forward).__globals__:
+        packing = False
     if packing and not is_flash:  # flash attention gets the documents' lengths
         _silence_padding(model)
         tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
@@ -158,7 +163,7 @@ def _names_of_forward(model: PreTrainedModel) -> dict[str, Any]:
     """The global names of the code of a model's forward; empty where masks alone do not keep packed rows apart: without rotary
     positions, or with recurrent layers."""
     names: dict[str, Any] = inspect.unwrap(type(model.base_model).forward).__globals__
-    is_apart = hasattr(model.base_model, "rotary_emb") and "create_recurrent_attention_mask" not in names
+    is_apart = hasattr(model.base_model, "rotary_emb") and RECURRENT not in names
     return names if is_apart else {}
 
 

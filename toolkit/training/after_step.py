@@ -39,9 +39,12 @@ def agree(run: Run) -> str | None:
     """Return the stop signal that all ranks agree on, if any, and log finished saves. Collective.
 
     Raises:
-        UserError: a rank could not write its checkpoint or its metrics; on every rank.
+        UserError: a rank could not write its checkpoint or metrics, or gradients differ as in `ReductionWatch`; on every rank.
     """
-    agreement = run.stops.agree(write_failed=run.writer.has_failed or run.metrics.error is not None)
+    write_failed = run.writer.has_failed or run.metrics.error is not None
+    agreement = run.stops.agree(write_failed=write_failed, fingerprint=run.reductions.fingerprint())
+    if agreement.differ:
+        run.reductions.check()
     if agreement.write_failed:
         finish_writing(run)
     _log_save(run, run.writer.take_finished())
@@ -162,6 +165,7 @@ def save(run: Run, *, wait: bool) -> None:
     if run.state.step == 0 or run.num_steps == 0:
         return
     at("saving", run.state.step)
+    run.reductions.check()  # the exchange of the last step has not been read
     run.log.flush()
     run.metrics.sync()
     raise_together(run.metrics.error)  # a checkpoint needs all metrics lines up to its step: a resume keeps those

@@ -69,7 +69,7 @@ def train(run: Run) -> None:
         return say_without_gain(run)
 
     # Signals and saves are handled from here until both are finished. A run may begin with an evaluation that is due.
-    with StopRequests() as run.stops, build_writer(run) as run.writer, _garbage_kept():
+    with StopRequests() as run.stops, build_writer(run) as run.writer, _garbage_kept(), run.reductions.noting():
         next_step = state.step + 1
         watch = ParameterWatch(run.sharded.model, state.skips.num_skipped)
         micro_batches = _load_micro_batches(run, next_step)
@@ -131,6 +131,7 @@ def train_step(
         micro_batches = iter(router.count(micro_batches))
     for micro_batch, batch in micro_batches:
         assert micro_batch.step == step.step
+        run.reductions.micro_batch = (step.step, micro_batch.index)
         at("forward and backward", step.step)
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
@@ -150,6 +151,7 @@ def train_step(
     at("update", step.step)
     if watch:
         watch.check_gradients()
+        run.reductions.check()
     grad_norm = clip_gradients(model, config.optim.max_grad_norm, run.trainable)
     total_loss, skipped = run.guard.judge(torch.stack([loss for _, loss in losses]).sum(), grad_norm)
     for group in run.optimizer.param_groups:

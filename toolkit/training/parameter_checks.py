@@ -1,17 +1,22 @@
-"""Checks in every run that frozen parameters stay frozen and trainable ones train.
+"""Checks in every run that frozen parameters stay frozen, trainable ones train, and ranks add up gradients of the same ones.
 
 They look at local shards and reduce the result over the ranks, because a shard may be empty on one of them.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.distributed.comm import reduce_on_cpu
+from toolkit.distributed.comm import gather_objects, raise_together, reduce_on_cpu
 from toolkit.errors import UserError
 from toolkit.parallel.units import clean, local_tensor
+from toolkit.private import private
 
 UPDATES_UNTIL_MOVED = 3
 """Every trainable parameter must differ after this many updates that are large enough to show."""
@@ -98,8 +103,55 @@ class ParameterWatch:
         for what, is_trainable in ((trainable, True), (frozen, False)):
             names = [clean(name) for (name, p), is_set in named if p.requires_grad == is_trainable and is_set != is_trainable]
             if names and what is not None:
-                shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-                raise RuntimeError(f"{'trainable' if is_trainable else 'frozen'} parameters {what}: {shown}")
+                raise RuntimeError(f"{'trainable' if is_trainable else 'frozen'} parameters {what}: {_first_of(names)}")
+
+
+class ReductionWatch:
+    """Notes which gradients FSDP2 reduces on this rank, in which micro-batch.
+
+    It reduces the parameters of a unit that have a gradient, in order. Where ranks have those of different parameters, it adds
+    these up, without an error if their sizes are equal (_fully_shard/_fsdp_collectives.py:522). DDP raises by itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = [clean(name) for name, _ in model.named_parameters()]
+        self.places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+        self.noted = [0] * len(self.names)
+        """By parameter, a hash of the micro-batches in which it was reduced."""
+        self.micro_batch = (0, 0)
+        """Step and index of the current one. The loop sets it."""
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context of a training."""
+        reduce, module = private("foreach_reduce"), private("_fsdp_param_group")
+
+        def note_and_reduce(params: list[Any], *args: Any, **more: Any) -> Any:
+            for place in [self.places[id(param.sharded_param)] for param in params]:
+                self.noted[place] = hash((self.noted[place], *self.micro_batch))
+            return reduce(params, *args, **more)
+
+        module.foreach_reduce = note_and_reduce
+        try:
+            yield
+        finally:
+            module.foreach_reduce = reduce
+
+    def fingerprint(self) -> int:
+        """Of all noted so far, in 63 bits: ranks that differ once stay different."""
+        return hash(tuple(self.noted)) & (2**63 - 1)
+
+    def check(self) -> None:
+        """Raise a UserError with the parameters of which not all ranks noted the same, if any. Collective."""
+        of_ranks = zip(*gather_objects(self.noted), strict=True)
+        if names := [name for name, noted in zip(self.names, of_ranks, strict=True) if len(set(noted)) > 1]:
+            how = "FSDP2 adds up gradients of different parameters then; freeze them (model.freeze), or let each forward use them"
+            what = "some ranks had a gradient of these parameters in a micro-batch where others had none"
+            raise_together(UserError(f"{what}: {_first_of(names)}: {how}"))
+
+
+def _first_of(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @torch.no_grad()

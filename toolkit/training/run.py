@@ -44,6 +44,7 @@ from toolkit.tracking.trackers import Trackers, close_trackers
 from toolkit.training.data import num_steps
 from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
+from toolkit.training.parameter_checks import ReductionWatch
 from toolkit.training.setup import RunContext
 from toolkit.training.skip_guard import SkipGuard
 from toolkit.training.user_functions import Own
@@ -77,6 +78,7 @@ class Run:
     """As of the last completed step."""
     trainable: list[torch.nn.Parameter] = field(init=False)
     """In the model's order; to walk all modules for them takes the host milliseconds in a step."""
+    reductions: ReductionWatch = field(init=False)
     # While it trains; `loop.train` sets them.
     log: StepLog = field(init=False)
     guard: SkipGuard = field(init=False)
@@ -85,6 +87,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.sharded.model.parameters() if parameter.requires_grad]
+        self.reductions = ReductionWatch(self.sharded.model)
 
 
 def start_run(

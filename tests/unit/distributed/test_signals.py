@@ -86,7 +86,7 @@ def test_beside_the_main_thread_no_handler_is_set() -> None:
 
 
 def test_ranks_agree_at_the_same_boundary() -> None:
-    """Each rank gets other signals at other times, and one's save fails."""
+    """Each rank gets other signals at other times, one's save fails, and another's fingerprint differs once."""
     sent = {1: {3: signal.SIGUSR1}, 0: {5: signal.SIGTERM}}
     failed = {0: {6}}
     first, second = run_on_ranks(agree_often, preset="ddp_cpu", overrides={"mixed_precision": "no"}, args=(sent, failed))
@@ -95,6 +95,7 @@ def test_ranks_agree_at_the_same_boundary() -> None:
     # Sent between the boundaries 2 and 3: exchanged at 3, read at 4.
     assert names == [None] * 4 + ["SIGUSR1"] * 2 + ["SIGTERM"] * 3 or names == [None] * 4 + ["SIGUSR1"] * 5
     assert [agreement.write_failed for agreement in first] == [False] * 7 + [True, False]
+    assert [agreement.differ for agreement in first] == [False] * 3 + [True] + [False] * 5
 
 
 def agree_often(sent: dict[int, dict[int, Any]], failed: dict[int, set[int]]) -> list[Agreement]:
@@ -108,7 +109,8 @@ def agree_often(sent: dict[int, dict[int, Any]], failed: dict[int, set[int]]) ->
         for boundary in range(9):
             if boundary in sent[rank()]:
                 send(sent[rank()][boundary])
-            agreements.append(stops.agree(write_failed=boundary in failed.get(rank(), ())))
+            fingerprint = 2**63 - 1 - (rank() == 1 and boundary == 2)
+            agreements.append(stops.agree(write_failed=boundary in failed.get(rank(), ()), fingerprint=fingerprint))
         stops.agree()  # its own collective is read too: none is under way when the group ends
         stops._read()
     return agreements

@@ -38,7 +38,7 @@ ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
 
 GIVEN_POSITIONS = ("falcon", "gpt_oss", "afmoe")
 """Families whose masks get none in transformers 5.23, and do not need more than positions."""
-WITHOUT_POSITIONS = ("bloom", "opt", "mpt", "biogpt", "granitemoehybrid")
+WITHOUT_POSITIONS = ("bloom", "opt", "mpt", "biogpt", "granitemoehybrid", "bamba")
 """Families whose masks get no positions, or whose recurrent layers see earlier rows, in transformers 5.23."""
 
 

@@ -1,0 +1,93 @@
+"""Ranks that have gradients of different parameters: FSDP2 would add these up, so the run ends, and says which parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import run_on_ranks, start_on_ranks
+from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.support.workbench import FP32, SMALL, as_flags
+from toolkit.files.json_lines import load_json_lines
+
+SENTENCE = "some ranks had a gradient of these parameters in a micro-batch where others had none: "
+NAMES = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
+FIRST, LATER = (1, 0), (2, 1)
+"""Step and index of a micro-batch."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reduced")
+    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("llama",)))
+    rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(24)]
+    save_jsonl(folder / "rows.jsonl", rows)
+    return folder
+
+
+def train_unevenly(argv: list[str], when: tuple[int, int]) -> None:
+    """On every rank: train. In one micro-batch, ranks take different ones of two weights of the first MLP, of equal shapes."""
+    from unittest.mock import patch
+
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+    from tests.support.small_run import run_in_this_process
+    from toolkit.distributed.comm import rank
+    from toolkit.training import loop
+
+    init, forward, seed_all = LlamaDecoderLayer.__init__, LlamaMLP.forward, loop.seed_all
+    here: list[tuple[int, int]] = []
+
+    def note_place(what: str, seed: int, step: int, rank: int, micro_batch: int) -> None:
+        here[:] = [(step, micro_batch)]
+        seed_all(what, seed, step, rank, micro_batch)
+
+    def build(block: Any, config: Any, layer_idx: int) -> None:
+        init(block, config, layer_idx)
+        block.mlp.number = layer_idx
+
+    def take_one(mlp: Any, x: Any) -> Any:
+        if here != [when] or mlp.number > 0:
+            return forward(mlp, x)
+        chosen = mlp.gate_proj if rank() % 2 else mlp.up_proj
+        return mlp.down_proj(mlp.act_fn(chosen(x)))
+
+    with (
+        patch.object(loop, "seed_all", note_place),
+        patch.object(LlamaDecoderLayer, "__init__", build),
+        patch.object(LlamaMLP, "forward", take_one),
+    ):
+        run_in_this_process("llm", argv)
+
+
+CASES = {"first": (FIRST, None, 0), "later": (LATER, None, 3), "before a checkpoint": (LATER, 1, 2)}
+"""Where ranks differ, `checkpoint.every_steps`, and the last step of the run."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_run_ends_and_names_the_parameters(folder: Path, case: str) -> None:
+    """Before the update of a first step, and before any checkpoint; one step late otherwise."""
+    when, every_steps, last_step = CASES[case]
+    values = {
+        "model.name_or_path": folder / "llama",
+        "model.dropout": 0,
+        "data.files": folder / "rows.jsonl",
+        "data.cache_dir": folder / "cache",
+        "data.packing": False,
+        "train.micro_batch_size_rows": 1,
+        "train.max_steps": 5,
+        "eval.generate": False,
+        "checkpoint.every_steps": every_steps,
+        "run.output_dir": folder / "runs",
+        "run.name": case,
+    }
+    with start_on_ranks(train_unevenly, preset="fsdp2_cpu", overrides=FP32, args=(as_flags(SMALL | values), when)) as running:
+        result = running.wait()
+    assert set(result.returncodes) == {2}, running.last_words()
+    assert result.stderr.count("error: ") == 1 and f"error: {SENTENCE}{NAMES}: FSDP2 adds up" in result.stderr
+    lines = load_json_lines(folder / "runs" / case / "metrics.jsonl")
+    assert max((line["step"] for line in lines if line["kind"] == "train"), default=0) == last_step
+    saved = [path.name for path in (folder / "runs" / case / "checkpoints").glob("step-*")]
+    assert saved == (["step-00000001"] if every_steps else [])
