@@ -32,7 +32,7 @@ from toolkit.tools.export import MAY_CHANGE
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "accelerate_configs/README.md"]
 PAGES += ["toolkit/config/migrating.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PLACEHOLDER = re.compile(r"(?<![a-z0-9_])[A-Z][A-Z0-9_]*(?![a-z0-9_])")
@@ -94,6 +94,7 @@ WRONG = [
     ("pip install 'torchao>=0.17'", "does not ask for torchao>=0.17"),
     (".venv/bin/pip install -c pins.txt torch", "no file pins.txt"),
     ("pip instal torch", "invalid choice"),
+    (".venv/bin/python -m pip install -e '.[benches]'", "no extra"),
     ("$ python -m toolkit checkpoints runs/a runs/b", "unrecognized arguments"),
     ("python -m toolkit verify --model llama --adapter.method lora", "no model llama"),
     ("python -m toolkit verify --adapter.methods lora", "did you mean --adapter.method?"),
@@ -118,8 +119,8 @@ def test_a_wrong_command_is_found(command: str, says: str) -> None:
 
 
 def test_commands_are_found_in_every_place() -> None:
-    page = "`make t5`\n```\noutput, it's no shell\n$ make llm\n```\n| `make test` | `it's no shell` |\n```text\nmake peace\n```\n"
-    assert list(list_commands(page)) == [["make", "llm"], ["make", "t5"], ["make", "test"]]
+    page = "`make t5`\n  ```sh\n  make t6\n  ```\n```\noutput, it's no shell\n$ make llm\n```\n| `make test` | `it's no shell` |\n```text\nmake peace\n```\n"
+    assert list(list_commands(page)) == [["make", "t6"], ["make", "llm"], ["make", "t5"], ["make", "test"]]
 
 
 @pytest.mark.parametrize(
@@ -209,12 +210,13 @@ def check_command(command: list[str]) -> None:
         script = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
         assert Path(words[script]).exists(), words[script]
         check_recipe(words[script + 1], words[script + 2 :])
-    elif words[0].endswith("pip"):
-        check_pip(words[1:])
+    elif words[0].endswith("pip") or words[1:3] == ["-m", "pip"]:
+        check_pip(words[1 if words[0].endswith("pip") else 3 :])
     elif words[0] == "shardtune" or words[1:3] == ["-m", "toolkit"]:
         check_toolkit(words[1 if words[0] == "shardtune" else 3 :])
     elif words[1:2] == ["-m"]:
-        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in ("pytest", "venv"), words[2]
+        installed = words[2] in ("build", "pytest", "twine", "venv")
+        assert installed or Path(words[2].replace(".", "/")).with_suffix(".py").exists(), words[2]
     elif words[0].endswith("python"):
         check_recipe(words[1], words[2:])
 
