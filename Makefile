@@ -1,6 +1,7 @@
 # Commands on a fresh machine: `make t5`, `make llm`, `make moe`, `make test` and `make test-faults`. Everything is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
+PYTHONS ?= python3.11 python3.12 python3.13
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -9,7 +10,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm moe test test-faults test-browser test-slurm test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth bench-gpu gpu check docs clean
+.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth bench-gpu gpu check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -47,6 +48,11 @@ test-browser: $(VENV)/.installed-browser
 test-slurm: $(VENV)/.installed-test
 	@command -v slurmd munged || { $(AS_ROOT) apt-get update && $(AS_ROOT) apt-get install --yes --no-install-recommends slurm-wlm munge; }
 	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm
+
+# Unit tests and invariants at both ends of the version ranges, and on each of PYTHONS; uv keeps 15 GB of packages. Not in CI.
+test-versions: $(VENV)/.installed
+	$(INSTALL) 'uv>=0.9'
+	$(BIN)/python -m tests.versions $(PYTHONS)
 
 # The Dockerfile's steps on a copy of the checkout, without Docker. As root on Debian; PyPI.
 test-container: $(VENV)/.installed-test

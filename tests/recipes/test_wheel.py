@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import site
 import subprocess
 import sys
@@ -25,6 +26,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([*build, str(REPOSITORY)], check=True)
     (built,) = folder.glob("shardtune-*.whl")
     return built
+
+
+def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], cwd=REPOSITORY, check=True)
+    (source,) = tmp_path.glob("shardtune-*.tar.gz")
+    shutil.unpack_archive(source, tmp_path, filter="data")
+    built = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(built, cwd=source.with_name(source.name.removesuffix(".tar.gz")), check=True)
+    of_source, of_checkout = (zipfile.ZipFile(path) for path in (tmp_path / wheel.name, wheel))
+    for name in of_checkout.namelist():
+        assert name.endswith("RECORD") or of_source.read(name) == of_checkout.read(name), name
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import re
 import shlex
+import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 from mnist_config import MnistConfig, check_mnist_config
+from packaging.requirements import Requirement
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
@@ -27,7 +32,7 @@ from toolkit.tools.export import MAY_CHANGE
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "accelerate_configs/README.md"]
 PAGES += ["toolkit/config/migrating.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PLACEHOLDER = re.compile(r"(?<![a-z0-9_])[A-Z][A-Z0-9_]*(?![a-z0-9_])")
@@ -35,7 +40,7 @@ PLACEHOLDER = re.compile(r"(?<![a-z0-9_])[A-Z][A-Z0-9_]*(?![a-z0-9_])")
 FOLDERS = ("toolkit", "tests", "recipes", "benchmarks", "docs", "accelerate_configs")
 MODULES = ("pytest", "venv", "pip", "build", "twine")
 """What `python -m` may name beside files of the repository."""
-SHELL = {"git", "cd", "source", "pip", "for", "echo", "done", "export", "head", "wait", "trap", "launcher=$!"}
+SHELL = {"git", "cd", "source", "for", "echo", "done", "export", "head", "wait", "trap", "launcher=$!"}
 """First words of lines in a `sh` block that need no check of ours."""
 RECIPES: dict[str, tuple[Any, Any]] = {
     "t5.py": (SummarizationConfig, check_config),
@@ -75,12 +80,30 @@ def test_a_page_opens_with_what_it_is_for_and_has_a_place_in_the_site(page: str)
     assert f'"{page.removesuffix(".md")}"' in (REPOSITORY / "docs/conf.py").read_text()
 
 
+def test_the_lines_of_readme_that_write_rows_do(tmp_path: Path) -> None:
+    blocks = "\n".join(block for _, block in FENCE.findall((REPOSITORY / "README.md").read_text()))
+    lines = re.findall(r"^(?:echo|for) .*>.*$", blocks, re.MULTILINE)
+    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, check=True)
+    rows = list(csv.DictReader((tmp_path / "articles.csv").open()))
+    assert len(rows) == 400 and rows[6] == {"article": "A long article about the number 7.", "summary": "About 7"}
+    chats = [json.loads(line) for line in (tmp_path / "chats.jsonl").open()]
+    assert len(chats) == 200 and [turn["role"] for turn in chats[6]["messages"]] == ["user", "assistant"]
+    assert chats[6]["messages"][1]["content"] == "def add(x): return x + 7"
+
+
 LAUNCH = "accelerate launch --config_file PRESET.yaml"
 WRONG = [
     ("make t5 && make t6", "no target"),
     ("make t5 llama", "no target"),
     ("acelerate launch recipes/t5.py", "no program that is known"),
     ("python -m toolkit prove", "invalid choice"),
+    ("shardtune begin DIR", "invalid choice"),
+    ("pip install 'shardtune[tensorbord]'", "no extra"),
+    ("pip install -e '.[benches]'", "no extra"),
+    ("pip install 'torchao>=0.17'", "does not ask for torchao>=0.17"),
+    (".venv/bin/pip install -c pins.txt torch", "no file pins.txt"),
+    ("pip instal torch", "invalid choice"),
+    (".venv/bin/python -m pip install -e '.[benches]'", "no extra"),
     ("$ python -m toolkit checkpoints runs/a runs/b", "unrecognized arguments"),
     ("python -m toolkit verify --model llama --adapter.method lora", "no model llama"),
     ("python -m toolkit verify --adapter.methods lora", "did you mean --adapter.method?"),
@@ -105,8 +128,9 @@ def test_a_wrong_command_is_found(command: str, says: str) -> None:
 
 
 def test_commands_are_found_in_every_place() -> None:
-    page = "`make t5`\n```\noutput, it's no shell\n$ make llm\n```\n| `make test` | `it's no shell` |\n```text\nmake peace\n```\n"
-    assert list(list_commands(page)) == [["make", "llm"], ["make", "t5"], ["make", "test"]]
+    page = "`make t5`\n  ```sh\n  make t6\n  ```\n```\noutput, it's no shell\n$ make llm\n```\n"
+    page += "| `make test` | `it's no shell` |\n```text\nmake peace\n```\n"
+    assert list(list_commands(page)) == [["make", "t6"], ["make", "llm"], ["make", "t5"], ["make", "test"]]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +203,8 @@ def split_commands(line: str, *, is_shell: bool) -> Iterator[list[str]]:
 
 
 def is_ours(command: list[str]) -> bool:
-    return command[0] in ("make", "sbatch") or command[:2] == ["accelerate", "launch"] or command[0].split("/")[-1] == "python"
+    programs = ("make", "sbatch", "shardtune", "python", "python3", "pip")
+    return command[0].split("/")[-1] in programs or command[:2] == ["accelerate", "launch"]
 
 
 def check_command(command: list[str]) -> None:
@@ -195,12 +220,36 @@ def check_command(command: list[str]) -> None:
         script = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
         assert Path(words[script]).exists(), words[script]
         check_recipe(words[script + 1], words[script + 2 :])
-    elif words[1:3] == ["-m", "toolkit"]:
-        check_toolkit(words[3:])
+    elif words[0].endswith("pip") or words[1:3] == ["-m", "pip"]:
+        check_pip(words[1 if words[0].endswith("pip") else 3 :])
+    elif words[0] == "shardtune" or words[1:3] == ["-m", "toolkit"]:
+        check_toolkit(words[1 if words[0] == "shardtune" else 3 :])
     elif words[1:2] == ["-m"]:
         assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in MODULES, words[2]
     elif words[0].endswith("python"):
         check_recipe(words[1], words[2:])
+
+
+def check_pip(words: list[str]) -> None:
+    """Constraints and extras exist, and bounds are those of pyproject.toml."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    bounds = [
+        str(Requirement(line)) for line in [*project["dependencies"], *(line for extra in extras.values() for line in extra)]
+    ]
+    options = argparse.ArgumentParser(prog="pip", allow_abbrev=False)
+    options.add_argument("command", choices=["install"])
+    options.add_argument("-c", type=Path)
+    options.add_argument("-e", action="store_true")
+    options.add_argument("--extra-index-url")
+    options.add_argument("packages", nargs="+", type=lambda word: Requirement(re.sub(r"^\.(?=\[)", project["name"], word)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "error", refuse)
+        arguments = options.parse_args(words)
+    assert arguments.c is None or arguments.c.exists(), f"no file {arguments.c}"
+    for package in arguments.packages:
+        assert package.name != project["name"] or package.extras <= extras.keys(), f"no extra {package.extras}"
+        assert not package.specifier or str(package) in bounds, f"pyproject.toml does not ask for {package}"
 
 
 def fill(word: str) -> str:

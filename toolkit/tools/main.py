@@ -24,7 +24,8 @@ WITH_RUN_FLAGS = ("export", "plan", "preview", "train", "verify")
 
 def main() -> None:
     """Read the command line and run the command: a function that takes its options by name, after the recipe's flags."""
-    parser = argparse.ArgumentParser(prog="python -m toolkit", description="Commands beside a training run.")
+    prog = "shardtune" if Path(sys.argv[0]).name == "shardtune" else "python -m toolkit"
+    parser = argparse.ArgumentParser(prog=prog, description="Commands beside a training run.")
     jobs = parser.add_subparsers(dest="job", required=True)
     adds = (_add_check, _add_checkpoints, _add_compare, _add_export, _add_generate, _add_init, _add_ls)
     for add in (*adds, _add_plan, _add_preview, _add_report, _add_train, _add_verify):

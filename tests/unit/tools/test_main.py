@@ -1,4 +1,4 @@
-"""What becomes of a command whose standard output fails: a full disk is one sentence, a reader that has seen enough is none."""
+"""The command's name in its help; and a standard output that fails: a full disk is one sentence, an early end is none."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 from tests.support.report_runs import save_distinct_run
+from toolkit.tools.main import main
 
 FULL = "error: standard output cannot be written (No space left on device): make room there, or print to another place\n"
 
@@ -33,3 +34,16 @@ def test_a_standard_output_that_fails(tmp_path: Path, options: list[str], where:
     done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
     os.close(output)
     assert (done.returncode, done.stderr) == expected
+
+
+@pytest.mark.parametrize(
+    ("started", "name"), [("/env/bin/shardtune", "shardtune"), ("/toolkit/__main__.py", "python -m toolkit")]
+)
+def test_the_help_names_the_command_as_it_was_started(
+    started: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["train"]):
+        monkeypatch.setattr(sys, "argv", [started, *words, "--help"])
+        with pytest.raises(SystemExit):
+            main()
+        assert capsys.readouterr().out.startswith(" ".join(["usage:", name, *words]))
