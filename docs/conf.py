@@ -31,7 +31,7 @@ CHAPTERS = {
     "Scale": ["docs/scaling_out", "accelerate_configs/README", "docs/planning", "docs/process_groups", "docs/compare"],
     "Use the model": ["docs/export", "docs/generate"],
     "Python": ["docs/python_api", "docs/own_code", "docs/reference"],
-    "Trust": ["docs/guarantees", "docs/verify", "benchmarks/README", "docs/gpu_first_run", "SECURITY"],
+    "Trust": ["docs/support", "docs/guarantees", "docs/verify", "benchmarks/README", "docs/gpu_first_run", "SECURITY"],
     "Project": ["toolkit/config/migrating", "docs/decisions", "CONTRIBUTING", "docs/releasing", "CHANGELOG"],
 }
 """Pages in a reader's order. One that is missing here is a warning, which ends `make docs`."""

@@ -211,8 +211,10 @@ def check_command(command: list[str]) -> None:
     """Raise whatever the command itself would say before it does anything."""
     words = [fill(word) for word in command]
     if words[0] == "make":
-        targets = re.findall(r"^([a-z0-9 -]+):", Path("Makefile").read_text(), re.MULTILINE)
-        unknown = set(words[1:]) - set(" ".join(targets).split())
+        written = Path("Makefile").read_text()
+        targets = " ".join(re.findall(r"^([a-z0-9 -]+):", written, re.MULTILINE)).split()
+        variables = re.findall(r"^([A-Z]+) \?=", written, re.MULTILINE)
+        unknown = {word for word in words[1:] if word not in targets and word.partition("=")[0] not in variables}
         assert not unknown, f"no target {unknown}"
     elif words[0] == "accelerate":
         check_launch(words[2:])
