@@ -49,7 +49,8 @@ GROUPS = {"Encoder-decoders": ENCODER_DECODERS, "Causal models": CAUSAL, "Mixtur
 HEADER = """# Which families are supported
 
 Look here for your model's family before you choose how to train it. `make support` writes this page: it runs every cell on two
-CPU processes under FSDP2 (gloo), and fails if one neither passes nor is refused for one of [these reasons](#reasons). {num_cells} cells: {num_yes} yes, {num_refused} refused.
+CPU processes under FSDP2 (gloo), and fails if one neither passes nor is refused for one of [these reasons](#reasons).
+{num_cells} cells: {num_yes} yes, {num_refused} refused.
 {date}: {versions}.
 
 A cell says **yes** if a tiny random model of the family, in fp32, through what the recipes call:
@@ -61,7 +62,8 @@ A cell says **yes** if a tiny random model of the family, in fp32, through what 
 
 **full** trains all weights. **LoRA** adapts all linear layers (`adapter.target_modules: all-linear`). **4-bit** is LoRA on a base
 in NF4 codes (`adapter.base_dtype: nf4`), compared with a plain model of the codes' values. Experts are neither adapted nor
-quantized here (`adapter.experts`: [adapters on experts](configuration.md#adapters-on-a-mixture-of-experts)). **packed** puts several rows into one sequence (`data.packing: true`).
+quantized here (`adapter.experts`: [adapters on experts](configuration.md#adapters-on-a-mixture-of-experts)).
+**packed** puts several rows into one sequence (`data.packing: true`).
 """
 NOTES = """LED trains in full with `model.freeze: ['.*_global.*']`, because no text uses its global attention. ProphetNet needs
 `disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend on the padding.
