@@ -86,6 +86,7 @@ LAUNCH = "accelerate launch --config_file PRESET.yaml"
 WRONG = [
     ("make t5 && make t6", "no target"),
     ("make t5 llama", "no target"),
+    ("make test-versions PYTHON_VERSIONS=python3.13", "no target"),
     ("acelerate launch recipes/t5.py", "no program that is known"),
     ("python -m toolkit prove", "invalid choice"),
     ("shardtune begin DIR", "invalid choice"),
@@ -203,7 +204,9 @@ def check_command(command: list[str]) -> None:
     words = [fill(word) for word in command]
     if words[0] == "make":
         targets = re.findall(r"^([a-z0-9 -]+):", Path("Makefile").read_text(), re.MULTILINE)
-        unknown = set(words[1:]) - set(" ".join(targets).split())
+        variables = tuple(re.findall(r"^([A-Z]+) \?", Path("Makefile").read_text(), re.MULTILINE))
+        given = {word for word in words[1:] if word.partition("=")[0] not in variables}
+        unknown = given - set(" ".join(targets).split())
         assert not unknown, f"no target {unknown}"
     elif words[0] == "accelerate":
         check_launch(words[2:])
