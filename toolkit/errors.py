@@ -177,10 +177,12 @@ def exit_on_user_error() -> Iterator[None]:
     launch = _launch_folder()
     if launch is not None:
         signal.signal(signal.SIGTERM, partial(_end_with_the_launch, launch))
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, _end_for_another_start)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGUSR1, _end_for_another_start) if in_main_thread else None
     try:
         yield
+        if in_main_thread:
+            signal.signal(signal.SIGUSR1, before)
     except Exception as error:
         user_error = as_user_error(error)
         if user_error is None and launch is not None and (launch / REFUSED).exists():

@@ -179,3 +179,13 @@ def routing_counted_on_one_rank(patch: MonkeyPatch) -> None:
     from toolkit.training.router_loss import RouterLoss
 
     change(patch, RouterLoss.reduced_figures, ("dist.all_reduce(self.figures, group=group)", "pass"))
+
+
+# --- Ranks.
+
+
+def gradients_of_other_parameters_added_up(patch: MonkeyPatch) -> None:
+    """Two ranks may have gradients of different parameters."""
+    from toolkit.training.parameter_checks import ReductionWatch
+
+    change(patch, ReductionWatch.check, ("len(set(noted)) > 1", "len(set(noted)) > 2"))

@@ -95,6 +95,7 @@ LAUNCH = "accelerate launch --config_file PRESET.yaml"
 WRONG = [
     ("make t5 && make t6", "no target"),
     ("make t5 llama", "no target"),
+    ("make test-versions PYTHON_VERSIONS=python3.13", "no target"),
     ("acelerate launch recipes/t5.py", "no program that is known"),
     ("python -m toolkit prove", "invalid choice"),
     ("shardtune begin DIR", "invalid choice"),

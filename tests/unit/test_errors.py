@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -249,3 +250,10 @@ def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank: str) -> N
     ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     said = "stopped by SIGUSR1 outside of the training steps: the same command goes on\n" if rank == "0" else ""
     assert (ended.returncode, ended.stderr) == (EXIT_STOPPED, said)
+
+
+def test_the_signal_ahead_of_a_time_limit_is_the_callers_again_after_the_block() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with exit_on_user_error():
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
+    assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN

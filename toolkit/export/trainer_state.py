@@ -17,6 +17,8 @@ def save_trainer_state(folder: Path, lines: list[dict[str, Any]], step: int, num
 
     state, num_rows = TrainerState(global_step=step, log_history=[]), 0
     trained = [line for line in lines if line["kind"] == "train" and line["step"] <= step]
+    if [line["step"] for line in trained] != list(range(1, len(trained) + 1)):
+        num_training_rows = 0  # the first lines are lost: their rows are not known
     for line in lines:
         if line["step"] > step or line["kind"] not in ("train", "eval"):
             continue

@@ -54,8 +54,14 @@ def router_scores(model: PreTrainedModel) -> dict[type, str]:
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     recorders = [(private("_can_record_outputs", owner) or {}).get("router_logits") for owner in owners]
     classes: list[Any] = [each.target_class for each in recorders if isinstance(each, OutputRecorder) and each.index == 0]
-    found = {each: re.findall("softmax|sigmoid", inspect.getsource(each.forward)) for each in classes}
-    return {each: words[0] for each, words in found.items()} if all(len(set(words)) == 1 for words in found.values()) else {}
+    sources = {
+        each: inspect.getsource(each.forward) for each in classes if any(type(module) is each for module in model.modules())
+    }
+    found = {each: re.findall("softmax|sigmoid", source) for each, source in sources.items()}
+    # Gemma 4's first output are probabilities; Zaya sends the tokens that skip the experts to expert 0.
+    are_logits = all(re.search(r"return \(?\s*\w*logits", source) and "skip" not in source for source in sources.values())
+    is_known = are_logits and all(len(set(words)) == 1 for words in found.values())
+    return {each: words[0] for each, words in found.items()} if is_known else {}
 
 
 def check_routers(model: PreTrainedModel, setting: str, name: str) -> None:

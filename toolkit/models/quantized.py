@@ -67,7 +67,8 @@ def dequantize(
     if codes.ndim > 2:
         return dequantize(codes.flatten(0, -2), scales.flatten(0, -2), dtype, pairs).unflatten(0, codes.shape[:-1])
     num_rows, num_columns = len(codes), scales.shape[1] // 4 * BLOCK_SIZE
-    if codes.dtype == torch.uint8 and (kernel := _kernels.get(codes.device.type)):
+    fits = codes.dtype == torch.uint8 and num_rows * num_columns < 2**31  # the kernel counts in int32
+    if fits and (kernel := _kernels.get(codes.device.type)):
         return kernel(codes, scales.view(torch.float32).flatten(), BLOCK_SIZE, "nf4", [num_rows, num_columns], dtype)
     weight = torch.empty(num_rows, num_columns, dtype=dtype, device=codes.device)
     if codes.is_meta:

@@ -88,7 +88,11 @@ def routes_noted(model: PreTrainedModel, *, notes: bool) -> Iterator[dict[str, l
         return output
 
     for block in blocks.values():
-        routers: list[Any] = [module for module in block.modules() if type(module) in scores]
+        found = (
+            block.named_modules()
+        )  # peft keeps the original of a router that it trains (`modules_to_save`), and never calls it
+        routers: list[Any] = [m for name, m in found if type(m) in scores and "original_module" not in name.split(".")]
+        setattr(block, "routers", routers)  # noqa: B010  # no field that mypy knows
         for router in routers:
             router.forward, router.scores = MethodType(_keeping_route, router), scores[type(router)]
         block.forward = MethodType(_returning_routes, block)
@@ -99,7 +103,7 @@ def routes_noted(model: PreTrainedModel, *, notes: bool) -> Iterator[dict[str, l
 
 def _returning_routes(block: nn.Module, *args: Any, **inputs: Any) -> tuple[Any, list[Route]]:
     """A method, of one code for all blocks: compiled ones share their graphs."""
-    routers: list[Any] = [module for module in block.modules() if hasattr(module, "scores")]
+    routers: Any = block.routers
     try:
         return type(block).forward(block, *args, **inputs), [router.route for router in routers]
     finally:  # a recomputation ends by an exception

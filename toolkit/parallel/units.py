@@ -138,6 +138,8 @@ def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
         if not name:
             raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
+        if id(block) in _read_outside(model):
+            raise UserError(f"{what}, which an adapter of experts reads from outside: name the class of the repeated layers")
         if id(block) not in inside:
             raise UserError(
                 f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
@@ -172,14 +174,14 @@ def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Mo
     """
     blocks: dict[str, nn.Module] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    names_of = aliases(model)
+    names_of, read_outside = aliases(model), _read_outside(model)
 
     def visit(path: str, module: nn.Module) -> dict[int, int]:
         """Sizes of the parameters under `module` that no unit holds, by id, so that tied ones count once."""
         left = {id(p): num_weights(name, p) for name, p in module.named_parameters(recurse=False)}
         for child_name, child in module.named_children():
             left |= visit(f"{path}.{child_name}".lstrip("."), child)
-        is_called_once = type(module).forward is not nn.Module.forward and module is not head
+        is_called_once = type(module).forward is not nn.Module.forward and module is not head and id(module) not in read_outside
         holds_all = all(name.startswith(f"{path}.") for parameter in left for name in names_of[parameter])
         if path and is_called_once and holds_all and sum(left.values()) >= max(1, min_num_parameters):
             blocks[path] = module
@@ -188,6 +190,12 @@ def _large_modules(model: nn.Module, min_num_parameters: int) -> dict[str, nn.Mo
 
     visit("", model)
     return blocks
+
+
+def _read_outside(model: nn.Module) -> set[int]:
+    """Modules inside an adapter of experts, which reads their parameters and does not call them."""
+    wrappers = [module for module in model.modules() if hasattr(module, "parameter_name")]
+    return {id(part) for wrapper in wrappers for part in wrapper.modules() if part is not wrapper}
 
 
 def build_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[ShardUnit]:

@@ -131,6 +131,7 @@ def shard_model(
             wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
             _leave_casts_to_autocast(model)
+            _cast_experts(model)
     named = dict(skeleton.named_parameters())
     stored = {name: source for name, source in (sources or {}).items() if name not in named}
     return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, routes)
@@ -191,6 +192,24 @@ def _leave_casts_to_autocast(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "lora_A") and private("cast_input_dtype_enabled", module) and not private("lora_variant", module):
             setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no field that mypy knows
+
+
+def _cast_experts(model: nn.Module) -> None:
+    """Let experts compute in autocast's dtype, which does not know grouped products: on CUDA, those in fp32 read the sizes of the
+    groups on the host (ATen/native/GroupedMMUtils.h:124)."""
+
+    def cast(experts: nn.Module, forward: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device)
+        own = dict(experts.named_parameters())
+        if not torch.is_autocast_enabled(device) or all(parameter.dtype == dtype for parameter in own.values()):
+            return forward(hidden, *args)
+        weights = {name: parameter.to(dtype) for name, parameter in own.items()}
+        return torch.func.functional_call(experts, weights, (hidden, *args))
+
+    for module in model.modules():
+        if hasattr(module, "is_transposed") and not hasattr(module, "parameter_name"):
+            module.forward = functools.partial(cast, module, module.forward)
 
 
 def _num_shards(accelerator: Accelerator) -> int:

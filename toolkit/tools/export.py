@@ -103,7 +103,7 @@ def export(run_flags: list[str], **given: Any) -> None:
 
 def _check_push(options: Options, config: RecipeConfig) -> None:
     """Refuse before the export what would fail after it."""
-    from huggingface_hub import get_token
+    from huggingface_hub import constants, get_token
 
     name, base = options.push_to_hub, config.model.name_or_path
     if name is None and options.private:
@@ -112,6 +112,8 @@ def _check_push(options: Options, config: RecipeConfig) -> None:
         raise UserError(f"--push-to-hub is {name}: give NAMESPACE/NAME, as in my_name/my_model")
     if name is not None and is_enabled(config.adapter) and not options.merge and not is_hub_id(base):
         raise UserError(f"--push-to-hub is given, but the adapter's base {base} is a folder here: add --merge")
+    if name is not None and constants.HF_HUB_OFFLINE:
+        raise UserError(f"--push-to-hub is {name}, but HF_HUB_OFFLINE is set: unset it")
     if name is not None and get_token() is None:
         raise UserError(f"--push-to-hub is {name}, but there is no token: type hf auth login, or set HF_TOKEN")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.tools.project import PACKAGE_FOLDER, project_folder
+from toolkit.tools.project import PACKAGE_FOLDER, SHIPPED, find_shipped
 from toolkit.variables import environment_of_runs
 
 STOP_TO_KILL_S = 30.0
@@ -26,8 +26,8 @@ def find_preset(name: str) -> Path:
     Raises:
         UserError: there is none. Names those that exist.
     """
-    presets = project_folder() / "accelerate_configs"
-    for path in (Path(name), presets / name, presets / f"{name}.yaml"):
+    presets = SHIPPED / "accelerate_configs"
+    for path in (Path(name), *(find_shipped(presets.name, file) for file in (name, f"{name}.yaml"))):
         if path.is_file():
             return path
     existing = ", ".join(sorted(path.stem for path in presets.glob("*.yaml"))) or "none here"

@@ -12,16 +12,17 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import toolkit
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, one_line, refusal_named
 
 PACKAGE_FOLDER = Path(toolkit.__file__).resolve().parent
-SHIPPED = next(folder for folder in (PACKAGE_FOLDER / "project", PACKAGE_FOLDER.parent) if (folder / "recipes").is_dir())
+SHIPPED = PACKAGE_FOLDER / "project" if (PACKAGE_FOLDER / "project").is_dir() else PACKAGE_FOLDER.parent
 PARTS = ("recipes", "accelerate_configs")
 
 
-def project_folder() -> Path:
-    """Where recipes and presets are looked up by name: the working directory if it has both folders, as after `init`."""
-    return Path.cwd() if all(Path(part).is_dir() for part in PARTS) else SHIPPED
+def find_shipped(part: str, name: str) -> Path:
+    """The file in the folder `part` of the working directory, as after `init`, or else that which comes with the toolkit."""
+    own = Path.cwd() / part / name
+    return own if own.is_file() else SHIPPED / part / name
 
 
 def recipes() -> list[str]:
@@ -36,7 +37,7 @@ def init(folder: Path, recipe: str) -> None:
         UserError: the project has one of them already, or hides the toolkit from Python.
     """
     for part in PARTS:
-        if (folder / part).exists():
+        if os.path.lexists(folder / part):
             raise UserError(f"{folder / part} exists already: name another folder, or remove it")
     check_import(folder)
 
@@ -45,8 +46,9 @@ def init(folder: Path, recipe: str) -> None:
         prefixes = [name for name in recipes() if name != recipe]
         return [n for n in names if n == "__pycache__" or n.split(".")[0].split("_")[0] in prefixes]
 
-    for part in PARTS:
-        shutil.copytree(SHIPPED / part, folder / part, ignore=others)
+    with refusal_named(f"{folder} cannot be made a project", "name another folder"):
+        for part in PARTS:
+            shutil.copytree(SHIPPED / part, folder / part, ignore=others)
     configs = ", ".join(sorted(path.stem for path in (folder / "recipes" / "configs").iterdir()))
     print(one_line(f"{folder} has recipes/{recipe}.py, the presets, and the configs {configs}. On the CPU, train there by"))
     command = f"accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml recipes/{recipe}.py"

@@ -19,7 +19,7 @@ from toolkit.errors import UserError, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.tools.plan.plan import build_plan
 from toolkit.tools.preset_runs import find_preset
-from toolkit.tools.project import check_import, project_folder
+from toolkit.tools.project import check_import, find_shipped
 from toolkit.tools.recipes import find_recipe
 
 FOR_ONE_GPU = ("single", "fsdp2_activation_checkpointing", "fsdp2_offload")
@@ -63,9 +63,9 @@ def train(
         num_processes = num_processes or len(gpus) or None
     # The line. Quiet: without a traceback of the launcher's own after one process (accelerate/commands/launch.py:998).
     ranks = [*(["--quiet"] if is_one else []), *(["--num_processes", str(num_processes)] if num_processes else [])]
-    recipes = project_folder() / "recipes"
-    check_import(recipes)
-    line = ["--config_file", _shown(path), *ranks, _shown(recipes / f"{recipe}.py"), "--config", config, *run_flags]
+    program = find_shipped("recipes", f"{recipe}.py")
+    check_import(program.parent)
+    line = ["--config_file", _shown(path), *ranks, _shown(program), "--config", config, *run_flags]
     print(one_line(f"accelerate launch {shlex.join(line)}"), flush=True)
     if not dry_run:
         os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *line])

@@ -11,6 +11,7 @@ polynomial of second degree in its two lengths: tokens and labels, or source and
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from typing import TYPE_CHECKING, Any
@@ -38,10 +39,14 @@ PEAK_TFLOPS = {
 table (`torch/_inductor/analysis/device_info.py`) asks for the whole name, and has an L4's with sparsity."""
 SHAPES = np.array([(2, 1), (3, 1), (4, 1), (3, 2), (4, 2), (4, 3)])
 """Lengths of the rows that are counted, in units. Labels alone multiply nothing but the head: there four rows are enough."""
+LARGEST_ERROR = 0.01
+"""Of the polynomial at one more row, relative: a model that pads by itself has none."""
 
 
 def find_peak_tflops(gpu: str) -> int | None:
     """TFLOP/s of a GPU in dense bf16 products, by torch's name for it; None if it is not in the table."""
+    if re.search(r"\b(MIG|Laptop|Ti|D)\b", gpu):  # a slice of that GPU, or another one
+        return None
     return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
 
 
@@ -71,13 +76,18 @@ def count_per_term(skeleton: PreTrainedModel, collator: Collator) -> np.ndarray:
     unit = max(1, min(512, getattr(model.config, "max_position_embeddings", None) or 512) // 4)
     is_pair, token, counts = model.config.is_encoder_decoder, int(collator.pad_token_id == 0), []
     shapes = SHAPES if is_pair else SHAPES[:4]
-    for first, second in shapes * unit:
+    collator = dataclasses.replace(collator, multiples=(1,) * len(collator.multiples))  # no padding
+    extra = np.array([3 * unit + unit // 2 + 1, unit + 3])
+    for first, second in [*(shapes * unit), extra]:
         labels = [IGNORED_LABEL] * (0 if is_pair else first - second) + [token] * second
         batch = collator.collate([[{"input_ids": [token] * first, "labels": labels}]])
         with FlopCounterMode(display=False) as counter, experts_by_token(model):
             summed_loss(model, move_to(torch.device("meta"), batch))[0].backward()
         counts.append(counter.get_total_flops())
+    *counts, expected = counts
     per_term = np.linalg.solve(_terms(*shapes.T)[: len(shapes)].T, counts)
+    if abs(per_term @ _terms(*(extra / unit))[: len(shapes)] / expected - 1) > LARGEST_ERROR:
+        raise ValueError("they are no polynomial of a row's lengths")
     per_term *= np.array([0, 1, 1, 1, 1, 1])[: len(shapes)] / _terms(np.array(unit), np.array(unit))[: len(shapes)]
     per_term[-1] /= 2  # the causal half
     return per_term

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.data.batch_plan import MicroBatch, Step
-from toolkit.data.collate import Batch, CausalCollator, load_micro_batches, move_to
+from toolkit.data.collate import Batch, load_micro_batches, move_to
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
@@ -178,8 +178,8 @@ def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch,
     """This rank's, lazily: a loader draws from the random state, which a checkpoint before the next step saves as it was."""
     on_gpu = run.sharded.accelerator.device.type == "cuda"
     num_workers, collator = run.config.data.num_loader_workers, run.evaluation.collator
-    if isinstance(collator, CausalCollator):
-        collator = dataclasses.replace(collator, numbers_documents=run.config.optim.router_aux_loss != "off")
+    if run.config.optim.router_aux_loss != "off":
+        collator = dataclasses.replace(collator, numbers_documents=True)
     yield from load_micro_batches(
         run.train_rows,
         run.plan.iterate(first_step, run.num_steps, rank()),

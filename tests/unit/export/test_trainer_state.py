@@ -56,3 +56,8 @@ def test_lines_of_an_older_version_and_a_run_that_kept_no_facts_of_its_rows(tmp_
     save_trainer_state(tmp_path, [train(1, 2.0), train(2, 1.0, epoch=1)], step=2, num_training_rows=None)
     state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert (state.epoch, state.num_input_tokens_seen) == (1, 200)
+
+
+def test_where_the_first_lines_are_lost_an_epoch_is_that_of_the_line(tmp_path: Path) -> None:
+    save_trainer_state(tmp_path, [train(21, 2.0, epoch=2), train(22, 1.0, epoch=2)], step=22, num_training_rows=10)
+    assert TrainerState.load_from_json(str(tmp_path / "trainer_state.json")).epoch == 2

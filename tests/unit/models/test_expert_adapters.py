@@ -14,6 +14,8 @@ import transformers
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import ParamWrapper
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from transformers.integrations import moe
 
 from tests.support.adapter_models import adapter_config, logits, randomize
 from tests.support.model_folders import MIXTURES, SMALL_EXPERTS
@@ -22,6 +24,8 @@ from toolkit.errors import UserError
 from toolkit.models.experts import experts_by_token
 from toolkit.models.lora import add_adapter, check_adapter_config
 from toolkit.models.lora_files import base_name
+from toolkit.parallel.units import find_blocks
+from toolkit.parallel.wrap import _cast_experts
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 ALL_LINEAR: dict[str, set[str]] = dict.fromkeys(MIXTURES, ATTENTION) | {
@@ -135,3 +139,44 @@ def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_pat
     randomize(model)
     model(**INPUTS).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("min_num_params", [1, 2000, 20000])
+def test_by_size_no_part_of_an_adapter_of_experts_is_a_unit(min_num_params: int) -> None:
+    """It reads the parameters of its parts, and does not call these."""
+    model = adapt(build("mixtral"), experts=True)
+    plugin: Any = SimpleNamespace(auto_wrap_policy=size_based_auto_wrap_policy, min_num_params=min_num_params)
+    blocks = find_blocks(plugin, model)
+    assert any("experts" in name or name.endswith("mlp") for name in blocks) or min_num_params == 20000
+    assert not [name for name in blocks if ".experts." in name]
+
+
+def test_experts_inside_an_adapter_are_refused_as_a_wrap_class() -> None:
+    plugin: Any = SimpleNamespace(
+        auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=["MixtralDecoderLayer", "MixtralExperts"]
+    )
+    find_blocks(plugin, build("mixtral"))  # inside of a layer
+    plugin.transformer_cls_names_to_wrap = ["MixtralExperts"]
+    with pytest.raises(UserError, match=r"names MixtralExperts, which an adapter of experts reads from outside: name"):
+        find_blocks(plugin, adapt(build("mixtral"), experts=True))
+
+
+def test_under_autocast_experts_compute_in_its_dtype_with_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cast, fp32 products of groups would read their sizes on the host of a GPU."""
+    model, dtypes = build("mixtral"), []
+
+    def note(inputs: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        dtypes.append(weight.dtype)
+        return grouped(inputs, weight, offs)
+
+    grouped = moe._grouped_mm
+    monkeypatch.setattr(moe, "_grouped_mm", note)
+    _cast_experts(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**INPUTS, use_cache=False).logits.float().square().sum().backward()
+    assert dtypes == [torch.bfloat16] * 4
+    gradients = [p.grad for p in model.parameters() if p.ndim == 3]
+    assert all(gradient is not None and gradient.dtype == torch.float32 and gradient.any() for gradient in gradients)
+    dtypes.clear()
+    model(**INPUTS, use_cache=False)
+    assert dtypes == [torch.float32] * 4

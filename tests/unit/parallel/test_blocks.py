@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import DynamoBackend
+from peft import LoraConfig, inject_adapter_in_model
 
 from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
@@ -116,3 +117,17 @@ def graphs_by_step(family: str, num_layers: int) -> list[int]:
         summed_loss(model, collator.collate([[row] for row in rows]))[0].backward()
         seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return seen
+
+
+def test_a_router_that_an_adapter_trains_in_full_has_one_route() -> None:
+    """peft keeps the original beside it, and never calls that."""
+    config_class, settings = MIXTURES["mixtral"]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(vocab_size=256, **settings))
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp.gate"])
+    inject_adapter_in_model(lora, model)
+    with routes_noted(model, notes=True) as noted:
+        pass
+    for _ in range(2):
+        model(input_ids=torch.arange(9)[None], use_cache=False)
+        routes = [route for of_block in noted.values() for route in of_block]
+        assert len(routes) == 2 and all(scores_TE.requires_grad for scores_TE, _ in routes)

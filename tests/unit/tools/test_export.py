@@ -19,6 +19,7 @@ REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 9,
 
 def options(run_folder: Path, **given: Any) -> Options:
     defaults: dict[str, Any] = {"checkpoint": None, "merge": False, "dtype": None, "to": None, "flags": []}
+    defaults |= {"push_to_hub": None, "private": False}
     return Options(run_folder=run_folder, **defaults | given)
 
 

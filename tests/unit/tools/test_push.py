@@ -99,3 +99,12 @@ def test_what_is_refused_before_the_export(
     config: Any = SimpleNamespace(adapter=AdapterConfig(method=adapter), model=SimpleNamespace(name_or_path="/models/base"))
     with pytest.raises(UserError, match=re.escape(sentence)):
         _check_push(options, config)
+
+
+def test_a_hub_that_is_offline_by_its_variable_is_refused_before_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_good")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    options: Any = SimpleNamespace(push_to_hub="mine/model", private=False, merge=False)
+    config: Any = SimpleNamespace(adapter=AdapterConfig(method="none"), model=SimpleNamespace(name_or_path="base"))
+    with pytest.raises(UserError, match=r"^--push-to-hub is mine/model, but HF_HUB_OFFLINE is set: unset it$"):
+        _check_push(options, config)

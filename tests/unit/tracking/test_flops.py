@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
 from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift
 from toolkit.loss import summed_loss
@@ -138,3 +139,21 @@ def test_a_gpu_that_the_table_does_not_name_has_no_peak() -> None:
 def test_a_model_that_cannot_be_counted_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds_at_peak(sharded("cuda", torch.nn.Linear(2, 2)), CausalCollator(0), *LENGTHS) is None
     assert capsys.readouterr().out.startswith("the log has no MFU: the FLOPs of Linear could not be counted (")
+
+
+def test_padding_of_a_runs_batches_does_not_count() -> None:
+    model = copy_on_meta(build("llama"))
+    padded = CausalCollator(0, multiples=(24,), longest=(8192,))
+    assert count_per_term(model, padded).tolist() == count_per_term(model, CausalCollator(0)).tolist()
+
+
+def test_a_model_that_pads_by_itself_has_no_mfu(a100: None, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = seq2seq_families.build_model("pegasus_x")
+    with caplog.at_level("INFO", "toolkit"):
+        assert seconds_at_peak(sharded("cuda", copy_on_meta(model)), collator_of(model), *LENGTHS) is None
+    assert "could not be counted (they are no polynomial of a row's lengths)" in caplog.text
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 4090 Laptop GPU", "NVIDIA RTX 3090 Ti"])
+def test_a_part_of_a_gpu_or_another_of_its_name_has_no_known_peak(gpu: str) -> None:
+    assert find_peak_tflops(gpu) is None

@@ -25,6 +25,12 @@ NO_ROUTERS = "no routers of experts whose scores are known; or set it to off"
 NO_COEFFICIENT = r"no router_aux_loss_coef above 0 in its config\.json: set it there, as in 0\.001; or set it to off"
 
 
+WITH_THESE: dict[str, dict[str, Any]] = {
+    "Gemma4TextConfig": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "GraniteMoeHybridConfig": {"num_local_experts": 0, "mamba_n_heads": 4, "layer_types": ["attention", "attention"]},
+}
+
+
 def build(family: str, **changed: Any) -> Any:
     config_class, settings = {**CAUSAL_FAMILIES, **MIXTURES}.get(family) or (family, MIXTURES["mixtral"][1])
     config = getattr(transformers, config_class)(vocab_size=256, **settings | changed)
@@ -39,10 +45,12 @@ def build(family: str, **changed: Any) -> Any:
         ("mixtral", 0.0, NO_COEFFICIENT),
         ("deepseek_v3", None, NO_COEFFICIENT),
         ("PhimoeConfig", 0.5, NO_ROUTERS),  # scores of its own, by comparing experts
+        ("Gemma4TextConfig", 0.5, NO_ROUTERS),  # its routers return probabilities
+        ("GraniteMoeHybridConfig", 0.5, NO_ROUTERS),  # the class has routers, this model none
     ],
 )
 def test_a_model_without_what_it_needs_is_refused(family: str, coefficient: float | None, missing: str) -> None:
-    model = build(family, router_aux_loss_coef=coefficient)
+    model = build(family, router_aux_loss_coef=coefficient, **WITH_THESE.get(family, {}))
     with pytest.raises(UserError, match=f"^optim.router_aux_loss is global, but model.name_or_path here has {missing}$"):
         check_routers(model, "global", "here")
     check_routers(model, "off", "here")
