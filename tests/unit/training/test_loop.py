@@ -62,6 +62,7 @@ def test_a_gpu_gets_one_loader_worker_unless_the_config_says_otherwise(
 ) -> None:
     run, seen = MagicMock(), MagicMock(return_value=iter(()))
     run.config.data, run.sharded.accelerator.device = DataConfig(num_loader_workers=setting), torch.device(device)
+    run.config.optim = OptimConfig()
     monkeypatch.setattr(loop, "load_micro_batches", seen)
     assert list(loop._load_micro_batches(run, 1)) == []
     assert seen.call_args.kwargs == {"num_workers": expected, "pin_memory": device == "cuda"}
