@@ -69,8 +69,8 @@ def missing_gradient_average(patch: MonkeyPatch) -> None:
 
     shard_model = setup.shard_model
 
-    def summing(*args: Any) -> Any:
-        sharded = shard_model(*args)
+    def summing(*args: Any, **settings: Any) -> Any:
+        sharded = shard_model(*args, **settings)
         for module in sharded.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
