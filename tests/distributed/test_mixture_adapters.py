@@ -21,6 +21,7 @@ from tests.support.small_run import figures, train_and_record_gradients
 from tests.support.workbench import FP32, as_flags
 from toolkit.files.json_lines import load_json_lines
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the runs of all
 FACTORS: dict[str, tuple[Any, ...]] = {
     "family": tuple(MIXTURES),
     "kind": KINDS,

@@ -20,6 +20,7 @@ from tests.support.small_run import figures, train_and_record_gradients
 from tests.support.workbench import FP32, as_flags
 from toolkit.files.json_lines import load_json_lines
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the runs of all
 NUM_ROWS, TOLERANCE = 12, 1e-5
 ROUTERS = r".*\.(gate|router)\.(weight|bias)"
 TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS}
