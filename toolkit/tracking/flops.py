@@ -87,7 +87,7 @@ def count_per_term(skeleton: PreTrainedModel, collator: Collator) -> np.ndarray:
     *counts, expected = counts
     per_term = np.linalg.solve(_terms(*shapes.T)[: len(shapes)].T, counts)
     if abs(per_term @ _terms(*(extra / unit))[: len(shapes)] / expected - 1) > LARGEST_ERROR:
-        raise ValueError("they are no polynomial of a row's lengths")
+        raise ValueError("a row's are not a polynomial of its lengths")
     per_term *= np.array([0, 1, 1, 1, 1, 1])[: len(shapes)] / _terms(np.array(unit), np.array(unit))[: len(shapes)]
     per_term[-1] /= 2  # the causal half
     return per_term

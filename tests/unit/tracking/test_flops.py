@@ -151,7 +151,7 @@ def test_a_model_that_pads_by_itself_has_no_mfu(a100: None, caplog: pytest.LogCa
     model: Any = seq2seq_families.build_model("pegasus_x")
     with caplog.at_level("INFO", "toolkit"):
         assert seconds_at_peak(sharded("cuda", copy_on_meta(model)), collator_of(model), *LENGTHS) is None
-    assert "could not be counted (they are no polynomial of a row's lengths)" in caplog.text
+    assert "could not be counted (a row's are not a polynomial of its lengths)" in caplog.text
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 4090 Laptop GPU", "NVIDIA RTX 3090 Ti"])
