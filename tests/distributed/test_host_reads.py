@@ -42,8 +42,8 @@ READS_OF_TRANSFORMERS = {
 """By model, what a micro-batch read before `toolkit.parallel.masks`."""
 READS_OF_A_LOG_LINE = {f"tracking/step_log.py:flush {what}": 1 for what in ("cpu", "tolist", "_local_scalar_dense")}
 """`StepLog.flush` reads the figures of the steps since the last one, every `log_every_steps`. The scalar is the host's memory."""
-READS_OF_A_FIRST_STEP = {"training/parameter_checks.py:_check tolist": 2}
-"""Flags of the host; `ParameterWatch` reduces them on the CPU."""
+READS_OF_A_FIRST_STEP = {"training/parameter_checks.py:_check tolist": 3, "training/parameter_checks.py:check tolist": 1}
+"""Flags and hashes of the host, which the control group reduces on the CPU."""
 NUM_MICRO_BATCHES = 2
 
 

@@ -274,4 +274,5 @@ def test_what_happens_meanwhile_is_named(run: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(
         UserError, match=r"^the model does not fit this device \(CUDA out .* 2.00 GiB.\): set ACCELERATE_USE_CPU="
     ):
-        command.export([], run_folder=run, checkpoint=None, merge=False, dtype=None, to=None)
+        given = dict.fromkeys(("checkpoint", "dtype", "to", "push_to_hub"))
+        command.export([], run_folder=run, merge=False, private=False, **given)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.distributed.comm import gather_objects, raise_together, reduce_on_cpu
+from toolkit.distributed.comm import reduce_on_cpu
 from toolkit.errors import UserError
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.private import private
@@ -143,11 +143,11 @@ class ReductionWatch:
 
     def check(self) -> None:
         """Raise a UserError with the parameters of which not all ranks noted the same, if any. Collective."""
-        of_ranks = zip(*gather_objects(self.noted), strict=True)
-        if names := [name for name, noted in zip(self.names, of_ranks, strict=True) if len(set(noted)) > 1]:
+        most, least = (reduce_on_cpu(torch.tensor(self.noted), op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN))
+        if names := [name for name, differs in zip(self.names, (most != least).tolist(), strict=True) if differs]:
             how = "FSDP2 adds up gradients of different parameters then; freeze them (model.freeze), or let each forward use them"
             what = "some ranks had a gradient of these parameters in a micro-batch where others had none"
-            raise_together(UserError(f"{what}: {_first_of(names)}: {how}"))
+            raise UserError(f"{what}: {_first_of(names)}: {how}", printed_by="run")
 
 
 def _first_of(names: list[str]) -> str:
