@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.test_mixtures import BLOCKS, NUM_ROWS, TOLERANCE, assert_close, exists, make_prompts
-from tests.support import plain_mixture as plain
+from tests.distributed.test_mixtures import BLOCKS, TOLERANCE, assert_close, exists, flags, make_prompts
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import MIXTURES, build_model_folders, save_jsonl
 from tests.support.pairwise import Case, cover_pairs
 from tests.support.plain_mixture_adapters import KINDS, Expected, start_adapter, train_plain
 from tests.support.small_run import figures, train_and_record_gradients
-from tests.support.workbench import FP32, as_flags
+from tests.support.workbench import FP32
 from toolkit.files.json_lines import load_json_lines
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the runs of all
@@ -83,41 +82,18 @@ def gradients(folder: Path, expected: Any) -> Callable[[str], list[dict[str, np.
 
 
 def train_cases(folder: Path, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    return {name: train_and_record_gradients("llm", flags(folder, name, CASES[name]), 2**26) for name in names}
+    found = {}
+    for name in names:
+        case = CASES[name]
+        adapter = {"adapter.method": "lora", "adapter.name_or_path": folder / f"{case['family']}-{case['kind']}"}
+        own = adapter | {"export.merge": is_merged(case)}
+        found[name] = train_and_record_gradients("llm", flags(folder, name, case, own), 2**26)
+    return found
 
 
 def is_merged(case: Case) -> bool:
     """Each family is, once or twice: it takes as long as a run."""
     return case["kind"] == "experts"
-
-
-def flags(folder: Path, name: str, case: Case) -> list[str]:
-    values: dict[str, Any] = {
-        "model.name_or_path": folder / case["family"],
-        "adapter.method": "lora",
-        "adapter.name_or_path": folder / f"{case['family']}-{case['kind']}",
-        "data.source": "jsonl",
-        "data.files": folder / "rows.jsonl",
-        "data.cache_dir": folder / "cache",
-        "data.max_length_tokens": 96,
-        "data.packing": case["packing"],
-        "data.eval_fraction": 0,
-        "train.max_steps": plain.NUM_STEPS,
-        "train.global_batch_size_rows": NUM_ROWS,
-        "train.micro_batch_size_rows": case["micro_batch_rows"],
-        "optim.lr": plain.LR,
-        "optim.beta1": plain.BETA1,
-        "optim.beta2": plain.BETA2,
-        "optim.eps": plain.EPS,
-        "optim.weight_decay": plain.WEIGHT_DECAY,
-        "optim.max_grad_norm": None,
-        "eval.generate": False,
-        "export.merge": is_merged(case),
-        "log_every_steps": 1,
-        "run.output_dir": folder / "runs",
-        "run.name": name,
-    }
-    return as_flags(values)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -93,16 +93,18 @@ def gradients(folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
 
 
 def train_cases(folder: Path, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    return {name: train_and_record_gradients("llm", flags(folder, name), 2**26) for name in names}
+    found = {}
+    for name in names:
+        case, frozen = CASES[name], TRAINED[CASES[name]["trained"]]
+        own = {"model.dropout": 0, "model.freeze": [frozen] if frozen else [], "optim.router_aux_loss": case["auxiliary"]}
+        found[name] = train_and_record_gradients("llm", flags(folder, name, case, own), 2**26)
+    return found
 
 
-def flags(folder: Path, name: str) -> list[str]:
-    case = CASES[name]
-    frozen = TRAINED[case["trained"]]
+def flags(folder: Path, name: str, case: Case, own: dict[str, Any]) -> list[str]:
+    """Of a case of this matrix or of the adapters', which differ in `own`."""
     values: dict[str, Any] = {
         "model.name_or_path": folder / case["family"],
-        "model.freeze": [frozen] if frozen else [],
-        "model.dropout": 0,
         "data.source": "jsonl",
         "data.files": folder / "rows.jsonl",
         "data.cache_dir": folder / "cache",
@@ -118,13 +120,12 @@ def flags(folder: Path, name: str) -> list[str]:
         "optim.eps": plain.EPS,
         "optim.weight_decay": plain.WEIGHT_DECAY,
         "optim.max_grad_norm": None,
-        "optim.router_aux_loss": case["auxiliary"],
         "eval.generate": False,
         "log_every_steps": 1,
         "run.output_dir": folder / "runs",
         "run.name": name,
     }
-    return as_flags(values)
+    return as_flags(values | own)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -42,6 +42,35 @@ def check_host_copy(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 @needs_gpus(1)
+def test_experts_without_tokens_get_gradients_of_zeros() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        check_empty_experts(torch.device("cuda", 0), dtype)
+
+
+def check_empty_experts(device: torch.device, dtype: torch.dtype) -> None:
+    """Grouped products of experts without tokens, also the first and the last one, are those of each expert's own product.
+
+    The allocator gives memory again that held NaN: a kernel that writes nothing for an empty group would leave it there.
+    """
+    from transformers.integrations.moe import _grouped_mm
+
+    torch.manual_seed(0)
+    tokens = [0, 5, 0, 0, 11, 16, 0, 0]
+    weights = torch.randn(len(tokens), 64, 128, device=device, dtype=dtype, requires_grad=True)
+    inputs = torch.randn(sum(tokens), 64, device=device, dtype=dtype, requires_grad=True)
+    ends = torch.tensor(tokens, device=device).cumsum(0).to(torch.int32)
+    by_expert = torch.cat([part @ weight for part, weight in zip(inputs.split(tokens), weights, strict=True)])
+    of_output = torch.randn_like(by_expert)
+    expected = (by_expert, *torch.autograd.grad(by_expert, (inputs, weights), of_output))
+    for _ in range(3):
+        poison = [torch.full_like(weights, torch.nan) for _ in range(8)]
+        del poison
+        output = _grouped_mm(inputs, weights, ends)
+        for found, wanted in zip((output, *torch.autograd.grad(output, (inputs, weights), of_output)), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+@needs_gpus(1)
 def test_an_update_is_left_out_on_the_gpu() -> None:
     check_update_left_out(torch.device("cuda", 0))
 
