@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
 from tests.planting.plant import NO_FAULT
 from tests.support import plain_mixture as plain
-from tests.support.launch import run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import MIXTURES, build_model_folders, make_rows, save_jsonl
 from tests.support.pairwise import Case, cover_pairs
 from tests.support.small_run import figures, train_and_record_gradients
@@ -27,10 +27,18 @@ TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS}
 """What a run trains, and what it freezes, as a regular expression."""
 BLOCKS: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": CHECKPOINTING, "compiled": COMPILED}
 """Overrides of the accelerate YAML."""
+PRESETS: dict[str | int, tuple[str, int, dict[str, Any]]] = {
+    1: ("single", 1, {}),
+    2: ("fsdp2_cpu", 2, {}),
+    4: ("fsdp2_cpu", 4, {}),
+    "hsdp": ("fsdp2_hsdp", 4, GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]),
+    "fsdp1": ("fsdp1_full_shard", 2, GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]),
+}
+"""By ranks: preset, number of processes, overrides."""
 FACTORS: dict[str, tuple[Any, ...]] = {
     "family": tuple(MIXTURES),
     "trained": tuple(TRAINED),
-    "ranks": (1, 2, 4),
+    "ranks": tuple(PRESETS),
     "micro_batch_rows": (1, 3),
     "packing": (True, False),
     "blocks": tuple(BLOCKS),
@@ -40,7 +48,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def exists(case: Case) -> bool:
-    return not (case["ranks"] == 1 and case["blocks"] == "checkpointed")  # an option of FSDP
+    """Checkpointing is an option of FSDP. HSDP and FSDP1 are met by one family, in plain blocks."""
+    if isinstance(case["ranks"], str):
+        return (case["family"], case["blocks"]) == ("mixtral", "plain")
+    return not (case["ranks"] == 1 and case["blocks"] == "checkpointed")
 
 
 CASES = {"-".join(str(value) for value in case.values()): case for case in cover_pairs(FACTORS, exists)}
@@ -50,7 +61,8 @@ def test_every_pair_of_factors_is_met() -> None:
     met = {pair for case in CASES.values() for pair in itertools.combinations(case.items(), 2)}
     pairs = itertools.combinations(FACTORS.items(), 2)
     wanted = {((one, a), (two, b)) for (one, of_one), (two, of_two) in pairs for a in of_one for b in of_two}
-    assert wanted - met == {(("ranks", 1), ("blocks", "checkpointed"))}
+    left = {pair for pair in wanted - met if not {("ranks", "hsdp"), ("ranks", "fsdp1")} & set(pair)}
+    assert left == {(("ranks", 1), ("blocks", "checkpointed"))}
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +96,11 @@ def train_all_plainly(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
 def gradients(folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
     """Of the first step, by case, on every rank. All cases of a number of ranks and a preset run one after another."""
     found: dict[str, list[dict[str, np.ndarray]]] = {}
-    for ranks, blocks in sorted({(case["ranks"], case["blocks"]) for case in CASES.values()}):
+    for ranks, blocks in {(case["ranks"], case["blocks"]): None for case in CASES.values()}:
         names = [name for name, case in CASES.items() if (case["ranks"], case["blocks"]) == (ranks, blocks)]
-        where: dict[str, Any] = {"preset": "single" if ranks == 1 else "fsdp2_cpu", "overrides": FP32 | BLOCKS[blocks]}
-        of_ranks = run_on_ranks(train_cases, num_processes=ranks, args=(folder, names), timeout_s=240, **where)
+        preset, num_processes, overrides = PRESETS[ranks]
+        where: dict[str, Any] = {"preset": preset, "overrides": FP32 | overrides | BLOCKS[blocks], "timeout_s": 240}
+        of_ranks = run_on_ranks(train_cases, num_processes=num_processes, args=(folder, names), **where)
         found |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
     return found
 
