@@ -30,13 +30,7 @@ FOR_SEVERAL_GPUS = ("ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_act
 def train(
     run_flags: list[str], *, config: str, preset: str | None, recipe: str | None, num_processes: int | None, dry_run: bool
 ) -> None:
-    """Print the line that starts the run, and become it.
-
-    Args:
-        run_flags: the recipe's dotted flags.
-        preset: its name or path; None: the first of those above that fits this machine's GPUs.
-        recipe: `llm` or `t5`; None: the run YAML's, else the one that the model takes.
-        num_processes: None: one per GPU, or as many as a preset for one process, the CPU or several machines says.
+    """Print the line that starts the run, and become it; the arguments are those of the command line.
 
     Raises:
         UserError: the run would refuse its config, no preset fits, or the preset is for one process, not `num_processes`.

@@ -30,9 +30,6 @@ LOCK = ".lock"
 def begin_output(options: Options) -> int:
     """Lock the output; returns the number of texts that an earlier, unfinished call has written. A torn last line is removed.
 
-    Args:
-        options: the command line, with an output.
-
     Raises:
         UserError: another process writes the output, it is not an unfinished one of this call, or it cannot be written.
     """

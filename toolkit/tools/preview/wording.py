@@ -69,11 +69,7 @@ class Tokens(NamedTuple):
 
 
 def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
-    """The view from top to bottom.
-
-    Args:
-        has_remarks: as in `describe_data`.
-    """
+    """The view from top to bottom; `has_remarks` as in `describe_data`."""
     yield Heading(preview.title, 1)
     yield Lines([preview.processes], "quiet")
     if preview.summary:

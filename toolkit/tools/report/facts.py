@@ -157,11 +157,6 @@ def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
 
 
 def _read_run(folder: Path, name: str) -> RunFacts:
-    """Read a run folder.
-
-    Raises:
-        UserError: the folder is not a run's.
-    """
     names = ("metrics.jsonl", "config.yaml", "checkpoints")
     if not any((folder / name).exists() for name in names):
         raise UserError(

@@ -30,11 +30,7 @@ LONGEST_TEXT = 4000
 
 
 def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callable[[], dict[str, Any]] = dict) -> None:
-    """Write `record.json` on rank 0. What fails there is a warning: a run is worth more than its report.
-
-    Args:
-        about_rows: its part about the rows, `describe_rows`.
-    """
+    """Write `record.json` on rank 0, with the part `about_rows`. What fails is a warning: a run is worth more than its report."""
     if rank() != 0:
         return
     try:

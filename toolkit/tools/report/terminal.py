@@ -148,11 +148,7 @@ def _plan_memory(run: RunFacts) -> None:
 
 
 def _predict(run: RunFacts) -> int:
-    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch of any rank.
-
-    Raises:
-        UserError: the run cannot be planned.
-    """
+    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch of any rank."""
     from toolkit.tools.plan.plan import build_plan  # a page needs none of it
 
     preset, config_file, measured = run.folder / ACCELERATE_FILE, run.folder / "config.yaml", run.memory

@@ -43,13 +43,7 @@ SHARD_SLACK = 0.01
 
 
 def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig, *, expects_frozen: bool) -> list[Proof]:
-    """All checks except those of exports. A run that ended early fails one check and leaves others not reached.
-
-    Args:
-        runs: by name, as in `runs.plan_runs`.
-        tolerance: largest relative difference of losses and gradients.
-        expects_frozen: whether the config freezes anything.
-    """
+    """All checks except those of exports. A run that ended early fails one check and leaves others not reached."""
     reference, main, resharded = runs["reference"], runs["preset-0"], runs["resharded"]
     dropout, resumed = runs["dropout"], runs["resumed"]
     others = [run for name, run in runs.items() if name == "ddp" or name.startswith("preset-")]

@@ -47,11 +47,7 @@ def check_exports(run: WatchedRun, config: RecipeConfig) -> list[Proof]:
 
 
 def _compare_exports(run: WatchedRun, config: RecipeConfig, check: dict[str, torch.Tensor]) -> Iterator[tuple[str, Proof | None]]:
-    """Each row with the name of its check.
-
-    Args:
-        check: a forward's arguments, and the trained model's `logits` for them.
-    """
+    """Each row with the name of its check; `check` has a forward's arguments, and the trained model's `logits` for them."""
     trained = {name.removeprefix("model."): weight for name, weight in load_tensors(run, "trained").items()}
     if is_enabled(config.adapter):
         adapted = _load_adapter(_load(config, config.model.name_or_path), run.folder / "export")
