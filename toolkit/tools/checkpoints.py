@@ -148,10 +148,8 @@ def _sizes(path: Path) -> dict[str, int]:
 
 def _written_at(path: Path) -> str | None:
     for place in (path / MANIFEST, path):
-        try:
+        with suppress(OSError):
             return datetime.fromtimestamp(place.stat().st_mtime).astimezone().isoformat(timespec="seconds")
-        except OSError:
-            continue
     return None
 
 

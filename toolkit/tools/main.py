@@ -16,8 +16,6 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
 from toolkit.tools.project import recipes
 
-EXIT_NOT_VALID = 1
-"""Exit code of `checkpoints`, `plan`, `compare` and `verify` if what they check fails."""
 WITH_RUN_FLAGS = ("export", "plan", "preview", "train", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
@@ -47,7 +45,7 @@ def main() -> None:
         if reason not in (None, os.strerror(errno.EPIPE)):  # a broken pipe is a reader that has seen enough, as `head`
             raise UserError(f"standard output cannot be written ({reason}): make room there, or print to another place")
     if is_well is False:
-        raise SystemExit(EXIT_NOT_VALID)
+        raise SystemExit(1)  # what `checkpoints`, `plan`, `compare` or `verify` checks is not well
 
 
 def _add_parser(jobs: Any, name: str, do: Any, **about: Any) -> argparse.ArgumentParser:

@@ -119,7 +119,12 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
     # The preset as it can run here.
     adapted, failure = mapping, None
     try:
-        adapted = _adapt(mapping, conditions)
+        use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
+        num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
+        own = mapping.get("num_processes", 1)
+        num_processes = conditions.num_processes or (min(own, num_here) if num_here else own)
+        adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=use_cpu)
+        adapted |= {"mixed_precision": conditions.mixed_precision} if conditions.mixed_precision else {}
         path = save_preset(adapted, output / f"{name}.yaml")
         _check_devices(adapted)
     except UserError as error:
@@ -150,16 +155,6 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
         return Outcome(**about, figures=table.read_figures(output / name / "metrics.jsonl", conditions.warmup_steps))
     except (OSError, ValueError) as error:
         return Outcome(**about, failure=f"no figures: {error}")
-
-
-def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
-    """The preset with the processes, device and precision of this comparison."""
-    use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
-    num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
-    own = mapping.get("num_processes", 1)
-    num_processes = conditions.num_processes or (min(own, num_here) if num_here else own)
-    adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=use_cpu)
-    return adapted | ({"mixed_precision": conditions.mixed_precision} if conditions.mixed_precision else {})
 
 
 def _check_devices(mapping: dict[str, Any]) -> None:

@@ -39,10 +39,8 @@ def save_page(run_folders: Sequence[Path], path: Path) -> None:
         UserError: a folder is not a run's, or the page cannot be written.
     """
     page = render_page(read_runs(run_folders))
-    with (
-        refusal_named(f"{path} could not be written", "make room there, or give another --output"),
-        written_beside(path) as beside,
-    ):
+    way_out = "make room there, or give another --output"
+    with refusal_named(f"{path} could not be written", way_out), written_beside(path) as beside:
         beside.write_bytes(page)
 
 
