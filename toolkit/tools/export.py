@@ -66,7 +66,6 @@ class Options:
     dtype: str | None
     to: Path | None
     push_to_hub: str | None
-    """Repository of the Hugging Face hub to upload to."""
     private: bool
     flags: list[str]
     """Of the run's config, those of `MAY_CHANGE`."""

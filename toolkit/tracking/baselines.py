@@ -69,8 +69,7 @@ def _baselines(train_rows: Dataset, evaluation: EvaluationRows) -> dict[str, dic
 
 def lead_sentence(text: str) -> str:
     """The first sentence of a text, on one line; empty for a blank text."""
-    sentences = split_sentences(text)
-    return sentences[0] if sentences else ""
+    return next(iter(split_sentences(text)), "")
 
 
 def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> str:

@@ -42,7 +42,6 @@ class Options:
     csv_delimiter: str | None = None
     encoding: str | None = None
     plain: bool
-    """Whether a text is the prompt itself, not a user's turn of a chat."""
     output: Path | None
     batch_size_rows: int | None
     dtype: str | None

@@ -43,7 +43,6 @@ def show_results(
     if rank() != 0 or len(evaluation.rows) == 0:
         return
     run_folder = metrics.path.parent
-    # Only evaluations on the same rows and settings are comparable.
     everything = [line for line in metrics.load() if line["kind"] == "eval"]
     evaluations = [line for line in everything if of_all_rows(line) == of_all_rows({"measured_on": measured_on})]
     if num_others := len(everything) - len(evaluations):

@@ -241,7 +241,6 @@ def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: WatchedRun) -> Proof:
     """Check that a resumed run with dropout is bit for bit the uninterrupted one: rows, losses, gradient norms, learning rates,
     final weights and moments. In a model without dropout this does not test the random state."""
-    # The logged figures, then the rows, then weights and moments.
     after = [line for line in load_lines(whole, "train") if line["step"] > SAVED_STEP]
     lines = load_lines(resumed, "train")
     title = f"{resumed.title} after step {SAVED_STEP}: curves, weights, moments"

@@ -51,7 +51,6 @@ class Box:
     use_cpu: bool
     output: Path
     in_bf16: bool = False
-    """Whether one more run computes in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)

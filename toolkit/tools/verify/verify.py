@@ -43,7 +43,6 @@ def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, la
     Raises:
         UserError: settings that a run would refuse, or more processes than GPUs.
     """
-    # Plan the runs and launch them, one after the other.
     box = build_box(run_arguments, **asked)
     plans = plan_runs(box)
     _clear(box.output)
@@ -156,7 +155,6 @@ def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
         lines.append(f"FAILED: {names}" + (f"; not reached: {', '.join(open_checks)}" if open_checks else ""))
     text = "\n".join(lines)
 
-    # Print it, and write it as Markdown and as JSON.
     print(escape_controls(f"\n{text}"))
     (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
     # JSON cannot express infinities.
