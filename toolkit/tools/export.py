@@ -72,10 +72,7 @@ class Options:
 
 
 def export(run_flags: list[str], **given: Any) -> None:
-    """Export a checkpoint. Collective.
-
-    Args:
-        given: `Options`.
+    """Export a checkpoint, as `Options` say. Collective.
 
     Raises:
         UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on

@@ -1,7 +1,4 @@
-"""`python -m toolkit train RUN.yaml`: chooses a preset by the memory plan, and starts the recipe with it.
-
-It prints one line, `accelerate launch --config_file PRESET --num_processes N RECIPE --config RUN.yaml …`, and runs it.
-"""
+"""`python -m toolkit train RUN.yaml`: chooses a preset by the memory plan, and starts the recipe with it."""
 
 from __future__ import annotations
 

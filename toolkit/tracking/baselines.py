@@ -1,7 +1,4 @@
-"""Figures of texts that need no model, measured at the end of a run. A model that does not beat them has learned little.
-
-`lead_sentence` repeats the beginning of the source; `best_constant` ignores the source and is the same for every row.
-"""
+"""Figures of texts that need no model, measured at the end of a run. A model that does not beat them has learned little."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`metrics.jsonl`, a run's record: a JSON object per line with `kind` (`train`, `eval`, `checkpoint`, …), `step` and figures.
-
-The names of figures carry their units. Trackers, curves and the summary show the same figures. Only one rank writes.
-"""
+"""`metrics.jsonl`, a run's record: a JSON object per line with `kind` (`train`, `eval`, `checkpoint`, …), `step` and figures."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
 
     Args:
         command, given: `Conditions`.
-        presets: names or paths, optionally with changes, as in `ddp` and
-            `fsdp2_size_wrap:fsdp_min_num_params=1000000+fsdp_offload_params=true`.
+        presets: as `load_preset` reads each.
         output: a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
             log.
 
@@ -76,7 +75,7 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
 
 
 def load_preset(preset: str) -> dict[str, Any]:
-    """The accelerate YAML named before the colon, with the changes `key=value+key=value` after it.
+    """The accelerate YAML named before the colon, with the changes after it, as in `NAME:key=value+key=value`.
 
     Raises:
         UserError: there is none, a change is not `key=value`, or the result is not valid.

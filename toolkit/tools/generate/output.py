@@ -56,11 +56,8 @@ def begin_output(options: Options) -> int:
 
 
 def append_texts(output: Path | None, first: int, texts: list[str], digest: str) -> None:
-    """Write the texts of rows `first` (from 0) and on; they are on the disk when this returns. Without an output, print them.
-
-    Args:
-        digest: a hash of the rows up to the last of these texts.
-    """
+    """Write the texts of rows `first` (from 0) and on, and the digest of all rows up to the last of these texts. They are on the
+    disk when this returns. Without an output, print the texts."""
     if output is None:
         for text in texts:
             print(escape_controls(text), flush=True)

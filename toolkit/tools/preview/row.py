@@ -191,12 +191,7 @@ def _build_side(
 
 
 def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[str]:
-    """The messages of a chat.
-
-    Args:
-        labels: of the chat without a limit.
-        num_kept: its tokens within the limit.
-    """
+    """The messages of a chat, from its labels without a limit, of which `num_kept` tokens are within it."""
     # The labels of each turn that is trained on are neighbours.
     counted = np.flatnonzero(np.asarray(labels) != IGNORED_LABEL)
     runs = np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)

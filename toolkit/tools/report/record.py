@@ -1,8 +1,4 @@
-"""`record.json` in the run folder: what a report needs and only the run itself knows.
-
-These are the versions, the command and when it was given, the shard units, the data in figures, and the sources of the evaluated
-rows, whose predictions are files already.
-"""
+"""`record.json` in the run folder: what a report needs and only the run itself knows."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ def show_results(
     The figures come from `metrics`, which has them even if the file was removed.
 
     Args:
-        baselines: from `measure_baselines`.
         measured_on: as in the run's `Goal`; evaluations on other rows or with other generation settings are not in the table.
     """
     if rank() != 0 or len(evaluation.rows) == 0:

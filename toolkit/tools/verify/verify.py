@@ -36,10 +36,6 @@ TITLES = ("check", "compared with one process, or as said", "difference", "toler
 def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch = launch, **asked: Any) -> bool:
     """Launch the runs, compare them and print the table; returns whether all checks passed. The table is also in `output`.
 
-    Args:
-        tolerance: largest relative difference of losses and gradients in fp32.
-        asked: of `build_box`.
-
     Raises:
         UserError: settings that a run would refuse, or more processes than GPUs.
     """
@@ -74,11 +70,7 @@ def build_box(
     bf16: bool = False,
     output: Path = Path("runs/verify"),
 ) -> Box:
-    """What to verify; the arguments are those of the command line.
-
-    Raises:
-        UserError: as `verify`.
-    """
+    """What to verify; the arguments are those of the command line, the errors those of `verify`."""
     if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
         raise UserError("--model.name_or_path is given: give the model as --model, from which verify chooses recipe and weights")
 
