@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token, plural
+from toolkit.errors import plural
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token
 from toolkit.tools.preview.step import Pack, StepView
 from toolkit.tools.report.parts import Heading, Lines, describe_data, percent
 
