@@ -157,6 +157,11 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gap: str 
     ]
 
 
+def plural(num: int, what: str) -> str:
+    """1 row, 2 rows, 1,000 micro-batches."""
+    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
+
+
 class Stopped(SystemExit):
     """Ends a run that a signal stopped, on every rank."""
 

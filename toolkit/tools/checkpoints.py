@@ -47,7 +47,6 @@ class Entry:
     note: str
     """Why it is not valid or not read, what kind of leftover it is, or another remark."""
     num_bytes: int
-    """Size on the disk."""
     written_at: str | None
     """Modification time of its manifest, else of the folder, as local time in ISO 8601."""
     world_size: int | None = None
@@ -148,10 +147,8 @@ def _sizes(path: Path) -> dict[str, int]:
 
 def _written_at(path: Path) -> str | None:
     for place in (path / MANIFEST, path):
-        try:
+        with suppress(OSError):
             return datetime.fromtimestamp(place.stat().st_mtime).astimezone().isoformat(timespec="seconds")
-        except OSError:
-            continue
     return None
 
 

@@ -66,17 +66,13 @@ class Options:
     dtype: str | None
     to: Path | None
     push_to_hub: str | None
-    """Repository of the Hugging Face hub to upload to."""
     private: bool
     flags: list[str]
     """Of the run's config, those of `MAY_CHANGE`."""
 
 
 def export(run_flags: list[str], **given: Any) -> None:
-    """Export a checkpoint. Collective.
-
-    Args:
-        given: `Options`.
+    """Export a checkpoint, as `Options` say. Collective.
 
     Raises:
         UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on

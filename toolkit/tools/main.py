@@ -16,8 +16,6 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
 from toolkit.tools.project import recipes
 
-EXIT_NOT_VALID = 1
-"""Exit code of `checkpoints`, `plan`, `compare` and `verify` if what they check fails."""
 WITH_RUN_FLAGS = ("export", "plan", "preview", "train", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
@@ -41,30 +39,26 @@ def main() -> None:
     with exit_on_user_error():
         start_logging()
         before = [run_flags] if arguments.job in WITH_RUN_FLAGS else [argv[place + 1 :]] if arguments.job == "compare" else []
-        is_well = arguments.do(*before, **options)
+        module, _, function = arguments.do.partition(":")
+        is_well = getattr(import_module(f"toolkit.tools.{module}"), function)(*before, **options)
         sys.stdout.flush()
         reason = lost_outputs().get("stdout")
         if reason not in (None, os.strerror(errno.EPIPE)):  # a broken pipe is a reader that has seen enough, as `head`
             raise UserError(f"standard output cannot be written ({reason}): make room there, or print to another place")
     if is_well is False:
-        raise SystemExit(EXIT_NOT_VALID)
+        raise SystemExit(1)  # what `checkpoints`, `plan`, `compare` or `verify` checks is not well
 
 
-def _add_parser(jobs: Any, name: str, do: Any, **about: Any) -> argparse.ArgumentParser:
-    """A command; `do` is its function, or `module:function` of `toolkit.tools`, imported when it runs: torch takes seconds."""
-
-    def run_found(*arguments: Any, **options: Any) -> Any:
-        module, _, function = do.partition(":")
-        return getattr(import_module(f"toolkit.tools.{module}"), function)(*arguments, **options)
-
+def _add_parser(jobs: Any, name: str, do: str, **about: Any) -> argparse.ArgumentParser:
+    """A command; `do` is the `module:function` of `toolkit.tools`, imported when it runs: torch takes seconds."""
     parser: argparse.ArgumentParser = jobs.add_parser(name, allow_abbrev=False, **about)
-    parser.set_defaults(do=run_found if isinstance(do, str) else do)
+    parser.set_defaults(do=do)
     return parser
 
 
 def _add_check(jobs: Any) -> None:
     about = "check an accelerate YAML for unknown keys, wrong values and ignored keys"
-    _add_parser(jobs, "check", _check, help=about).add_argument("file", type=Path, help="the accelerate YAML")
+    _add_parser(jobs, "check", "main:_check", help=about).add_argument("file", type=Path, help="the accelerate YAML")
 
 
 def _check(file: Path) -> None:
@@ -174,7 +168,7 @@ def _add_preview(jobs: Any) -> None:
 
 def _add_report(jobs: Any) -> None:
     about = "write a page that shows a run, or several beside each other; --text prints its tables"
-    add = _add_parser(jobs, "report", _report, help=about).add_argument
+    add = _add_parser(jobs, "report", "main:_report", help=about).add_argument
     add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_functions")
     add("--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page")
     add("--output", type=Path, metavar="FILE.html", help="the page (default: report.html, in the folder of one run)")

@@ -1,7 +1,4 @@
-"""`python -m toolkit train RUN.yaml`: chooses a preset by the memory plan, and starts the recipe with it.
-
-It prints one line, `accelerate launch --config_file PRESET --num_processes N RECIPE --config RUN.yaml …`, and runs it.
-"""
+"""`python -m toolkit train RUN.yaml`: chooses a preset by the memory plan, and starts the recipe with it."""
 
 from __future__ import annotations
 
@@ -30,13 +27,7 @@ FOR_SEVERAL_GPUS = ("ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_act
 def train(
     run_flags: list[str], *, config: str, preset: str | None, recipe: str | None, num_processes: int | None, dry_run: bool
 ) -> None:
-    """Print the line that starts the run, and become it.
-
-    Args:
-        run_flags: the recipe's dotted flags.
-        preset: its name or path; None: the first of those above that fits this machine's GPUs.
-        recipe: `llm` or `t5`; None: the run YAML's, else the one that the model takes.
-        num_processes: None: one per GPU, or as many as a preset for one process, the CPU or several machines says.
+    """Print the line that starts the run, and become it; the arguments are those of the command line.
 
     Raises:
         UserError: the run would refuse its config, no preset fits, or the preset is for one process, not `num_processes`.

@@ -1,7 +1,4 @@
-"""Records the peak memory of training steps on each rank in the run folder.
-
-`python -m toolkit report --text` prints it beside the memory plan.
-"""
+"""Records the peak memory of training steps on each rank in the run folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`metrics.jsonl`, a run's record: a JSON object per line with `kind` (`train`, `eval`, `checkpoint`, …), `step` and figures.
-
-The names of figures carry their units. Trackers, curves and the summary show the same figures. Only one rank writes.
-"""
+"""`metrics.jsonl`, a run's record: a JSON object per line with `kind` (`train`, `eval`, `checkpoint`, …), `step` and figures."""
 
 from __future__ import annotations
 
@@ -16,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.distributed.comm import on_all_ranks
-from toolkit.errors import UserError
-from toolkit.files.json_lines import encode_json_line, load_json_lines, save_json_lines
+from toolkit.errors import UserError, refusal_named
+from toolkit.files.json_lines import encode_json_line, read_json_lines, save_json_lines
 from toolkit.launch.log import lost_outputs
 
 logger = logging.getLogger("toolkit")
+
+_AGAIN = "and run the same command again"
 
 
 class MetricsLog:
@@ -38,7 +37,7 @@ class MetricsLog:
         self._noted: set[str] = set()
         self._file: Any = None
         if is_writer:
-            with _raised_as_user_error(path):
+            with _usable(path):
                 _keep_lines(path, lambda line: True)
                 self._open()
 
@@ -114,10 +113,8 @@ class MetricsLog:
     def noting_failure(self, path: Path) -> Iterator[None]:
         """Remember, on any rank, that a file of figures cannot be written; the first failure counts."""
         try:
-            yield
-        except OSError as error:
-            reason = error.strerror or str(error)
-            self.error = self.error or UserError(f"{path} cannot be written ({reason}): fix that, and run the same command again")
+            with refusal_named(f"{path} cannot be written", f"fix that, {_AGAIN}"):
+                yield
         except UserError as error:
             self.error = self.error or error
 
@@ -150,9 +147,9 @@ class MetricsLog:
                     raise self.error
                 self._file.close()
                 for path in (self.path, *self.path.parent.glob("rows-*.jsonl")):
-                    with _raised_as_user_error(path):
+                    with _usable(path):
                         _keep_lines(path, stays)
-                with _raised_as_user_error(self.path):
+                with _usable(self.path):
                     self._open()
 
         on_all_ranks(truncate)
@@ -163,20 +160,15 @@ class MetricsLog:
         self._num_bytes = self._opened.st_size
 
 
-@contextlib.contextmanager
-def _raised_as_user_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be used ({error.strerror}): fix that, and run the same command again") from None
-    except UserError as error:  # names file and line
-        raise UserError(f"{error}, and run the same command again") from None
+def _usable(path: Path) -> contextlib.AbstractContextManager[None]:
+    return refusal_named(f"{path} cannot be used", f"fix that, {_AGAIN}")
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file atomically with only its complete, wanted lines, if it has others."""
     if not path.exists():
         return
-    kept = [figures for figures in load_json_lines(path, skip_torn_end=True) if wanted(figures)]
+    lines = read_json_lines(path, way_out=f"correct or remove the line, {_AGAIN}", skip_torn_end=True)
+    kept = [figures for _, figures in lines if wanted(figures)]
     if b"".join(map(encode_json_line, kept)) != path.read_bytes():
         save_json_lines(path, kept)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from toolkit.config.schema import CheckpointConfig, EvalConfig
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import rank, world_size
+from toolkit.errors import plural
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import fsdp_mesh, fsdp_version
 from toolkit.launch.environment import checkpoints_activations
@@ -110,7 +111,7 @@ def _describe_preset(accelerator: Accelerator) -> str:
         parts += ["activation checkpointing"] * checkpoints_activations()
         offload = plugin.cpu_offload
         parts += ["CPU offload"] * (isinstance(offload, CPUOffloadPolicy) or offload == CPUOffload(offload_params=True))
-    parts.append(_count(world_size(), "process"))
+    parts.append(plural(world_size(), "process"))
     parts.append("fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision)
     return f"{path.name if path else 'no accelerate YAML'}: {', '.join(parts)}"
 
@@ -120,8 +121,8 @@ def _describe_steps(run: Run) -> str:
     steps = f"{done + 1:,} to {run.num_steps:,}" if 0 < done < run.num_steps else f"{run.num_steps:,}"
     tokens, num_micro_batches = train.global_batch_size_tokens, len(plan.micro_batches(plan.step(1), 0))
     batch = f"{tokens:,} tokens" if tokens else f"{train.global_batch_size_rows:,} rows"
-    on_each = f"{_count(num_micro_batches, 'micro-batch')} x {train.micro_batch_size_rows} rows"
-    return f"{steps}, {plan.steps_per_epoch:,} an epoch, each of {batch}: {_count(world_size(), 'process')} x {on_each}"
+    on_each = f"{plural(num_micro_batches, 'micro-batch')} x {train.micro_batch_size_rows} rows"
+    return f"{steps}, {plan.steps_per_epoch:,} an epoch, each of {batch}: {plural(world_size(), 'process')} x {on_each}"
 
 
 def _describe_places(run: Run) -> str:
@@ -135,7 +136,3 @@ def _when(section: EvalConfig | CheckpointConfig) -> str:
     if section.every_epochs is not None:
         return f"every {section.every_epochs:g} epochs and at the end"
     return f"every {section.every_steps:,} steps and at the end" if section.every_steps else "at the end"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 'es'}"

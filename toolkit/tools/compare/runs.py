@@ -47,8 +47,7 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
 
     Args:
         command, given: `Conditions`.
-        presets: names or paths, optionally with changes, as in `ddp` and
-            `fsdp2_size_wrap:fsdp_min_num_params=1000000+fsdp_offload_params=true`.
+        presets: as `load_preset` reads each.
         output: a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
             log.
 
@@ -76,7 +75,7 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
 
 
 def load_preset(preset: str) -> dict[str, Any]:
-    """The accelerate YAML named before the colon, with the changes `key=value+key=value` after it.
+    """The accelerate YAML named before the colon, with the changes after it, as in `NAME:key=value+key=value`.
 
     Raises:
         UserError: there is none, a change is not `key=value`, or the result is not valid.
@@ -119,7 +118,12 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
     # The preset as it can run here.
     adapted, failure = mapping, None
     try:
-        adapted = _adapt(mapping, conditions)
+        use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
+        num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
+        own = mapping.get("num_processes", 1)
+        num_processes = conditions.num_processes or (min(own, num_here) if num_here else own)
+        adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=use_cpu)
+        adapted |= {"mixed_precision": conditions.mixed_precision} if conditions.mixed_precision else {}
         path = save_preset(adapted, output / f"{name}.yaml")
         _check_devices(adapted)
     except UserError as error:
@@ -150,16 +154,6 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
         return Outcome(**about, figures=table.read_figures(output / name / "metrics.jsonl", conditions.warmup_steps))
     except (OSError, ValueError) as error:
         return Outcome(**about, failure=f"no figures: {error}")
-
-
-def _adapt(mapping: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
-    """The preset with the processes, device and precision of this comparison."""
-    use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
-    num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
-    own = mapping.get("num_processes", 1)
-    num_processes = conditions.num_processes or (min(own, num_here) if num_here else own)
-    adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=use_cpu)
-    return adapted | ({"mixed_precision": conditions.mixed_precision} if conditions.mixed_precision else {})
 
 
 def _check_devices(mapping: dict[str, Any]) -> None:

@@ -14,10 +14,10 @@ from toolkit.errors import align
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.report.charts import COLORS, Chart, Curve, speed_unit
 from toolkit.tools.report.picture import draw_chart, save_picture
+from toolkit.tools.report.sections import number
 
 METRICS = {"accuracy": "accuracy %", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy %"}
 """Evaluation metrics with their column heads. The first that the runs have is shown beside the held-out loss."""
-ABSENT = "–"
 _DASHES = ("solid", "dashed", "dashdot", "dotted")
 """Of loss curves, so that equal ones stay visible."""
 
@@ -123,7 +123,7 @@ def format_comparison(outcomes: Sequence[Outcome]) -> str:
     rows = [head]
     common = common_changes(outcomes)
     for outcome in outcomes:
-        figures = _cells(outcome.figures, reference, metric) if outcome.figures and reference else [ABSENT] * 8
+        figures = _cells(outcome.figures, reference, metric) if outcome.figures and reference else ["–"] * 8
         failure = [f"failed: {outcome.failure}"] if outcome.failure else []
         remarks = "; ".join([*failure, *(change for change in outcome.changes if change not in common)])
         rows.append([outcome.preset, str(outcome.num_processes), outcome.precision, *figures, remarks.replace("|", "\\|")])
@@ -141,10 +141,10 @@ def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
         f"{figures.speed:,.0f}",
         f"{figures.peak_memory_gib:.2f}",
         "reference" if figures is reference else f"{difference:.1e}" if difference else "equal",
-        _number(figures.save_waits_s, ".3f"),
-        _number(figures.save_stands_s, ".3f"),
-        _number(figures.evaluation.get("loss"), ".4f"),
-        _number(figures.evaluation.get(metric), ".2f"),
+        number(figures.save_waits_s, 3),
+        number(figures.save_stands_s, 3),
+        number(figures.evaluation.get("loss"), 4),
+        number(figures.evaluation.get(metric)),
     ]
 
 
@@ -188,7 +188,3 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             difference = loss_difference(outcome.figures, next(iter(presets_that_ran(outcomes).values())))
             values["loss_difference"] = difference if math.isfinite(difference) else None
     return plain
-
-
-def _number(value: float | None, form: str) -> str:
-    return ABSENT if value is None else format(value, form)

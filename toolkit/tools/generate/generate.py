@@ -156,9 +156,6 @@ def _read_windows(rows: Rows, output: Path | None, num_done: int, size: int) -> 
 
     An unfinished output notes these digests. So it is continued after a row has been corrected or added, but not with other rows
     than those that its texts were generated for.
-
-    Raises:
-        UserError: they are others; a row that cannot be read.
     """
     other = UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
     notes = read_notes(output) if output and num_done else {}

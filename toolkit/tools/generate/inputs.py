@@ -42,7 +42,6 @@ class Options:
     csv_delimiter: str | None = None
     encoding: str | None = None
     plain: bool
-    """Whether a text is the prompt itself, not a user's turn of a chat."""
     output: Path | None
     batch_size_rows: int | None
     dtype: str | None
@@ -117,12 +116,7 @@ def _open_file(options: Options, usage: Usage, form: Form, has_chat_template: bo
 def _choose_column(
     where: object, existing: Sequence[str], wanted: str | None, saved: str | None, *, has_chat_template: bool
 ) -> Columns:
-    """The column to generate for: the one `wanted` by the user, else that `saved` by the run, else one of `_COLUMNS`, else the
-    only one.
-
-    Raises:
-        UserError: no such column; more than one that could be meant.
-    """
+    """The column `wanted` by the user, else that `saved` by the run, else one of `_COLUMNS`, else the only one."""
     named = wanted or (saved if saved in existing else None)
     names = [named] if named else [name for name in _COLUMNS if name in existing] or list(existing)
     if len(names) != 1 or (not named and set(",;\t|").intersection(names[0])):  # several names in one cell

@@ -192,11 +192,7 @@ def open_model(name: str) -> Generator:
 
 
 def load_generator(generator: Generator, dtype: str | None, settings: dict[str, Any]) -> Generator:
-    """Load the weights.
-
-    Args:
-        dtype: `float32` or `bfloat16`; None: that of the run's forward passes.
-        settings: of generation, that replace the model's own.
+    """Load the weights, in the dtype of the run's forward passes unless one is given; `settings` as in `Options`.
 
     Raises:
         UserError: the weights cannot be read or do not fit the device; they generate in a way that is code of the hub.

@@ -30,9 +30,6 @@ LOCK = ".lock"
 def begin_output(options: Options) -> int:
     """Lock the output; returns the number of texts that an earlier, unfinished call has written. A torn last line is removed.
 
-    Args:
-        options: the command line, with an output.
-
     Raises:
         UserError: another process writes the output, it is not an unfinished one of this call, or it cannot be written.
     """
@@ -59,11 +56,8 @@ def begin_output(options: Options) -> int:
 
 
 def append_texts(output: Path | None, first: int, texts: list[str], digest: str) -> None:
-    """Write the texts of rows `first` (from 0) and on; they are on the disk when this returns. Without an output, print them.
-
-    Args:
-        digest: a hash of the rows up to the last of these texts.
-    """
+    """Write the texts of rows `first` (from 0) and on, and the digest of all rows up to the last of these texts. They are on the
+    disk when this returns. Without an output, print the texts."""
     if output is None:
         for text in texts:
             print(escape_controls(text), flush=True)

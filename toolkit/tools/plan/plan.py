@@ -90,7 +90,6 @@ def build_plan(
 
     Args:
         run_arguments: `--config FILE` and dotted flags, as for a recipe; may be empty.
-        recipe: `llm` or `t5`; None: chosen by the model.
         searches: search for the largest micro-batch and for changes of the preset.
 
     Raises:

@@ -16,7 +16,7 @@ from rich.console import Console
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS
 from toolkit.data.batch_plan import check_global_batch_size
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, one_line, plural
 from toolkit.evaluation.metrics import load_text_metrics
 from toolkit.files.durable import written_beside
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
@@ -26,7 +26,7 @@ from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
-from toolkit.tools.preview.row import find_cut_row, plural, view_row
+from toolkit.tools.preview.row import find_cut_row, view_row
 from toolkit.tools.preview.step import view_step
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_preview

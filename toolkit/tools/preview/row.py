@@ -16,7 +16,7 @@ from toolkit.data.tokens import causal
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.data.tokens.prompts import prepare_chat
-from toolkit.errors import UserError
+from toolkit.errors import UserError, plural
 from toolkit.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -31,11 +31,6 @@ _MOST_TOKENS_OF_A_CHARACTER = 16
 
 Token = tuple[str, str]
 """What a token is for: `LOSS`, `CONTEXT` or `LOST`. And its text, see `token_texts`."""
-
-
-def plural(num: int, what: str) -> str:
-    """1 row, 2 rows, 1,000 micro-batches."""
-    return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +186,7 @@ def _build_side(
 
 
 def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[str]:
-    """The messages of a chat.
-
-    Args:
-        labels: of the chat without a limit.
-        num_kept: its tokens within the limit.
-    """
+    """The messages of a chat, from its labels without a limit, of which `num_kept` tokens are within it."""
     # The labels of each turn that is trained on are neighbours.
     counted = np.flatnonzero(np.asarray(labels) != IGNORED_LABEL)
     runs = np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)

@@ -33,7 +33,6 @@ def summarize(
 
     Args:
         evaluation: the rows to evaluate, of `rows.evaluation`.
-        model: its name.
         finds_duplicates: also give examples of duplicates, for which all texts are read.
     """
     assert rows.texts is not None, "each node's first process has them"

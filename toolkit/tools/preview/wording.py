@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token, plural
+from toolkit.errors import plural
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING, RowView, Side, Token
 from toolkit.tools.preview.step import Pack, StepView
 from toolkit.tools.report.parts import Heading, Lines, describe_data, percent
 
@@ -69,11 +70,7 @@ class Tokens(NamedTuple):
 
 
 def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
-    """The view from top to bottom.
-
-    Args:
-        has_remarks: as in `describe_data`.
-    """
+    """The view from top to bottom; `has_remarks` as in `describe_data`."""
     yield Heading(preview.title, 1)
     yield Lines([preview.processes], "quiet")
     if preview.summary:

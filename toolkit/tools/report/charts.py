@@ -40,7 +40,6 @@ class Curve:
     values: list[float]
     dash: str = "solid"
     has_points: bool = False
-    """Each value is drawn as a point."""
     is_noisy: bool = False
     """Drawn faint, with its mean over a window on top."""
 

@@ -35,7 +35,7 @@ _LAST_STEP = 2**53
 
 @dataclass
 class RunFacts:
-    """What there is to know about a run. What could not be read is empty, with a sentence in `missing`."""
+    """What there is to know about a run. What could not be read is empty, with a sentence by section in `missing`."""
 
     folder: Path
     name: str
@@ -46,13 +46,10 @@ class RunFacts:
     """By dotted name."""
     checkpoints: list[Entry] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
-    """Of memory.json."""
     planned_bytes: int | None = None
     """Planned for one rank, if a plan was made for its processes and largest micro-batch."""
     record: dict[str, Any] = field(default_factory=dict)
-    """Of record.json."""
     missing: dict[str, str] = field(default_factory=dict)
-    """A sentence by section."""
     place: int = 0
     """Among the runs of a page; it decides the colour."""
     prefix: str = ""
@@ -157,11 +154,6 @@ def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
 
 
 def _read_run(folder: Path, name: str) -> RunFacts:
-    """Read a run folder.
-
-    Raises:
-        UserError: the folder is not a run's.
-    """
     names = ("metrics.jsonl", "config.yaml", "checkpoints")
     if not any((folder / name).exists() for name in names):
         raise UserError(

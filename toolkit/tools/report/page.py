@@ -39,10 +39,8 @@ def save_page(run_folders: Sequence[Path], path: Path) -> None:
         UserError: a folder is not a run's, or the page cannot be written.
     """
     page = render_page(read_runs(run_folders))
-    with (
-        refusal_named(f"{path} could not be written", "make room there, or give another --output"),
-        written_beside(path) as beside,
-    ):
+    way_out = "make room there, or give another --output"
+    with refusal_named(f"{path} could not be written", way_out), written_beside(path) as beside:
         beside.write_bytes(page)
 
 
@@ -124,18 +122,14 @@ def collect_predictions(runs: Sequence[RunFacts]) -> dict[str, Any] | None:
     """
     columns = []
     for run in runs:
-        found = [(step, rows) for step in _ends(run) if (rows := read_predictions(run, step)) is not None]
+        steps = [line["step"] for line in run.comparable if (run.folder / f"predictions-{line['step']}.jsonl").is_file()]
+        ends = dict.fromkeys([*steps[:1], *steps[-1:]])
+        found = [(step, rows) for step in ends if (rows := read_predictions(run, step)) is not None]
         chosen = found[-1:] if len(runs) > 1 else found
         kept = run.record.get("sources")
         sources = {row_id: text for row_id, text in kept.items() if isinstance(text, str)} if isinstance(kept, dict) else {}
         columns += [(run.prefix + name_step(step), rows, sources) for step, rows in chosen]
     return _shortened(_rows(columns), [label for label, *_ in columns]) if columns else None
-
-
-def _ends(run: RunFacts) -> list[int]:
-    """The first and the last evaluation of the same rows that have a file of predictions."""
-    steps = [line["step"] for line in run.comparable if (run.folder / f"predictions-{line['step']}.jsonl").is_file()]
-    return list(dict.fromkeys([*steps[:1], *steps[-1:]]))
 
 
 def _rows(columns: list[tuple[str, list[dict[str, Any]], dict[str, str]]]) -> list[dict[str, Any]]:

@@ -1,8 +1,4 @@
-"""`record.json` in the run folder: what a report needs and only the run itself knows.
-
-These are the versions, the command and when it was given, the shard units, the data in figures, and the sources of the evaluated
-rows, whose predictions are files already.
-"""
+"""`record.json` in the run folder: what a report needs and only the run itself knows."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ LONGEST_TEXT = 4000
 
 
 def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callable[[], dict[str, Any]] = dict) -> None:
-    """Write `record.json` on rank 0. What fails there is a warning: a run is worth more than its report.
-
-    Args:
-        about_rows: its part about the rows, `describe_rows`.
-    """
+    """Write `record.json` on rank 0, with the part `about_rows`. What fails is a warning: a run is worth more than its report."""
     if rank() != 0:
         return
     try:

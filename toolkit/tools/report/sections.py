@@ -54,7 +54,7 @@ def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
     names = [name for name in figures if name not in _NOT_IN_TABLE]
     head = ["", *(name.replace("percent_", "% ").replace("_", " ") for name in names)]
     for group in group_alike(runs, "loss"):
-        rows = ([label, *(_number(line.get(name)) for name in names)] for label, line in _figures(group).items())
+        rows = ([label, *(number(line.get(name)) for name in names)] for label, line in _figures(group).items())
         yield Table([head, *rows])
     described = [
         (run.prefix + name_step(last["step"]).capitalize(), describe_flaws(last)) for run in runs for last in run.evaluations[-1:]
@@ -125,7 +125,7 @@ def describe_checkpoints(runs: Sequence[RunFacts]) -> Iterator[Any]:
             if best is not None and checkpoint.step == best[2]:
                 state += ", the best"
             processes = "–" if checkpoint.world_size is None else str(checkpoint.world_size)
-            value = _number(checkpoint.metrics.get(metric), 4)
+            value = number(checkpoint.metrics.get(metric), 4)
             rows.append([checkpoint.name, f"{checkpoint.num_bytes / 2**20:,.1f}", processes, value, state])
         yield Table(rows, left=(0, 4), caption=run.name * bool(run.prefix))
 
@@ -210,7 +210,8 @@ def _list_commands(run: RunFacts) -> Iterator[Command]:
     yield command("This report again:", "report", folder)
 
 
-def _number(value: Any, num_digits: int = 2) -> str:
+def number(value: Any, num_digits: int = 2) -> str:
+    """A cell of a table; a dash for what is not a finite number."""
     return f"{value:.{num_digits}f}" if is_number(value) else "–"
 
 

@@ -37,13 +37,11 @@ def show_results(
     The figures come from `metrics`, which has them even if the file was removed.
 
     Args:
-        baselines: from `measure_baselines`.
         measured_on: as in the run's `Goal`; evaluations on other rows or with other generation settings are not in the table.
     """
     if rank() != 0 or len(evaluation.rows) == 0:
         return
     run_folder = metrics.path.parent
-    # Only evaluations on the same rows and settings are comparable.
     everything = [line for line in metrics.load() if line["kind"] == "eval"]
     evaluations = [line for line in everything if of_all_rows(line) == of_all_rows({"measured_on": measured_on})]
     if num_others := len(everything) - len(evaluations):
@@ -148,11 +146,7 @@ def _plan_memory(run: RunFacts) -> None:
 
 
 def _predict(run: RunFacts) -> int:
-    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch of any rank.
-
-    Raises:
-        UserError: the run cannot be planned.
-    """
+    """Predicted bytes of one rank for this run's own config, accelerate YAML and largest micro-batch of any rank."""
     from toolkit.tools.plan.plan import build_plan  # a page needs none of it
 
     preset, config_file, measured = run.folder / ACCELERATE_FILE, run.folder / "config.yaml", run.memory

@@ -43,13 +43,7 @@ SHARD_SLACK = 0.01
 
 
 def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig, *, expects_frozen: bool) -> list[Proof]:
-    """All checks except those of exports. A run that ended early fails one check and leaves others not reached.
-
-    Args:
-        runs: by name, as in `runs.plan_runs`.
-        tolerance: largest relative difference of losses and gradients.
-        expects_frozen: whether the config freezes anything.
-    """
+    """All checks except those of exports. A run that ended early fails one check and leaves others not reached."""
     reference, main, resharded = runs["reference"], runs["preset-0"], runs["resharded"]
     dropout, resumed = runs["dropout"], runs["resumed"]
     others = [run for name, run in runs.items() if name == "ddp" or name.startswith("preset-")]
@@ -247,7 +241,6 @@ def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: WatchedRun) -> Proof:
     """Check that a resumed run with dropout is bit for bit the uninterrupted one: rows, losses, gradient norms, learning rates,
     final weights and moments. In a model without dropout this does not test the random state."""
-    # The logged figures, then the rows, then weights and moments.
     after = [line for line in load_lines(whole, "train") if line["step"] > SAVED_STEP]
     lines = load_lines(resumed, "train")
     title = f"{resumed.title} after step {SAVED_STEP}: curves, weights, moments"

@@ -47,14 +47,14 @@ def check_exports(run: WatchedRun, config: RecipeConfig) -> list[Proof]:
 
 
 def _compare_exports(run: WatchedRun, config: RecipeConfig, check: dict[str, torch.Tensor]) -> Iterator[tuple[str, Proof | None]]:
-    """Each row with the name of its check.
-
-    Args:
-        check: a forward's arguments, and the trained model's `logits` for them.
-    """
+    """Each row with the name of its check; `check` has a forward's arguments, and the trained model's `logits` for them."""
     trained = {name.removeprefix("model."): weight for name, weight in load_tensors(run, "trained").items()}
     if is_enabled(config.adapter):
-        adapted = _load_adapter(_load(config, config.model.name_or_path), run.folder / "export")
+        from peft import PeftModel
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns about transformers' names
+            adapted: Any = PeftModel.from_pretrained(_load(config, config.model.name_or_path), str(run.folder / "export")).eval()
         coded = _quantize(adapted.base_model.model, load_about(run, "trained")["frozen"], config.adapter.base_dtype)
         yield "export", _compare_weights(run, "adapter and base", adapted.base_model.model, trained, coded)
         model = _load(config, run.folder / "merged")
@@ -87,14 +87,6 @@ def _load(config: RecipeConfig, name_or_path: str | Path) -> Any:
         lambda: build_on_meta(base, load_model_config(base, task), task, torch.float32),
     )  # fmt: skip
     return loaded.eval()
-
-
-def _load_adapter(base: Any, folder: Path) -> Any:
-    from peft import PeftModel
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft warns about transformers' names
-        return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
 def _quantize(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:

@@ -51,7 +51,6 @@ class Box:
     use_cpu: bool
     output: Path
     in_bf16: bool = False
-    """Whether one more run computes in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +195,7 @@ def _failure(records: Path, log: Path) -> tuple[str, str]:
 
 
 def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
-    """A preset adapted to fp32 and to this machine, and checked.
-
-    Raises:
-        UserError: names the preset.
-    """
+    """A preset adapted to fp32 and to this machine, and checked."""
     mapping = check_accelerate_yaml(find_preset(name))
     if mapping.get("mixed_precision") == "fp8":
         raise UserError(f"--presets names {name}, whose float8 products only approximate those of one process: leave it out")
@@ -213,14 +208,9 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
 
 
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
-    """Flags that override the user's config: few steps and rows, everything logged and saved.
-
-    Args:
-        rows: rows per step.
-        micro: maximum rows per micro-batch, capped at the user's, which fit into memory.
-    """
+    """Flags that override the user's config: few steps of `rows`, everything logged and saved."""
     config = box.config
-    micro = min(micro, config.train.micro_batch_size_rows)
+    micro = min(micro, config.train.micro_batch_size_rows)  # which fit into memory
     has_adapter, own_dropout = config.adapter.method != "none", 0.0 if config.adapter.experts else dropout
     # A prompt of the maximum length would leave no position for generated tokens.
     room = (box.num_positions or math.inf) - GENERATION["eval.max_new_tokens"]

@@ -67,7 +67,6 @@ def check_dropout(run: WatchedRun) -> Proof | None:
     for probe in sorted(seen, key=lambda probe: probe["step"]):
         for of_kind, kind in zip(drawn, ("loss", "mask"), strict=True):
             of_kind.setdefault((probe["rank"], probe["micro_batch"]), []).append(probe[kind])
-    # Compare places with each other, then the steps.
     places = sorted(drawn[0])
     equal = [pair for pair in combinations(places, 2) if any(of_kind[pair[0]] == of_kind[pair[1]] for of_kind in drawn)]
     detail = ""

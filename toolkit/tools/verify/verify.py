@@ -20,7 +20,6 @@ from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
 
-DEFAULT_PRESETS = ("fsdp2_full_shard",)
 DEFAULT_TOLERANCE = 1e-5
 SMALL_ROWS: Final = {
     "t5": {
@@ -37,15 +36,9 @@ TITLES = ("check", "compared with one process, or as said", "difference", "toler
 def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch = launch, **asked: Any) -> bool:
     """Launch the runs, compare them and print the table; returns whether all checks passed. The table is also in `output`.
 
-    Args:
-        run_arguments: dotted flags of the recipe.
-        tolerance: largest relative difference of losses and gradients in fp32.
-        asked: of `build_box`.
-
     Raises:
         UserError: settings that a run would refuse, or more processes than GPUs.
     """
-    # Plan the runs and launch them, one after the other.
     box = build_box(run_arguments, **asked)
     plans = plan_runs(box)
     _clear(box.output)
@@ -77,19 +70,7 @@ def build_box(
     bf16: bool = False,
     output: Path = Path("runs/verify"),
 ) -> Box:
-    """What to verify.
-
-    Args:
-        model: folder or hub id. If unset, that of `config`, else the small T5 of the recipes.
-        config: run YAML, whose rows the runs train on. If unset, docstrings.
-        recipe: `t5` or `llm`. If unset, chosen by the model.
-        presets: names or paths of accelerate YAMLs to check, in addition to one process and DDP.
-        num_processes: if unset, the GPUs of this machine, else 2.
-        bf16: whether to add a run in bf16, which is compared with fp32 to 5 %.
-
-    Raises:
-        UserError: as `verify`.
-    """
+    """What to verify; the arguments are those of the command line, the errors those of `verify`."""
     if any(argument.partition("=")[0] == "--model.name_or_path" for argument in run_arguments):
         raise UserError("--model.name_or_path is given: give the model as --model, from which verify chooses recipe and weights")
 
@@ -113,7 +94,7 @@ def build_box(
         arguments=arguments,
         config=parsed,
         num_positions=num_positions(load_model_config(parsed.model, parsed.task))[0],
-        presets=presets or list(DEFAULT_PRESETS),
+        presets=presets or ["fsdp2_full_shard"],
         num_processes=chosen,
         use_cpu=on_cpu,
         output=output.absolute(),
@@ -138,11 +119,7 @@ def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
 
 
 def _clear(output: Path) -> None:
-    """Create the folder, or remove what an earlier `verify` left in it.
-
-    Raises:
-        UserError: the folder holds anything else, or cannot be created.
-    """
+    """Create the folder, or remove what an earlier `verify` left in it."""
     if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "verify.json").exists())):
         raise UserError(f"--output {output} exists and is not from an earlier verify: take another folder")
     for name in ("runs", "records", "logs", "presets"):
@@ -170,7 +147,6 @@ def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
         lines.append(f"FAILED: {names}" + (f"; not reached: {', '.join(open_checks)}" if open_checks else ""))
     text = "\n".join(lines)
 
-    # Print it, and write it as Markdown and as JSON.
     print(escape_controls(f"\n{text}"))
     (output / "verify.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
     # JSON cannot express infinities.

@@ -150,12 +150,7 @@ def _note_failure(folder: Path, error: BaseException) -> None:
 
 
 def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None, **more: Any) -> None:
-    """Write unsharded parameters and moments (a hash for frozen parameters), and what each rank holds of them. Collective.
-
-    Args:
-        optimizer: None records parameters only.
-        more: is written beside.
-    """
+    """Write unsharded parameters and moments (a hash for frozen parameters), and what each rank holds of them. Collective."""
     # Gather weights and moments on rank 0's CPU only. FSDP1 on a CPU gathers on all ranks: its offload to the CPU segfaults.
     model, named = sharded.model, dict(sharded.skeleton.named_parameters())
     frozen = {name for name, p in named.items() if not p.requires_grad}
