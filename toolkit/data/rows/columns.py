@@ -62,16 +62,13 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
     Raises:
         UserError: a column that does not exist once; columns that fit no reading, or more than one.
     """
-    readings = _list_readings(config)
-    if config.format != "auto":
-        names = readings[config.format]
-        check_columns(where, existing, names, way_out=f"data.format {config.format} reads {' and '.join(map(repr, names))}")
-        return with_optional(config.format, names, existing, has_chat_template=has_chat_template)
-    fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
-    configured = set(configured_columns(config).values())
-    # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
-    set_by_name = [r for r in fitting if r not in ("sharegpt", "alpaca") and configured.intersection(readings[r])]
-    chosen = set_by_name or fitting
+    readings, chosen = _list_readings(config), [str(config.format)]
+    if config.format == "auto":
+        fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
+        configured = set(configured_columns(config).values())
+        # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
+        set_by_name = [r for r in fitting if r not in ("sharegpt", "alpaca") and configured.intersection(readings[r])]
+        chosen = set_by_name or fitting
     if not chosen:
         wanted = ", ".join(" and ".join(map(repr, names)) for names in readings.values())
         raise UserError(
@@ -83,9 +80,9 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
             f"{where} can be read in more than one way, as {found} (its columns: {show_names(existing)}): choose by data.format "
             f"{' or '.join(chosen)}, or by {_SETTINGS}"
         )
-    (reading,) = chosen
-    check_columns(where, existing, readings[reading])
-    return with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
+    reading, names = chosen[0], readings[chosen[0]]
+    check_columns(where, existing, names, way_out=f"data.format {reading} reads {' and '.join(map(repr, names))}")
+    return with_optional(reading, names, existing, has_chat_template=has_chat_template)
 
 
 def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
@@ -127,7 +124,7 @@ def choose_seq2seq_columns(
 ) -> Columns:
     """As `choose_columns`, of a source text and its target, which are read in one way."""
     names = _name_two("source", config.source_column, "target", config.target_column)
-    check_columns(where, existing, names)
+    check_columns(where, existing, names, way_out="set data.source_column and data.target_column to columns that exist")
     return Columns("seq2seq", names)
 
 

@@ -70,7 +70,9 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     Raises:
         UserError: settings that contradict each other; a file or dataset that is missing, broken, or without usable columns.
     """
-    entries = list_entries(config)
+    of_hub = {name: getattr(config, name) for name in ("hub_subset", "hub_split", "hub_eval_split")}
+    entries = {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
+    entries = entries or {"data": MixEntry(source=config.source or "", files=config.files, **of_hub)}
     for setting, entry in entries.items():
         _check_entry(entry, setting)
     is_own = any(split_own_source(entry.source) for entry in entries.values())
@@ -96,7 +98,11 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
         else:
             inputs += open_rows(entry, f"{setting}.files", **known)
     if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
-        _check_form_used(config, inputs)
+        kinds = {item.source for item in inputs}
+        if config.csv_delimiter and "csv" not in kinds:
+            raise UserError(f"data.csv_delimiter is {config.csv_delimiter!r}, but no file is read as csv: leave it out")
+        if config.encoding and not kinds.intersection(("csv", "tsv", "json", "jsonl", "txt")):
+            raise UserError(f"data.encoding is {config.encoding}, but no text file is read: leave it out")
         check_columns_used(config, inputs)
     return inputs
 
@@ -112,14 +118,6 @@ def _open_rows(
         paths, split = list_folder(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
     opened = [open_file(path, kind or find_kind(path, where), choose, form, **known) for path in paths]
     return [replace(item, split=split) for item in opened or [_open_hub(entry, config, choose, **known)]]
-
-
-def _check_form_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
-    kinds = {item.source for item in inputs}
-    if config.csv_delimiter and "csv" not in kinds:
-        raise UserError(f"data.csv_delimiter is {config.csv_delimiter!r}, but no file is read as csv: leave it out")
-    if config.encoding and not kinds.intersection(("csv", "tsv", "json", "jsonl", "txt")):
-        raise UserError(f"data.encoding is {config.encoding}, but no text file is read: leave it out")
 
 
 def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
@@ -144,14 +142,6 @@ def describe_readings(inputs: list[RowInput]) -> list[str]:
         f"{first}{f' and {len(more)} more' if more else ''}: read as {reading}" for reading, (first, *more) in labels.items()
     ]
     return [*dict.fromkeys(item.split for item in inputs if item.split), *lines]
-
-
-def list_entries(config: DataConfig | LLMDataConfig) -> dict[str, MixEntry]:
-    """The entries of `data.mix`, or the only source as one, by their setting."""
-    if config.mix:
-        return {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
-    of_hub = {name: getattr(config, name) for name in ("hub_subset", "hub_split", "hub_eval_split")}
-    return {"data": MixEntry(source=config.source or "", files=config.files, **of_hub)}
 
 
 def read_rows(item: RowInput) -> Iterator[Example | str]:

@@ -184,20 +184,16 @@ def report(
             )
     kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
     if name == "train":
-        _check_mix(kept, config)
+        left = set(kept.with_format("numpy")["source_index"][:].tolist())
+        for number, entry in enumerate(config.mix):
+            if number not in left:
+                raise UserError(
+                    f"data.mix[{number}] ({entry.source or entry.files}) has no training row left (all its rows are held out, "
+                    "skipped or cut off): leave it out, or change data.eval_fraction or data.max_length_tokens"
+                )
     stops = kept.select_columns(["stop_token_ids"]).with_format("arrow")[:]["stop_token_ids"]
     stop_token_ids = set(pc.list_flatten(stops).unique().to_pylist())
     return kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), sentences, stop_token_ids
-
-
-def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
-    left = set(train.with_format("numpy")["source_index"][:].tolist())
-    for number, entry in enumerate(config.mix):
-        if number not in left:
-            raise UserError(
-                f"data.mix[{number}] ({entry.source or entry.files}) has no training row left (all its rows are held out, "
-                "skipped or cut off): leave it out, or change data.eval_fraction or data.max_length_tokens"
-            )
 
 
 def locate(row_id: int, origins: list[tuple[str, int]]) -> str:
