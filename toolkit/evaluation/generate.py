@@ -154,17 +154,13 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
         _write_predictions(ordered, data, predictions_path)  # first: they are there to look at where a metric fails
         figures = _mean_scores(ordered, data)
         for name, rows in data.sets.items():
-            of_set = [score for score in ordered if _set_of(score, data) == name]
+            of_set = [score for score in ordered if data.set_names[data.places[score.index]] == name]
             if of_set:
                 figures |= {f"{name}/{key}": value for key, value in _mean_scores(of_set, rows, data.rouge_tokenizer).items()}
         flaws = {name: sum(name in score.flaws for score in ordered) for name in FLAWS}
         return {**figures, **flaws, "num_texts": len(ordered)}
 
     return on_rank_0(score_rows)
-
-
-def _set_of(score: Score, data: EvaluationRows) -> str:
-    return data.set_names[data.places[score.index]]
 
 
 def _mean_scores(ordered: list[Score], data: EvaluationRows, scored_with: Tokenizer | None = None) -> dict[str, float]:
@@ -192,7 +188,7 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
     for score in scores:
         row = data.rows[score.index]
         line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
-        line |= {"set": name} if (name := _set_of(score, data)) else {}
+        line |= {"set": name} if (name := data.set_names[data.places[score.index]]) else {}
         line |= {name: round(value, 4) for name, value in score.rouge.items()}
         lines.append(line)
     try:

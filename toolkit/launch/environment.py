@@ -104,10 +104,9 @@ def launched_precision() -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def num_openmp_threads() -> int | None:
-    """The user's or the launcher's number of threads on the host."""
-    number = os.environ.get("OMP_NUM_THREADS")
-    return None if number is None else int(number)
+def num_openmp_threads() -> int:
+    """The user's or the launcher's number of threads on the host; 0 if neither has set one."""
+    return int(os.environ.get("OMP_NUM_THREADS", "0"))
 
 
 def set_unless_given(name: str, value: str) -> None:

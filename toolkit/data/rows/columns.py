@@ -106,11 +106,6 @@ def with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str],
     return Columns(kind, names + tuple(name for name in KINDS[kind].optional if name in existing and name not in names))
 
 
-def add_optional(columns: Columns) -> Columns:
-    """With all optional columns of the kind, for JSON: they may come in later rows than were looked at."""
-    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
-
-
 def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     """The reading, the columns used and those left out, as in "messages, from messages and tools; not read: id"."""
     *first, last = [show_names([name]) for name in columns.names if name in existing]

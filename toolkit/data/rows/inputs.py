@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
 from toolkit.config.sets import name_entries
-from toolkit.data.rows.columns import Columns, add_optional, configured_columns, describe_columns
+from toolkit.data.rows.columns import KINDS, Columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
@@ -74,7 +74,17 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
     entries = {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
     entries = entries or {"data": MixEntry(source=config.source or "", files=config.files, **of_hub)}
     for setting, entry in entries.items():
-        _check_entry(entry, setting)
+        # Refuse a name that is not a source, and settings that the source would silently ignore.
+        if split_own_source(entry.source) or (entry.files and (not entry.source or entry.source in READERS)):
+            if entry.hub_eval_split:
+                trouble = f"{setting}.hub_eval_split is {entry.hub_eval_split}, but {entry.source or 'files'} has no splits"
+                raise UserError(f"{trouble}: leave it out, or name evaluation files in data.eval_files")
+            continue
+        check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
+        if entry.files:
+            raise UserError(
+                f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out"
+            )
     is_own = any(split_own_source(entry.source) for entry in entries.values())
     choose = partial(config.task.choose_columns, config=config, has_chat_template=has_chat_template)
     form = build_form(config.csv_delimiter, config.encoding)
@@ -191,19 +201,6 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
     return num_rows, digest.hexdigest()
 
 
-def _check_entry(entry: MixEntry, setting: str) -> None:
-    """Refuse a name that is not a source, and settings that the source would silently ignore."""
-    is_own = split_own_source(entry.source)
-    if is_own or (entry.files and (not entry.source or entry.source in READERS)):
-        if entry.hub_eval_split:
-            trouble = f"{setting}.hub_eval_split is {entry.hub_eval_split}, but {entry.source or 'files'} has no splits"
-            raise UserError(f"{trouble}: leave it out, or name evaluation files in data.eval_files")
-        return
-    check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
-    if entry.files:
-        raise UserError(f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out")
-
-
 def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form, **known: Any) -> RowInput:
     """A file as an input with other `known` fields; it is read once for its digest, and `choose` gets its path and columns.
 
@@ -221,8 +218,8 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
         columns = choose(path, existing)
     except UserError as error:
         raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
-    if kind in ("json", "jsonl"):
-        columns = add_optional(columns)
+    if kind in ("json", "jsonl"):  # optional columns may come in later rows than were looked at
+        columns = columns._replace(names=tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
     details = f" {form.encoding} {form.delimiter}" if is_text else ""
     return RowInput(
         label=str(path),

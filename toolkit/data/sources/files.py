@@ -94,7 +94,13 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
             if file.tell() == 0:
                 raise UserError(f"{path} is empty: give a file with rows")
     except UnicodeError as error:
-        raise _encoding_error(path, error, encoding, num_lines) from None
+        way_out = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
+        if not isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}") from None
+        # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
+        line = num_lines + error.object[: error.start].decode(encoding, "ignore").count("\n") + 1
+        where = f"{path}, line {line}: byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{where} is not valid {encoding.upper()} ({error.reason}): {way_out}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
@@ -105,16 +111,6 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                 trouble = f"{path} is valid UTF-8, but is read as {encoding}, with other letters"
                 logger.warning(f"{trouble}: leave data.encoding out for UTF-8")
     return digest.hexdigest()
-
-
-def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int) -> UserError:
-    way_out = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
-    if not isinstance(error, UnicodeDecodeError):
-        return UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}")
-    # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
-    line = num_lines + error.object[: error.start].decode(encoding, "ignore").count("\n") + 1
-    byte = error.object[error.start]
-    return UserError(f"{path}, line {line}: byte 0x{byte:02x} is not valid {encoding.upper()} ({error.reason}): {way_out}")
 
 
 class FileKind(NamedTuple):
