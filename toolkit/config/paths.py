@@ -31,14 +31,11 @@ _NO_PATHS = ("auto", "never")
 
 
 def find_paths(config: Any, entries: Mapping[str, Entry], flag_keys: Collection[str]) -> Any:
-    """The config with every path from a run YAML made relative to the working directory.
+    """The config with every path from a run YAML as `find_path` gives it.
 
     Args:
         entries: the values of the YAMLs, with file and line.
         flag_keys: dotted keys given as flags.
-
-    Raises:
-        UserError: a relative path is ambiguous.
     """
 
     def find(key: str, value: str, is_pattern: bool) -> str:

@@ -111,11 +111,7 @@ def _put_in_place(what: str, unfinished: Path, folder: Path) -> dict[str, Any] |
 
 
 def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
-    """Verify a folder and return its description; None if it is missing or damaged.
-
-    Raises:
-        UserError: the folder cannot be read (permissions or a failing file system), so that its state is unknown.
-    """
+    """Verify a folder and return its description; None if it is missing or damaged, a `UserError` if that cannot be seen."""
     try:
         with denials_named("data.cache_dir"):
             about: dict[str, Any] = json.loads((folder / ABOUT).read_bytes())

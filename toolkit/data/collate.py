@@ -109,13 +109,10 @@ class CausalCollator:
     """Also return `documents` BT: the 1-based document of each token, 0 for padding and in a dummy."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
-        """Inputs of `toolkit.loss.summed_loss`. The rows of a pack are concatenated into one row of the tensors.
+        """As `SummarizationCollator.collate`. The rows of a pack are concatenated into one row of the tensors.
 
         There is no attention mask. Padding comes last, where causal attention never sees it; and only without a mask does
         transformers separate packed rows, by positions that restart at 0.
-
-        Args:
-            is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
 
         Returns:
             `input_ids` BT; `position_ids` BT if a pack has several rows; `label_positions` N, the positions in the flattened

@@ -140,10 +140,7 @@ def try_metrics(
     """Compute every metric on a few references as their own predictions; returns the names of the figures. Collective.
 
     What would fail after hours of training, at the first evaluation, fails here. If the few references lack the figure `needed`,
-    all are tried: the keys of a dict may depend on the rows.
-
-    Raises:
-        UserError: as `compute_figures`; on every rank.
+    all are tried: the keys of a dict may depend on the rows. Errors are those of `compute_figures`, on every rank.
     """
 
     def compute(number: int) -> list[str]:

@@ -70,11 +70,8 @@ def _file_of_launcher() -> Path | None:
 
 
 def check_accelerate_yaml(path: Path) -> dict[str, Any]:
-    """Read the file and refuse everything that would be ignored, misread or fail later; returns the parsed mapping.
-
-    Raises:
-        UserError: names the file, the key, the value and the fix.
-    """
+    """Read the file and refuse everything that would be ignored, misread or fail later, by a `UserError` with the key and its
+    value; returns the parsed mapping."""
     import yaml
 
     if not path.is_file():

@@ -124,13 +124,9 @@ def _is_true(name: str) -> bool:
 
 
 def join_launch(path: Path, mapping: dict[str, Any]) -> None:
-    """Set up this process as one that `accelerate launch --config_file` would start from this YAML.
+    """Set up this process as one that `accelerate launch --config_file` would start from this YAML; `mapping` is its content.
 
-    Args:
-        mapping: the file's content, already checked.
-
-    Raises:
-        UserError: the number of started processes differs from the file's.
+    Another number of started processes than the file's is a `UserError`.
     """
     # The number of processes must fit the file and the machines.
     given = variables.given("WORLD_SIZE") or "1"

@@ -62,14 +62,7 @@ class RowInput:
 
 
 def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
-    """The inputs of a run, evaluation files first.
-
-    Args:
-        has_chat_template: as in `choose_columns`.
-
-    Raises:
-        UserError: settings that contradict each other; a file or dataset that is missing, broken, or without usable columns.
-    """
+    """The inputs of a run, evaluation files first. The argument and errors are those of `load_rows`."""
     of_hub = {name: getattr(config, name) for name in ("hub_subset", "hub_split", "hub_eval_split")}
     entries = {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
     entries = entries or {"data": MixEntry(source=config.source or "", files=config.files, **of_hub)}
@@ -204,8 +197,7 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
 def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form, **known: Any) -> RowInput:
     """A file as an input with other `known` fields; it is read once for its digest, and `choose` gets its path and columns.
 
-    Raises:
-        UserError: a file that is broken, or without usable columns.
+    A file that is broken, or without usable columns, is a `UserError`.
     """
     read, list_columns, is_text = READERS[kind]
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best

@@ -140,11 +140,7 @@ def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: re.Pattern[str]) -> tuple[int, int]:
-    """Where in the text of a turn, which follows `prompt`, its content and its end-of-turn token end.
-
-    Raises:
-        NoMaskError: the text continues with another generation prompt, whose start is unknown.
-    """
+    """Where in the text of a turn, which follows `prompt`, its content and its end-of-turn token end; or a `NoMaskError`."""
     # The normal case: the content, then a special token.
     said = _find_content_end(turn, message)
     if said is not None and (mark := special_tokens.search(turn, said)):

@@ -51,11 +51,7 @@ def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -
 
 
 def describe_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
-    """One sentence if texts were split, else none.
-
-    Args:
-        piece: the 0-based number of each row in its text.
-    """
+    """One sentence if texts were split, else none; `piece` is the 0-based number of each row in its text."""
     num_texts, num_further = int((piece == 1).sum()), int((piece > 0).sum())
     if not num_texts:
         return []

@@ -186,10 +186,7 @@ def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[s
     """One sentence if decoding the tokens of texts does not return the texts, else none.
 
     BERT's tokenizers lose case and line breaks, others lose unknown characters. A space before the first word does not count,
-    because many tokenizers add or drop it.
-
-    Args:
-        rows: the texts of each row.
+    because many tokenizers add or drop it. `rows` are the texts of each row.
     """
     lost = []
     for texts in rows:
