@@ -41,6 +41,9 @@ FORMAT_VERSION = 7
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
 
+Tokenize = Callable[[dict[str, list]], dict[str, list]]
+"""Called with a batch of rows as columns."""
+
 
 @dataclass(frozen=True)
 class TokenizedRows:
@@ -180,18 +183,11 @@ def _write_tokens(config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBas
     return {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "contents": hash_contents(folder)}
 
 
-def tokenize_rows(
-    dataset: Dataset,
-    tokenize: Callable[[dict[str, list]], dict[str, list]],
-    name: str,
-    folder: Path,
-    *,
-    num_workers: int | None,
-) -> Dataset:
+def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path, *, num_workers: int | None) -> Dataset:
     """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes.
 
     Args:
-        tokenize: called with a batch of rows as columns; returns one or several rows for each.
+        tokenize: returns one or several rows for each.
         name: `train` or `evaluation`, for messages and files.
         folder: gets a file that backs the result; remove it after use.
         num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
@@ -230,12 +226,7 @@ def tokenize_rows(
 
 
 def _tokenize_shown(
-    rows: dict[str, list],
-    process: int | None,
-    *,
-    tokenize: Callable[[dict[str, list]], dict[str, list]],
-    phase: Phase,
-    num_processes: int,
+    rows: dict[str, list], process: int | None, *, tokenize: Tokenize, phase: Phase, num_processes: int
 ) -> dict[str, list] | pa.Table:
     """What `tokenize` returns. Of several processes the first shows its own progress, which stands for all."""
     tokenized = tokenize(rows)
