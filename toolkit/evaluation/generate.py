@@ -73,11 +73,8 @@ def generate_texts(
     encoded: dict[str, Any],
     in_step: bool,
 ) -> list[Score]:
-    """Generate and score the texts of a batch's rows with a prompt. Collective if `in_step`.
-
-    Args:
-        encoded: what `encoder_output_kept` has of the same rows.
-    """
+    """Generate and score the texts of a batch's rows with a prompt; `encoder_output_kept` gives `encoded`. Collective if
+    `in_step`."""
     indices = [i for i in batch if data.has_prompt[i]]
     if not indices and not in_step:
         return []
@@ -165,11 +162,7 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
 
 def _mean_scores(ordered: list[Score], data: EvaluationRows, scored_with: Tokenizer | None = None) -> dict[str, float]:
     """ROUGE and the like, and the figures of `data.metrics`. A set counts the words that it would count alone, so that its
-    figures do not depend on other sets.
-
-    Args:
-        scored_with: what the scores count; None: `data.rouge_tokenizer`.
-    """
+    figures do not depend on other sets; `scored_with` is what the scores count, None for `data.rouge_tokenizer`."""
     predictions, references = [score.prediction for score in ordered], data.references
     per_row = [score.rouge for score in ordered]
     if scored_with not in (None, data.rouge_tokenizer):

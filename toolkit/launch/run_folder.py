@@ -50,10 +50,7 @@ def open_run_folder(config: Any) -> Path:
 def lock_run_folder(folder: Path) -> None:
     """Keep other runs out of the folder as long as this process lives. For rank 0 only.
 
-    The ranks of a run that was just killed may need some seconds to end, so this waits for the lock.
-
-    Raises:
-        UserError: another run is writing into the folder, or its lock file may not be opened.
+    The ranks of a run that was just killed may need some seconds to end, so this waits for the lock before a `UserError`.
     """
     refusal = f"another run is writing into {folder}: wait for its end, or take another run.name"
     with refusal_named(f"{folder / _LOCK} cannot be opened", "fix that, or take another run.name"):

@@ -86,10 +86,7 @@ def describe_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, nam
 def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str, what: str) -> list[str]:
     """One sentence if tokens of rows stand for text that the tokenizer has no token for, else none. A large share is a WARNING.
 
-    Args:
-        num_tokens: tokens of each row.
-        num_unknown: those of them that are unknown.
-        what: `source` or `target`.
+    Tokens are counted by row; `what` is `source` or `target`.
     """
     if not num_unknown.any():
         return []
