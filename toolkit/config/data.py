@@ -64,11 +64,17 @@ class _Data(_Rows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(_Data):
+class OneSource(_Data):
+    """What the rows of a section without these fields of `LLMDataConfig` have in their place."""
+
+    mix, format, packing, bucket_by_length = (), "auto", False, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(OneSource):
     """Which rows to read, and how to tokenize them."""
 
     task_file = "toolkit.tasks.seq2seq"
-    mix, format, packing, bucket_by_length = (), "auto", False, None  # in place of fields of `LLMDataConfig`
     source: str = ""
     source_column: str | None = None
     """Column with the text to summarize. If unset, the source's own column, else `source`."""

@@ -62,8 +62,18 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
     Raises:
         UserError: a column that does not exist once; columns that fit no reading, or more than one.
     """
-    readings, chosen = _list_readings(config), [str(config.format)]
+    of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
+    readings: dict[str, tuple[str, ...]] = {
+        "messages": (config.messages_column or "messages",),
+        "sharegpt": (of_sharegpt,),
+        "alpaca": ("instruction", "output"),
+        "prompt_completion": _name_two("prompt", config.prompt_column, "completion", config.completion_column),
+        "text": (config.text_column or "text",),
+    }
+    chosen: list[str] = [config.format]
     if config.format == "auto":
+        if readings["messages"] == readings["sharegpt"]:
+            del readings["sharegpt"]  # the setting says that the column has messages
         fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
         configured = set(configured_columns(config).values())
         # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
@@ -83,21 +93,6 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
     reading, names = chosen[0], readings[chosen[0]]
     check_columns(where, existing, names, way_out=f"data.format {reading} reads {' and '.join(map(repr, names))}")
     return with_optional(reading, names, existing, has_chat_template=has_chat_template)
-
-
-def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
-    """The columns that each reading needs."""
-    of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
-    readings = {
-        "messages": (config.messages_column or "messages",),
-        "sharegpt": (of_sharegpt,),
-        "alpaca": ("instruction", "output"),
-        "prompt_completion": _name_two("prompt", config.prompt_column, "completion", config.completion_column),
-        "text": (config.text_column or "text",),
-    }
-    if config.format == "auto" and readings["messages"] == readings["sharegpt"]:
-        del readings["sharegpt"]  # the setting says that the column has messages
-    return readings
 
 
 def with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:

@@ -59,7 +59,12 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
                 raise UserError(f"{setting}: no file matches {pattern}: check the pattern")
             found.update(dict.fromkeys(map(Path, matches)))
         else:
-            raise UserError(f"{setting}: there is no file {pattern}{_nearest_name(path)}")
+            hint = f"the folder {path.parent} does not exist"
+            if path.parent.is_dir():
+                names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
+                near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {path.parent / near[0]}?" if near else f"nothing in {path.parent} has a name like it"
+            raise UserError(f"{setting}: there is no file {pattern}: {hint}")
     return list(found)
 
 
@@ -162,12 +167,3 @@ def check_columns(where: object, existing: Sequence[str], wanted: Sequence[str],
             raise UserError(
                 f"{where} has more than one {found}: keep one of them" if count else f"{where} has no {found}: {way_out}"
             )
-
-
-def _nearest_name(path: Path) -> str:
-    """A suggestion for a path that does not exist."""
-    if not path.parent.is_dir():
-        return f": the folder {path.parent} does not exist"
-    names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f": did you mean {path.parent / near[0]}?" if near else f": nothing in {path.parent} has a name like it"

@@ -32,14 +32,11 @@ _NO_READER_SETTINGS = {"data_files", "data_dir", "default", "description", "vers
 
 
 def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> None:
-    """Refuse the name of a `datasets` reader in upper or lower case, even if a folder has this name.
+    """Refuse an empty name, or that of a `datasets` reader in upper or lower case, even if a folder has it, by a `UserError`.
 
     Args:
         setting: name of the config field, for messages.
         other_sources: the other values of that field.
-
-    Raises:
-        UserError: such a name, or an empty one.
     """
     known = ", ".join(other_sources)
     if not name.strip():
