@@ -26,10 +26,8 @@ def _check_model_config(model_config: PretrainedConfig, name: str) -> None:
         has_speech = hasattr(model_config, "speech_encoder_layers")
         modalities = "audio" if has_speech else mapping[type(model_config)].input_modalities
         if others := sorted(set([modalities] if isinstance(modalities, str) else modalities) - {"text"}):
-            what = (
-                f"model.name_or_path {name} is a {model_config.model_type} model, which takes {' and '.join(others)} beside text"
-            )
-            raise UserError(f"{what}, and rows here are text: take a model of text alone")
+            what = f"model.name_or_path {name} is a {model_config.model_type} model, which takes {' and '.join(others)}"
+            raise UserError(f"{what} beside text, and rows here are text: take a model of text alone")
     special_tokens(model_config, name)
 
 
