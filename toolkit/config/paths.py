@@ -31,14 +31,11 @@ _NO_PATHS = ("auto", "never")
 
 
 def find_paths(config: Any, entries: Mapping[str, Entry], flag_keys: Collection[str]) -> Any:
-    """The config with every path from a run YAML made relative to the working directory.
+    """The config with every path from a run YAML as `find_path` gives it.
 
     Args:
         entries: the values of the YAMLs, with file and line.
         flag_keys: dotted keys given as flags.
-
-    Raises:
-        UserError: a relative path is ambiguous.
     """
 
     def find(key: str, value: str, is_pattern: bool) -> str:
@@ -51,14 +48,12 @@ def find_paths(config: Any, entries: Mapping[str, Entry], flag_keys: Collection[
 
 
 def find_path(value: str, yaml_path: Path, where: str, *, is_pattern: bool = False) -> str:
-    """A path from a run YAML, made relative to the working directory; a path that matches nothing is returned as it is.
+    """A path from a run YAML, made relative to the working directory; a path that matches nothing is returned as it is. One that
+    matches in the working directory and beside the YAML is a `UserError`.
 
     Args:
         where: start of the error message.
         is_pattern: the path may be a glob pattern.
-
-    Raises:
-        UserError: the path matches in the working directory and beside the YAML.
     """
     if not _is_relative(value):
         return value

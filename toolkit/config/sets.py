@@ -30,11 +30,7 @@ def list_sets(data: Any) -> list[str]:
 def check_set_names(data: Any, figures: Collection[str]) -> None:
     """Check that a figure `NAME/loss` says whose it is, and that every name in `data.eval_files` has files.
 
-    Args:
-        figures: names of figures and metrics, which no set may have.
-
-    Raises:
-        UserError: with the name.
+    A `UserError` has the name. `figures` are names of figures and metrics, which no set may have.
     """
     named = data.eval_files if isinstance(data.eval_files, dict) else {}
     for name in list_sets(data):

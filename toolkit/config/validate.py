@@ -19,15 +19,12 @@ FILE_SOURCES = ("csv", "tsv", "json", "jsonl", "parquet", "arrow", "txt")
 
 
 def check_config(config: Any, *, needs_source: bool = True) -> None:
-    """Refuse fields that exclude or need each other.
+    """Refuse fields that exclude or need each other, by a `UserError` with both names.
 
     Args:
         needs_source: the rows must be named; false if they may be given to `toolkit.finetune`.
-
-    Raises:
-        UserError: naming both fields.
     """
-    train, profile, data, evaluation = config.train, config.profile, config.data, config.eval
+    train, profile, data, evaluation, optim = config.train, config.profile, config.data, config.eval, config.optim
     check_length_and_name(config)
     for first, second in EXCLUSIVE:
         values = [getattr(getattr(config, section), name) for section, name in (first.split("."), second.split("."))]
@@ -50,27 +47,18 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
     if config.model.add_tokens and config.model.from_scratch:
         raise UserError("model.add_tokens is for weights that are there: with model.from_scratch, put them into the tokenizer")
-    _check_optimizer(config.optim)
-    if config.optim.skip_beyond_sigmas is not None and config.optim.skip_window_steps < 2:
-        raise UserError("optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100")
-
-
-def _check_optimizer(optim: Any) -> None:
-    """Check that no setting of another optimizer is given."""
     own = OPTIMIZERS[optim.name].DEFAULTS
     for name in sorted({name for other in OPTIMIZERS.values() for name in other.DEFAULTS} - set(own)):
-        if value := getattr(optim, name):
+        if value := getattr(optim, name):  # a setting of another optimizer
             unset = "false" if value is True else "null"
             has_none = f"optim.{name} is {value}, but optim.name is {optim.name}, which does not have it"
             raise UserError(f"{has_none}: leave it out, or set it to {unset}")
+    if optim.skip_beyond_sigmas is not None and optim.skip_window_steps < 2:
+        raise UserError("optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100")
 
 
 def check_length_and_name(config: Any) -> None:
-    """Check what every run needs: a length, given in one way, and a plain folder name.
-
-    Raises:
-        UserError: naming the fields.
-    """
+    """Refuse a run without a length that is given in one way, or a plain folder name, by a `UserError` with the fields."""
     train, name = config.train, config.run.name
     if (train.max_steps is None) == (train.num_epochs is None):
         given = "both are given" if train.max_steps is not None else "neither is given"
@@ -97,12 +85,9 @@ def _check_sources(data: Any) -> None:
 
 
 def check_num_steps(config: Any, num_steps: int) -> None:
-    """Refuse a warm-up or profile window beyond the end of the run.
+    """Refuse a warm-up or profile window beyond the end of the run, by a `UserError` with both numbers.
 
     The number of steps is known at once with `max_steps`, else once the rows are counted.
-
-    Raises:
-        UserError: naming both numbers.
     """
     warmup_steps, window = config.optim.warmup_steps, config.profile.steps
     if warmup_steps >= max(1, num_steps):
@@ -112,11 +97,7 @@ def check_num_steps(config: Any, num_steps: int) -> None:
 
 
 def check_evaluation_rows(config: Any, num_rows: int) -> None:
-    """Refuse fields that need an evaluation in a run without evaluation rows. Called once the rows are counted.
-
-    Raises:
-        UserError: naming the field.
-    """
+    """Once the rows are counted, refuse fields that need evaluation rows where there are none: a `UserError` with the field."""
     needed_by = {
         "export.weights best": config.export.weights == "best",
         "eval.early_stopping_patience": config.eval.early_stopping_patience is not None,

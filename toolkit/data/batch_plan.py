@@ -138,7 +138,10 @@ class BatchPlan:
 
     def micro_batches(self, step: Step, rank: int) -> list[MicroBatch]:
         """This rank's micro-batches of a step; every rank gets equally many."""
-        packs = self._pack(step)
+        packs: list[Pack] = [(row,) for row in step.rows]
+        if self.pack_length_tokens is not None:
+            rows = np.array(step.rows)
+            packs = [tuple(rows[places].tolist()) for places in pack_best_fit(self.num_tokens[rows], self.pack_length_tokens)]
         costs = np.array([self.num_tokens[list(pack)].sum() for pack in packs])
         slots = cut(np.arange(len(packs)), costs, self.world_size, self.train.micro_batch_size_rows)
         filler = ((step.rows[0],),)
@@ -169,7 +172,11 @@ class BatchPlan:
 
     def _first_step(self, epoch: int) -> int:
         while len(self._first_steps) <= epoch:
-            self._first_steps.append(self._first_steps[-1] + self._num_batches(epoch=len(self._first_steps) - 1))
+            if self.train.global_batch_size_tokens is None:
+                num_batches = math.ceil(len(self.num_tokens) / self.train.global_batch_size_rows)
+            else:
+                num_batches = len(self._batches(len(self._first_steps) - 1))
+            self._first_steps.append(self._first_steps[-1] + num_batches)
         return self._first_steps[epoch]
 
     def _num_epochs(self, step: int) -> Fraction:
@@ -179,17 +186,6 @@ class BatchPlan:
         epoch = self.epoch(step)
         first_step = self._first_step(epoch)
         return epoch + Fraction(step + 1 - first_step, self._first_step(epoch + 1) - first_step)
-
-    def _pack(self, step: Step) -> list[Pack]:
-        if self.pack_length_tokens is None:
-            return [(row,) for row in step.rows]
-        rows = np.array(step.rows)
-        return [tuple(rows[places].tolist()) for places in pack_best_fit(self.num_tokens[rows], self.pack_length_tokens)]
-
-    def _num_batches(self, epoch: int) -> int:
-        if self.train.global_batch_size_tokens is None:
-            return math.ceil(len(self.num_tokens) / self.train.global_batch_size_rows)
-        return len(self._batches(epoch))
 
     def _batches(self, epoch: int) -> list[np.ndarray]:
         """An epoch's global batches; those of the epoch asked for last are cached."""

@@ -15,8 +15,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,19 @@ def find_or_build(what: str, folder: Path, build: Callable[..., dict[str, Any]],
     _remove_left_overs(folder.parent)
     if (about := _load_about(what, folder)) is not None:
         return about
+    beside = folder.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
-        with _unfinished_folder(folder.parent) as beside:
-            if os.path.lexists(folder):
-                logger.warning(f"{what} {folder} is damaged: it is built again", extra={"concerns_this_rank": True})
-            unfinished = beside / "content"
-            unfinished.mkdir()
-            about = build(*arguments, unfinished)
-            about = seal({**about, "files": describe_files(unfinished, list_files(unfinished))})
-            save_json(unfinished / ABOUT, about)
-            fsync_names(unfinished)
-            return _put_in_place(what, unfinished, folder) or about
+        with refusal_named(f"the cache folder {folder.parent} cannot be written", "set data.cache_dir"):
+            beside.mkdir(parents=True)
+        if os.path.lexists(folder):
+            logger.warning(f"{what} {folder} is damaged: it is built again", extra={"concerns_this_rank": True})
+        unfinished = beside / "content"
+        unfinished.mkdir()
+        about = build(*arguments, unfinished)
+        about = seal({**about, "files": describe_files(unfinished, list_files(unfinished))})
+        save_json(unfinished / ABOUT, about)
+        fsync_names(unfinished)
+        return _put_in_place(what, unfinished, folder) or about
     except UserError:
         raise
     except Exception as error:
@@ -74,6 +76,8 @@ def find_or_build(what: str, folder: Path, build: Callable[..., dict[str, Any]],
         raise UserError(
             f"{what} cannot be written to {folder.parent} ({found.strerror}): make room there, or set data.cache_dir"
         ) from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def name_folder(identity: dict[str, Any]) -> str:
@@ -107,11 +111,7 @@ def _put_in_place(what: str, unfinished: Path, folder: Path) -> dict[str, Any] |
 
 
 def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
-    """Verify a folder and return its description; None if it is missing or damaged.
-
-    Raises:
-        UserError: the folder cannot be read (permissions or a failing file system), so that its state is unknown.
-    """
+    """Verify a folder and return its description; None if it is missing or damaged, a `UserError` if that cannot be seen."""
     try:
         with denials_named("data.cache_dir"):
             about: dict[str, Any] = json.loads((folder / ABOUT).read_bytes())
@@ -134,18 +134,6 @@ def _load_about(what: str, folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{what} {folder} cannot be read ({error.strerror}): fix that, or set data.cache_dir") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not JSON, or of another form
         return None
-
-
-@contextmanager
-def _unfinished_folder(cache: Path) -> Iterator[Path]:
-    """A temporary folder in the cache."""
-    beside = cache / f"{UNFINISHED}{secrets.token_hex(8)}"
-    try:
-        with refusal_named(f"the cache folder {cache} cannot be written", "set data.cache_dir"):
-            beside.mkdir(parents=True)
-        yield beside
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _remove_left_overs(cache: Path) -> None:

@@ -109,13 +109,10 @@ class CausalCollator:
     """Also return `documents` BT: the 1-based document of each token, 0 for padding and in a dummy."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
-        """Inputs of `toolkit.loss.summed_loss`. The rows of a pack are concatenated into one row of the tensors.
+        """As `SummarizationCollator.collate`. The rows of a pack are concatenated into one row of the tensors.
 
         There is no attention mask. Padding comes last, where causal attention never sees it; and only without a mask does
         transformers separate packed rows, by positions that restart at 0.
-
-        Args:
-            is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
 
         Returns:
             `input_ids` BT; `position_ids` BT if a pack has several rows; `label_positions` N, the positions in the flattened
@@ -137,8 +134,10 @@ class CausalCollator:
         if self.numbers_documents:
             number = itertools.count(1)
             batch["documents"] = _pad([np.repeat([0 if is_dummy else next(number) for _ in of], of) for of in lengths], 0, *grid)
-        if is_packed:
-            batch["position_ids"] = _positions(lengths, input_ids_BT.shape[1])
+        if is_packed:  # positions restart at 0 with every row of a pack; padding counts as one more row
+            padded = [[*pack, input_ids_BT.shape[1] - sum(pack)] for pack in lengths]
+            positions = [np.concatenate([np.arange(length) for length in pack]) for pack in padded]
+            batch["position_ids"] = torch.from_numpy(np.stack(positions))
         if self.one_row and len(packs) == 1:
             batch["document_lengths"] = [len(row["input_ids"]) for row in packs[0]]
             batch["document_starts"] = torch.from_numpy(np.cumsum([0, *batch["document_lengths"]], dtype=np.int32))
@@ -256,12 +255,6 @@ def _counted_labels(labels_BT: torch.Tensor, *, is_dummy: bool) -> Batch:
         return {"label_positions": torch.zeros(1, dtype=torch.int64), "labels": torch.tensor([IGNORED_LABEL])}
     label_positions_N = (labels_BT.flatten() != IGNORED_LABEL).nonzero().flatten()
     return {"label_positions": label_positions_N, "labels": labels_BT.flatten()[label_positions_N]}
-
-
-def _positions(lengths: list[list[int]], width: int) -> torch.Tensor:
-    """Positions BT that restart at 0 with every row of a pack; padding counts as one more row."""
-    padded = [[*pack, width - sum(pack)] for pack in lengths]
-    return torch.from_numpy(np.stack([np.concatenate([np.arange(length) for length in pack]) for pack in padded]))
 
 
 def _pad(sequences: Sequence[Sequence[int] | np.ndarray], value: int, multiple: int = 1, longest: int = 0) -> torch.Tensor:

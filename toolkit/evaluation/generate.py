@@ -73,11 +73,8 @@ def generate_texts(
     encoded: dict[str, Any],
     in_step: bool,
 ) -> list[Score]:
-    """Generate and score the texts of a batch's rows with a prompt. Collective if `in_step`.
-
-    Args:
-        encoded: what `encoder_output_kept` has of the same rows.
-    """
+    """Generate and score the texts of a batch's rows with a prompt; `encoder_output_kept` gives `encoded`. Collective if
+    `in_step`."""
     indices = [i for i in batch if data.has_prompt[i]]
     if not indices and not in_step:
         return []
@@ -154,7 +151,7 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
         _write_predictions(ordered, data, predictions_path)  # first: they are there to look at where a metric fails
         figures = _mean_scores(ordered, data)
         for name, rows in data.sets.items():
-            of_set = [score for score in ordered if _set_of(score, data) == name]
+            of_set = [score for score in ordered if data.set_names[data.places[score.index]] == name]
             if of_set:
                 figures |= {f"{name}/{key}": value for key, value in _mean_scores(of_set, rows, data.rouge_tokenizer).items()}
         flaws = {name: sum(name in score.flaws for score in ordered) for name in FLAWS}
@@ -163,17 +160,9 @@ def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: P
     return on_rank_0(score_rows)
 
 
-def _set_of(score: Score, data: EvaluationRows) -> str:
-    return data.set_names[data.places[score.index]]
-
-
 def _mean_scores(ordered: list[Score], data: EvaluationRows, scored_with: Tokenizer | None = None) -> dict[str, float]:
     """ROUGE and the like, and the figures of `data.metrics`. A set counts the words that it would count alone, so that its
-    figures do not depend on other sets.
-
-    Args:
-        scored_with: what the scores count; None: `data.rouge_tokenizer`.
-    """
+    figures do not depend on other sets; `scored_with` is what the scores count, None for `data.rouge_tokenizer`."""
     predictions, references = [score.prediction for score in ordered], data.references
     per_row = [score.rouge for score in ordered]
     if scored_with not in (None, data.rouge_tokenizer):
@@ -192,7 +181,7 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
     for score in scores:
         row = data.rows[score.index]
         line = {"row_id": row["row_id"], "prediction": score.prediction, "reference": row["target"]}
-        line |= {"set": name} if (name := _set_of(score, data)) else {}
+        line |= {"set": name} if (name := data.set_names[data.places[score.index]]) else {}
         line |= {name: round(value, 4) for name, value in score.rouge.items()}
         lines.append(line)
     try:

@@ -74,33 +74,28 @@ def evaluate(
 
 
 class _LossSums:
-    """Loss and counts of this rank's batches for each set, on the device, without a host read per batch."""
+    """Loss, correct tokens, tokens and bytes of this rank's batches by set, on the device, without a host read per batch."""
 
     def __init__(self, data: EvaluationRows, device: torch.device) -> None:
         self.data, self.device = data, device
-        num_sets = len(data.set_names)
-        self.losses = torch.zeros(num_sets, dtype=torch.float64, device=device)
-        self.num_correct = torch.zeros(num_sets, dtype=torch.int64, device=device)
-        self.num_tokens, self.num_bytes = torch.zeros(2, num_sets, dtype=torch.float64)
+        self.sums = torch.zeros(len(data.set_names), 4, dtype=torch.float64, device=device)
 
     def add(self, model: PreTrainedModel, indices: list[int]) -> None:
         """The batch of these rows; of none, a forward pass whose labels do not count. Collective under FSDP."""
         rows = [self.data.rows[i] for i in indices or [0]]
         batch = self.data.collator.collate([[row] for row in rows], is_dummy=not indices)
-        batch_sum, batch_correct = summed_loss(model, move_to(self.device, batch))
-        place = self.data.places[(indices or [0])[0]]  # all rows of a batch have the same set
-        self.losses[place] += batch_sum
-        self.num_correct[place] += batch_correct
+        of_set = self.sums[self.data.places[(indices or [0])[0]]]  # all rows of a batch have the same set
+        for i, of_batch in enumerate(summed_loss(model, move_to(self.device, batch))):
+            of_set[i] += of_batch
         if indices:
-            self.num_tokens[place] += sum(row["num_label_tokens"] for row in rows)
-            self.num_bytes[place] += sum(row["target_bytes"] for row in rows)
+            of_set[2] += sum(row["num_label_tokens"] for row in rows)
+            of_set[3] += sum(row["target_bytes"] for row in rows)
 
     def figures(self) -> dict[str, float]:
         """Token-weighted over all ranks, of all rows and of each set. Collective."""
-        sums = torch.stack([self.losses.cpu(), self.num_correct.cpu().double(), self.num_tokens, self.num_bytes])
-        totals = reduce_on_cpu(sums, dist.ReduceOp.SUM)  # of all ranks, in one collective
-        figures = _figures_of(totals.sum(1).tolist())
-        for name, of_set in zip(self.data.set_names, totals.T.tolist(), strict=True):
+        totals = reduce_on_cpu(self.sums.to("cpu", copy=True), dist.ReduceOp.SUM)  # of all ranks, in one collective
+        figures = _figures_of(totals.sum(0).tolist())
+        for name, of_set in zip(self.data.set_names, totals.tolist(), strict=True):
             if name in self.data.sets:
                 figures |= {f"{name}/{key}": value for key, value in _figures_of(of_set).items()}
         return figures

@@ -6,7 +6,6 @@ A metric runs code. It runs only because the user named it: in `eval.metrics`, o
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import numbers
@@ -90,11 +89,7 @@ def metric_name(path: str) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names of metrics that would overwrite figures.
-
-    Raises:
-        UserError: a name is given twice, or its figures could be taken for the toolkit's own.
-    """
+    """Refuse, by a `UserError`, a name that is given twice, or whose figures could be taken for the toolkit's own."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -145,10 +140,7 @@ def try_metrics(
     """Compute every metric on a few references as their own predictions; returns the names of the figures. Collective.
 
     What would fail after hours of training, at the first evaluation, fails here. If the few references lack the figure `needed`,
-    all are tried: the keys of a dict may depend on the rows.
-
-    Raises:
-        UserError: as `compute_figures`; on every rank.
+    all are tried: the keys of a dict may depend on the rows. Errors are those of `compute_figures`, on every rank.
     """
 
     def compute(number: int) -> list[str]:
@@ -174,17 +166,17 @@ def _load_module(name: str) -> TextMetric:
             f"eval.metrics {name} cannot be loaded ({_line(error)}): name a metric of huggingface.co/evaluate-metric, or, on a "
             "machine without network, a folder with its script, as in ./my_metric with my_metric.py in it"
         ) from error
-    return TextMetric(metric_name(name), str(private("_hash", module)), functools.partial(_compute_module, module, name))
 
+    def compute(predictions: list[str], references: list[Any]) -> Any:
+        try:
+            return module.compute(predictions=predictions, references=references)
+        except Exception as error:  # the code is not ours: anything may come
+            raise UserError(
+                f"eval.metrics {name} failed on {len(predictions)} predictions and their references ({_line(error)}): fix it, or "
+                "leave it out"
+            ) from error
 
-def _compute_module(module: Any, name: str, predictions: list[str], references: list[str]) -> Any:
-    try:
-        return module.compute(predictions=predictions, references=references)
-    except Exception as error:  # the code is not ours: anything may come
-        raise UserError(
-            f"eval.metrics {name} failed on {len(predictions)} predictions and their references ({_line(error)}): fix it, or "
-            "leave it out"
-        ) from error
+    return TextMetric(metric_name(name), str(private("_hash", module)), compute)
 
 
 def _line(error: Exception) -> str:

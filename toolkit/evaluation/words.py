@@ -33,7 +33,6 @@ _SENTENCE_GAP = re.compile(
     r"""(?<=[.!?।॥؟۔])(?P<closers>["')\]”’]*)\s+(?=["'(\[“‘`*]*(?P<first>\w))"""
     r"""|(?<=[。！？｡])(?P<wide_closers>[」』”’）]*)\s*(?=[「『“‘（]*\w)"""
 )
-_LAST_WORD = re.compile(r"\S+$")
 _ABBREVIATIONS = {"e.g.", "i.e.", "vs.", "cf.", "mr.", "mrs.", "ms.", "dr.", "prof.", "fig.", "eq.", "approx.", "jr.", "sr."}
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
@@ -45,27 +44,18 @@ def split_sentences(text: str) -> list[str]:
     blank line. It does not end after an abbreviation (`e.g.`) or an initial (`J. Doe`).
     """
     sentences = []
-    for paragraph in _BLANK_LINE.split(text):
-        sentences += _split_paragraph(" ".join(paragraph.split()))
+    for paragraph in (" ".join(part.split()) for part in _BLANK_LINE.split(text)):
+        start = 0
+        for gap in _SENTENCE_GAP.finditer(paragraph):
+            if gap["first"]:
+                word = paragraph[start : gap.start()].split()[-1].lstrip("([\"'“‘")
+                is_initial = len(word) == 2 and word[0].isupper() and word[0] != "I" and word[1] == "."
+                if gap["first"].islower() or is_initial or word.lower() in _ABBREVIATIONS:
+                    continue
+            sentences.append(paragraph[start : gap.end("closers" if gap["first"] else "wide_closers")])
+            start = gap.end()
+        sentences += [paragraph[start:]] if paragraph[start:] else []
     return sentences
-
-
-def _split_paragraph(paragraph: str) -> list[str]:
-    sentences, start = [], 0
-    for gap in _SENTENCE_GAP.finditer(paragraph):
-        if gap["first"] and (gap["first"].islower() or _is_abbreviation(paragraph[start : gap.start()])):
-            continue
-        sentences.append(paragraph[start : gap.end("closers" if gap["first"] else "wide_closers")])
-        start = gap.end()
-    return sentences + [paragraph[start:]] if paragraph[start:] else sentences
-
-
-def _is_abbreviation(text_before_gap: str) -> bool:
-    last_word = _LAST_WORD.search(text_before_gap)
-    if last_word is None:
-        return False
-    word = last_word[0].lstrip("([\"'“‘")
-    return word.lower() in _ABBREVIATIONS or (len(word) == 2 and word[0].isupper() and word[0] != "I" and word[1] == ".")
 
 
 @dataclass(frozen=True)

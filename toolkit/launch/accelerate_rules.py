@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from toolkit.errors import UserError
@@ -27,15 +26,17 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
     """Refuse values that would be ignored, fail later or train something else.
 
     `sections` holds the nested sections of `mapping` with full key names (`fsdp_version`, never `version`).
-
-    Raises:
-        UserError: for the first broken rule.
     """
-    fsdp, parallelism = sections["fsdp_config"], sections["parallelism_config"]
+    fsdp, parallelism, precision = sections["fsdp_config"], sections["parallelism_config"], mapping.get("mixed_precision", "no")
     _check_machines(mapping)
     _check_distributed_type(mapping)
-    _check_precision(mapping.get("mixed_precision", "no"))
-    if mapping.get("mixed_precision") == "fp8":
+    if precision is False:
+        raise UserError("mixed_precision is false: write 'no' in quotes, else YAML reads a boolean")
+    if precision == "fp16":
+        raise UserError("mixed_precision is fp16, which is not supported: use bf16, which needs no loss scaling")
+    if precision not in (None, "no", "bf16", "fp8"):
+        raise UserError(f"mixed_precision is {precision!r}: write bf16, or 'no' for fp32, or fp8 with an fp8_config")
+    if precision == "fp8":
         _check_float8(mapping, sections["fp8_config"], fsdp)
     elif sections["fp8_config"]:
         raise UserError("fp8_config has no effect without mixed_precision: fp8: write that, or leave it out")
@@ -51,14 +52,16 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
         )
 
 
-def check_accumulation(mapping: dict[str, Any]) -> None:
+def check_accumulation(mapping: dict[str, Any], prefix: str = "") -> None:
     """Refuse `gradient_accumulation_steps` anywhere in the file. Runs before the check of keys, to give this message instead."""
-    for where, value in _nested_items(mapping):
-        if where.rpartition(".")[2] == "gradient_accumulation_steps" and value != 1:
+    for key, value in mapping.items():
+        if key == "gradient_accumulation_steps" and value != 1:
             raise UserError(
-                f"{where} is {value}: leave it out, accumulation is derived from train.global_batch_size_rows and "
+                f"{prefix}{key} is {value}: leave it out, accumulation is derived from train.global_batch_size_rows and "
                 "train.micro_batch_size_rows"
             )
+        if isinstance(value, dict):
+            check_accumulation(value, f"{prefix}{key}.")
 
 
 def _check_machines(mapping: dict[str, Any]) -> None:
@@ -103,15 +106,6 @@ def _check_distributed_type(mapping: dict[str, Any]) -> None:
         raise UserError(f"num_processes is {mapping['num_processes']}, but distributed_type NO starts 1: write MULTI_GPU or FSDP")
     if kind != "FSDP" and mapping.get("fsdp_config"):
         raise UserError(f"fsdp_config is ignored under distributed_type {kind}: write distributed_type: FSDP, or leave it out")
-
-
-def _check_precision(precision: Any) -> None:
-    if precision is False:
-        raise UserError("mixed_precision is false: write 'no' in quotes, else YAML reads a boolean")
-    if precision == "fp16":
-        raise UserError("mixed_precision is fp16, which is not supported: use bf16, which needs no loss scaling")
-    if precision not in (None, "no", "bf16", "fp8"):
-        raise UserError(f"mixed_precision is {precision!r}: write bf16, or 'no' for fp32, or fp8 with an fp8_config")
 
 
 def _check_float8(mapping: dict[str, Any], fp8: dict[str, Any], fsdp: dict[str, Any]) -> None:
@@ -201,10 +195,3 @@ def _check_parallelism(sizes: dict[str, Any], fsdp: dict[str, Any], mapping: dic
             f"parallelism_config has dp_replicate_size {replicate} and dp_shard_size {shard}: their product must be "
             f"num_processes ({num_processes or 'which is not given'}), and dp_shard_size 2 or more"
         )
-
-
-def _nested_items(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in mapping.items():
-        yield f"{prefix}{key}", value
-        if isinstance(value, dict):
-            yield from _nested_items(value, f"{prefix}{key}.")

@@ -70,11 +70,8 @@ def _file_of_launcher() -> Path | None:
 
 
 def check_accelerate_yaml(path: Path) -> dict[str, Any]:
-    """Read the file and refuse everything that would be ignored, misread or fail later; returns the parsed mapping.
-
-    Raises:
-        UserError: names the file, the key, the value and the fix.
-    """
+    """Read the file and refuse everything that would be ignored, misread or fail later, by a `UserError` with the key and its
+    value; returns the parsed mapping."""
     import yaml
 
     if not path.is_file():
@@ -96,7 +93,17 @@ def check_mapping(mapping: dict[str, Any], where: str) -> None:
     """As `check_accelerate_yaml`, of a file's content; the sentence begins with `where`."""
     try:
         check_accumulation(mapping)
-        _check_top_level(mapping)
+        kinds = {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
+        for key, value in mapping.items():
+            if key not in kinds:
+                raise UserError(_unknown(str(key), list(kinds)))
+            if key.startswith("tpu_") or key in TPU_KEYS:
+                if value and value != "no":
+                    raise UserError(f"{key} is {value!r}: it serves TPUs, which are not supported; leave it out")
+            elif key not in ("mixed_precision", "distributed_type", "compute_environment"):
+                _check_value(key, value, kinds[key])
+            if key in REFUSED_SECTIONS and value:
+                raise UserError(f"{key} belongs to {REFUSED_SECTIONS[key]}, which is not supported: leave it out")
         sections = {name: _check_section(name, mapping.get(name) or {}) for name in SECTIONS}
         check_rules(mapping, sections)
     except UserError as error:
@@ -110,21 +117,6 @@ def _config_file(arguments: list[str], folder: Path) -> Path | None:
         return folder / args.config_file
     default = Path(private("default_config_file"))
     return default if default.is_file() and not args.cpu else None
-
-
-def _check_top_level(mapping: dict[str, Any]) -> None:
-    """Check top-level keys and types, and refuse sections and values of unsupported features."""
-    kinds = {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
-    for key, value in mapping.items():
-        if key not in kinds:
-            raise UserError(_unknown(str(key), list(kinds)))
-        if key.startswith("tpu_") or key in TPU_KEYS:
-            if value and value != "no":
-                raise UserError(f"{key} is {value!r}: it serves TPUs, which are not supported; leave it out")
-        elif key not in ("mixed_precision", "distributed_type", "compute_environment"):
-            _check_value(key, value, kinds[key])
-        if key in REFUSED_SECTIONS and value:
-            raise UserError(f"{key} belongs to {REFUSED_SECTIONS[key]}, which is not supported: leave it out")
 
 
 def _unknown(key: str, known: list[str]) -> str:

@@ -112,10 +112,8 @@ def connect_devices(accelerator: Accelerator) -> None:
     """Connect the devices over which the ranks will communicate; the watchdog names a rank that does not come. Collective.
 
     nccl connects a group at its first collective, which was in DDP's constructor, FSDP1's sync or the check of the model. The
-    mesh of `fsdp_mesh` has groups of its own, and needs none over all ranks.
-
-    Raises:
-        UserError: the devices cannot reach each other.
+    mesh of `fsdp_mesh` has groups of its own, and needs none over all ranks. Devices that cannot reach each other are a
+    `UserError`.
     """
     if world_size() == 1:
         return

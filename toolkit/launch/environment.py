@@ -104,10 +104,9 @@ def launched_precision() -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def num_openmp_threads() -> int | None:
-    """The user's or the launcher's number of threads on the host."""
-    number = os.environ.get("OMP_NUM_THREADS")
-    return None if number is None else int(number)
+def num_openmp_threads() -> int:
+    """The user's or the launcher's number of threads on the host; 0 if neither has set one."""
+    return int(os.environ.get("OMP_NUM_THREADS", "0"))
 
 
 def set_unless_given(name: str, value: str) -> None:
@@ -125,13 +124,9 @@ def _is_true(name: str) -> bool:
 
 
 def join_launch(path: Path, mapping: dict[str, Any]) -> None:
-    """Set up this process as one that `accelerate launch --config_file` would start from this YAML.
+    """Set up this process as one that `accelerate launch --config_file` would start from this YAML; `mapping` is its content.
 
-    Args:
-        mapping: the file's content, already checked.
-
-    Raises:
-        UserError: the number of started processes differs from the file's.
+    Another number of started processes than the file's is a `UserError`.
     """
     # The number of processes must fit the file and the machines.
     given = variables.given("WORLD_SIZE") or "1"

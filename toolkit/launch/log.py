@@ -27,10 +27,8 @@ def start_logging() -> None:
 
     `sys.stdout` and `sys.stderr` become `Output`s, which raise nothing.
     Commands and runs call it first, so it finds their launcher too; calling it again changes nothing. `TOOLKIT_LOG_LEVEL` sets
-    the level, by default INFO. A record with `extra={"concerns_this_rank": True}` is logged on any rank, and names it.
-
-    Raises:
-        UserError: the variable does not name a level.
+    the level, by default INFO; what is not a level is a `UserError`. A record with `extra={"concerns_this_rank": True}` is logged
+    on any rank, and names it.
     """
     find_launchers()
     for name in ("stdout", "stderr"):

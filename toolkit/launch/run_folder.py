@@ -33,8 +33,7 @@ def open_run_folder(config: Any) -> Path:
         UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
             or a node does not see what the first one writes there; raised on every rank.
     """
-    on_all_ranks(lambda: _check_secrets(config))
-    folder = on_all_ranks(lambda: _find_folder(config.run.output_dir, config.run.name))
+    folder = on_all_ranks(lambda: _find_folder(config, config.run.output_dir, config.run.name))
     # Random, so that a rank can read only what rank 0 has just written.
     probe, content = broadcast_object((f".probe-{secrets.token_hex(16)}", secrets.token_hex(16)))
     try:
@@ -51,10 +50,7 @@ def open_run_folder(config: Any) -> Path:
 def lock_run_folder(folder: Path) -> None:
     """Keep other runs out of the folder as long as this process lives. For rank 0 only.
 
-    The ranks of a run that was just killed may need some seconds to end, so this waits for the lock.
-
-    Raises:
-        UserError: another run is writing into the folder, or its lock file may not be opened.
+    The ranks of a run that was just killed may need some seconds to end, so this waits for the lock before a `UserError`.
     """
     refusal = f"another run is writing into {folder}: wait for its end, or take another run.name"
     with refusal_named(f"{folder / _LOCK} cannot be opened", "fix that, or take another run.name"):
@@ -65,8 +61,7 @@ def lock_run_folder(folder: Path) -> None:
 def save_run_config(config: Any, folder: Path) -> None:
     """Write the resolved config into the run's folder, after all checks of the run have passed. Collective.
 
-    Raises:
-        UserError: it cannot be written; raised on every rank.
+    A folder that cannot be written is a `UserError` on every rank.
     """
 
     def save() -> None:
@@ -88,18 +83,15 @@ def restore_run_folder(config: Any, folder: Path) -> None:
         save_config(config, folder / "config.yaml")
 
 
-def _check_secrets(config: Any) -> None:
-    """Refuse a secret before the config goes to trackers, into the run folder and into every checkpoint."""
+def _find_folder(config: Any, output_dir: str, name: str) -> Path:
+    """`output_dir/name`, if it is inside `output_dir` after links are resolved. A secret is refused here, before the config goes
+    to trackers, into the run folder and into every checkpoint."""
     for key, value in dotted_keys(config).items():
         if SECRET_IN_URL.search(str(value)):  # str() covers lists and their entries; the message omits the secret value
             raise UserError(
                 f"{key} holds a URL with a password or token, which would be written into the run folder: take it out of the "
                 "URL, and give it by the environment (HF_TOKEN) or ~/.netrc"
             )
-
-
-def _find_folder(output_dir: str, name: str) -> Path:
-    """`output_dir/name`, if it is inside `output_dir` after links are resolved."""
     folder = Path(output_dir, name)
     try:
         parent, resolved = Path(output_dir).resolve(), folder.resolve()

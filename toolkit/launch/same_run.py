@@ -53,13 +53,9 @@ _START_BYTES, _NUM_BLOCKS, _BLOCK_BYTES = 1 << 20, 64, 1 << 14
 
 
 def compare_ranks(facts: Mapping[str, Any]) -> None:
-    """Check that every rank has the same facts. Collective.
+    """Check that every rank has the same facts, values by their names. Collective.
 
-    Args:
-        facts: values by their names, in the order in which a difference is named.
-
-    Raises:
-        UserError: the first difference from rank 0, with both values; on every rank.
+    The first difference from rank 0, in their order, is a `UserError` with both values on every rank.
     """
     # As `repr`, with the keys of mappings sorted, and without passwords.
     mine = {name: SECRET_IN_URL.sub("://***@", pprint.saferepr(value)) for name, value in facts.items()}

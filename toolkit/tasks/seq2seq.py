@@ -18,23 +18,17 @@ if TYPE_CHECKING:
 
 
 def _check_model_config(model_config: PretrainedConfig, name: str) -> None:
-    if (other := _other_inputs(model_config)) is not None:
-        what = f"model.name_or_path {name} is a {model_config.model_type} model"
-        raise UserError(f"{what}, which takes {other} beside text, and rows here are text: take a model of text alone")
-    special_tokens(model_config, name)
-
-
-def _other_inputs(model_config: PretrainedConfig) -> str | None:
-    """What a model in transformers' mapping takes besides text, such as `audio` or `image`; None: nothing."""
+    """Refuse a model that takes more than text, such as `audio` or `image`."""
     from transformers import AutoModelForSeq2SeqLM
 
-    if type(model_config) not in (mapping := private("_model_mapping", AutoModelForSeq2SeqLM)):
-        return None
-    if hasattr(model_config, "speech_encoder_layers"):  # SeamlessM4T's text model is only a part of it, but declares text alone
-        return "audio"
-    modalities = mapping[type(model_config)].input_modalities
-    others = set([modalities] if isinstance(modalities, str) else modalities) - {"text"}
-    return " and ".join(sorted(others)) or None
+    if type(model_config) in (mapping := private("_model_mapping", AutoModelForSeq2SeqLM)):
+        # SeamlessM4T's text model is only a part of it, but declares text alone.
+        has_speech = hasattr(model_config, "speech_encoder_layers")
+        modalities = "audio" if has_speech else mapping[type(model_config)].input_modalities
+        if others := sorted(set([modalities] if isinstance(modalities, str) else modalities) - {"text"}):
+            what = f"model.name_or_path {name} is a {model_config.model_type} model, which takes {' and '.join(others)}"
+            raise UserError(f"{what} beside text, and rows here are text: take a model of text alone")
+    special_tokens(model_config, name)
 
 
 TASK = Task(

@@ -62,16 +62,23 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
     Raises:
         UserError: a column that does not exist once; columns that fit no reading, or more than one.
     """
-    readings = _list_readings(config)
-    if config.format != "auto":
-        names = readings[config.format]
-        check_columns(where, existing, names, way_out=f"data.format {config.format} reads {' and '.join(map(repr, names))}")
-        return with_optional(config.format, names, existing, has_chat_template=has_chat_template)
-    fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
-    configured = set(configured_columns(config).values())
-    # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
-    set_by_name = [r for r in fitting if r not in ("sharegpt", "alpaca") and configured.intersection(readings[r])]
-    chosen = set_by_name or fitting
+    of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
+    readings: dict[str, tuple[str, ...]] = {
+        "messages": (config.messages_column or "messages",),
+        "sharegpt": (of_sharegpt,),
+        "alpaca": ("instruction", "output"),
+        "prompt_completion": _name_two("prompt", config.prompt_column, "completion", config.completion_column),
+        "text": (config.text_column or "text",),
+    }
+    chosen: list[str] = [config.format]
+    if config.format == "auto":
+        if readings["messages"] == readings["sharegpt"]:
+            del readings["sharegpt"]  # the setting says that the column has messages
+        fitting = [reading for reading, names in readings.items() if all(name in existing for name in names)]
+        configured = set(configured_columns(config).values())
+        # ShareGPT's and Alpaca's columns are not set, so no setting chooses them.
+        set_by_name = [r for r in fitting if r not in ("sharegpt", "alpaca") and configured.intersection(readings[r])]
+        chosen = set_by_name or fitting
     if not chosen:
         wanted = ", ".join(" and ".join(map(repr, names)) for names in readings.values())
         raise UserError(
@@ -83,35 +90,15 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
             f"{where} can be read in more than one way, as {found} (its columns: {show_names(existing)}): choose by data.format "
             f"{' or '.join(chosen)}, or by {_SETTINGS}"
         )
-    (reading,) = chosen
-    check_columns(where, existing, readings[reading])
-    return with_optional(reading, readings[reading], existing, has_chat_template=has_chat_template)
-
-
-def _list_readings(config: LLMDataConfig) -> dict[str, tuple[str, ...]]:
-    """The columns that each reading needs."""
-    of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
-    readings = {
-        "messages": (config.messages_column or "messages",),
-        "sharegpt": (of_sharegpt,),
-        "alpaca": ("instruction", "output"),
-        "prompt_completion": _name_two("prompt", config.prompt_column, "completion", config.completion_column),
-        "text": (config.text_column or "text",),
-    }
-    if config.format == "auto" and readings["messages"] == readings["sharegpt"]:
-        del readings["sharegpt"]  # the setting says that the column has messages
-    return readings
+    reading, names = chosen[0], readings[chosen[0]]
+    check_columns(where, existing, names, way_out=f"data.format {reading} reads {' and '.join(map(repr, names))}")
+    return with_optional(reading, names, existing, has_chat_template=has_chat_template)
 
 
 def with_optional(reading: str, names: tuple[str, ...], existing: Sequence[str], *, has_chat_template: bool) -> Columns:
     """The columns of a reading (a value of `data.format`, or `prompt`), with those optional ones that there are."""
     kind = "alpaca_text" if reading == "alpaca" and not has_chat_template else _OF_FORMATS.get(reading, reading)
     return Columns(kind, names + tuple(name for name in KINDS[kind].optional if name in existing and name not in names))
-
-
-def add_optional(columns: Columns) -> Columns:
-    """With all optional columns of the kind, for JSON: they may come in later rows than were looked at."""
-    return Columns(columns.kind, tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
 
 
 def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
@@ -127,7 +114,7 @@ def choose_seq2seq_columns(
 ) -> Columns:
     """As `choose_columns`, of a source text and its target, which are read in one way."""
     names = _name_two("source", config.source_column, "target", config.target_column)
-    check_columns(where, existing, names)
+    check_columns(where, existing, names, way_out="set data.source_column and data.target_column to columns that exist")
     return Columns("seq2seq", names)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
 from toolkit.config.sets import name_entries
-from toolkit.data.rows.columns import Columns, add_optional, configured_columns, describe_columns
+from toolkit.data.rows.columns import KINDS, Columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
@@ -62,17 +62,22 @@ class RowInput:
 
 
 def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
-    """The inputs of a run, evaluation files first.
-
-    Args:
-        has_chat_template: as in `choose_columns`.
-
-    Raises:
-        UserError: settings that contradict each other; a file or dataset that is missing, broken, or without usable columns.
-    """
-    entries = list_entries(config)
+    """The inputs of a run, evaluation files first. The argument and errors are those of `load_rows`."""
+    of_hub = {name: getattr(config, name) for name in ("hub_subset", "hub_split", "hub_eval_split")}
+    entries = {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
+    entries = entries or {"data": MixEntry(source=config.source or "", files=config.files, **of_hub)}
     for setting, entry in entries.items():
-        _check_entry(entry, setting)
+        # Refuse a name that is not a source, and settings that the source would silently ignore.
+        if split_own_source(entry.source) or (entry.files and (not entry.source or entry.source in READERS)):
+            if entry.hub_eval_split:
+                trouble = f"{setting}.hub_eval_split is {entry.hub_eval_split}, but {entry.source or 'files'} has no splits"
+                raise UserError(f"{trouble}: leave it out, or name evaluation files in data.eval_files")
+            continue
+        check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
+        if entry.files:
+            raise UserError(
+                f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out"
+            )
     is_own = any(split_own_source(entry.source) for entry in entries.values())
     choose = partial(config.task.choose_columns, config=config, has_chat_template=has_chat_template)
     form = build_form(config.csv_delimiter, config.encoding)
@@ -96,7 +101,11 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
         else:
             inputs += open_rows(entry, f"{setting}.files", **known)
     if not is_own:  # a function may read the settings of files, and its columns are known once it has been called
-        _check_form_used(config, inputs)
+        kinds = {item.source for item in inputs}
+        if config.csv_delimiter and "csv" not in kinds:
+            raise UserError(f"data.csv_delimiter is {config.csv_delimiter!r}, but no file is read as csv: leave it out")
+        if config.encoding and not kinds.intersection(("csv", "tsv", "json", "jsonl", "txt")):
+            raise UserError(f"data.encoding is {config.encoding}, but no text file is read: leave it out")
         check_columns_used(config, inputs)
     return inputs
 
@@ -112,14 +121,6 @@ def _open_rows(
         paths, split = list_folder(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
     opened = [open_file(path, kind or find_kind(path, where), choose, form, **known) for path in paths]
     return [replace(item, split=split) for item in opened or [_open_hub(entry, config, choose, **known)]]
-
-
-def _check_form_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
-    kinds = {item.source for item in inputs}
-    if config.csv_delimiter and "csv" not in kinds:
-        raise UserError(f"data.csv_delimiter is {config.csv_delimiter!r}, but no file is read as csv: leave it out")
-    if config.encoding and not kinds.intersection(("csv", "tsv", "json", "jsonl", "txt")):
-        raise UserError(f"data.encoding is {config.encoding}, but no text file is read: leave it out")
 
 
 def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput]) -> None:
@@ -144,14 +145,6 @@ def describe_readings(inputs: list[RowInput]) -> list[str]:
         f"{first}{f' and {len(more)} more' if more else ''}: read as {reading}" for reading, (first, *more) in labels.items()
     ]
     return [*dict.fromkeys(item.split for item in inputs if item.split), *lines]
-
-
-def list_entries(config: DataConfig | LLMDataConfig) -> dict[str, MixEntry]:
-    """The entries of `data.mix`, or the only source as one, by their setting."""
-    if config.mix:
-        return {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
-    of_hub = {name: getattr(config, name) for name in ("hub_subset", "hub_split", "hub_eval_split")}
-    return {"data": MixEntry(source=config.source or "", files=config.files, **of_hub)}
 
 
 def read_rows(item: RowInput) -> Iterator[Example | str]:
@@ -201,24 +194,10 @@ def _hash_rows(rows: Iterable[Any]) -> tuple[int, str]:
     return num_rows, digest.hexdigest()
 
 
-def _check_entry(entry: MixEntry, setting: str) -> None:
-    """Refuse a name that is not a source, and settings that the source would silently ignore."""
-    is_own = split_own_source(entry.source)
-    if is_own or (entry.files and (not entry.source or entry.source in READERS)):
-        if entry.hub_eval_split:
-            trouble = f"{setting}.hub_eval_split is {entry.hub_eval_split}, but {entry.source or 'files'} has no splits"
-            raise UserError(f"{trouble}: leave it out, or name evaluation files in data.eval_files")
-        return
-    check_hub_name(entry.source, f"{setting}.source", tuple(READERS))
-    if entry.files:
-        raise UserError(f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out")
-
-
 def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form, **known: Any) -> RowInput:
     """A file as an input with other `known` fields; it is read once for its digest, and `choose` gets its path and columns.
 
-    Raises:
-        UserError: a file that is broken, or without usable columns.
+    A file that is broken, or without usable columns, is a `UserError`.
     """
     read, list_columns, is_text = READERS[kind]
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
@@ -231,8 +210,8 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
         columns = choose(path, existing)
     except UserError as error:
         raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
-    if kind in ("json", "jsonl"):
-        columns = add_optional(columns)
+    if kind in ("json", "jsonl"):  # optional columns may come in later rows than were looked at
+        columns = columns._replace(names=tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
     details = f" {form.encoding} {form.delimiter}" if is_text else ""
     return RowInput(
         label=str(path),

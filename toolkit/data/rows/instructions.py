@@ -27,10 +27,7 @@ def read_sharegpt(
     """The fields of a chat's `Example`, or the reason to skip it. A column `system` becomes the first turn.
 
     Dumps of ShareGPT are known for conversations that begin in the middle, so these are left out and counted.
-    `for_generation` is that of `read_chat`.
-
-    Raises:
-        UserError: an unknown role; a malformed conversation.
+    `for_generation` and errors are those of `read_chat`.
     """
     way_out = 'write a list of {"from": ..., "value": ...}'
     turns = read_list(row[column], "a list of turns", f"{where}, column {column}", way_out)

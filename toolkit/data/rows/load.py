@@ -76,7 +76,8 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
 
     Raises:
         UserError: settings that contradict each other; a file or dataset that is missing, broken, without usable columns or
-            rows; a cell that is not text; a malformed conversation; the cache cannot be written or read.
+            rows; a cell that is not text, or a text of over 2 GiB; a malformed conversation; no row left to train on; a
+            configured column that no row used; the cache cannot be written or read.
     """
     inputs = list_inputs(config, has_chat_template=has_chat_template)
     eval_fraction = None if any(item.is_eval_file for item in inputs) else config.eval_fraction
@@ -115,10 +116,6 @@ def write_rows(
 
     Returns:
         One report per input (`inputs`), the sentences about duplicate rows (`repeats`), and `message_keys`.
-
-    Raises:
-        UserError: an input without rows, a cell that is not text, no usable row, no row left to train on, a configured column
-            that no row used, a text of over 2 GiB.
     """
     import pyarrow as pa
 

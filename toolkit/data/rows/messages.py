@@ -24,13 +24,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def read_chat(
-    cells: Mapping[str, Any],
-    tools: Any,
-    where: str,
-    *,
-    system: str = "",
-    calls_may_be_text: bool = False,
-    for_generation: bool = False,
+    cells: Mapping[str, Any], tools: Any, where: str, *, system: str, calls_may_be_text: bool = False, for_generation: bool
 ) -> dict[str, Any] | str:
     """The fields of a chat's `Example`, or the reason to skip it.
 

@@ -59,7 +59,12 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
                 raise UserError(f"{setting}: no file matches {pattern}: check the pattern")
             found.update(dict.fromkeys(map(Path, matches)))
         else:
-            raise UserError(f"{setting}: there is no file {pattern}{_nearest_name(path)}")
+            hint = f"the folder {path.parent} does not exist"
+            if path.parent.is_dir():
+                names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
+                near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {path.parent / near[0]}?" if near else f"nothing in {path.parent} has a name like it"
+            raise UserError(f"{setting}: there is no file {pattern}: {hint}")
     return list(found)
 
 
@@ -94,7 +99,13 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
             if file.tell() == 0:
                 raise UserError(f"{path} is empty: give a file with rows")
     except UnicodeError as error:
-        raise _encoding_error(path, error, encoding, num_lines) from None
+        way_out = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
+        if not isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}") from None
+        # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
+        line = num_lines + error.object[: error.start].decode(encoding, "ignore").count("\n") + 1
+        where = f"{path}, line {line}: byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{where} is not valid {encoding.upper()} ({error.reason}): {way_out}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
@@ -105,16 +116,6 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                 trouble = f"{path} is valid UTF-8, but is read as {encoding}, with other letters"
                 logger.warning(f"{trouble}: leave data.encoding out for UTF-8")
     return digest.hexdigest()
-
-
-def _encoding_error(path: Path, error: UnicodeError, encoding: str, num_lines: int) -> UserError:
-    way_out = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
-    if not isinstance(error, UnicodeDecodeError):
-        return UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}")
-    # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
-    line = num_lines + error.object[: error.start].decode(encoding, "ignore").count("\n") + 1
-    byte = error.object[error.start]
-    return UserError(f"{path}, line {line}: byte 0x{byte:02x} is not valid {encoding.upper()} ({error.reason}): {way_out}")
 
 
 class FileKind(NamedTuple):
@@ -158,12 +159,7 @@ def name_kind(path: Path) -> str | None:
     return kind if kind in READERS else None
 
 
-def check_columns(
-    where: object,
-    existing: Sequence[str],
-    wanted: Sequence[str],
-    way_out: str = "set data.source_column and data.target_column to columns that exist",
-) -> None:
+def check_columns(where: object, existing: Sequence[str], wanted: Sequence[str], way_out: str) -> None:
     """Check that every wanted column exists exactly once; a `UserError` names the one at fault and those that exist."""
     for column in wanted:
         if (count := existing.count(column)) != 1:
@@ -171,12 +167,3 @@ def check_columns(
             raise UserError(
                 f"{where} has more than one {found}: keep one of them" if count else f"{where} has no {found}: {way_out}"
             )
-
-
-def _nearest_name(path: Path) -> str:
-    """A suggestion for a path that does not exist."""
-    if not path.parent.is_dir():
-        return f": the folder {path.parent} does not exist"
-    names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f": did you mean {path.parent / near[0]}?" if near else f": nothing in {path.parent} has a name like it"

@@ -32,14 +32,11 @@ _NO_READER_SETTINGS = {"data_files", "data_dir", "default", "description", "vers
 
 
 def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> None:
-    """Refuse the name of a `datasets` reader in upper or lower case, even if a folder has this name.
+    """Refuse an empty name, or that of a `datasets` reader in upper or lower case, even if a folder has it, by a `UserError`.
 
     Args:
         setting: name of the config field, for messages.
         other_sources: the other values of that field.
-
-    Raises:
-        UserError: such a name, or an empty one.
     """
     known = ", ".join(other_sources)
     if not name.strip():
@@ -85,7 +82,10 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
         raise UserError(f"data.source {name} has no split {split}, but {found}, {origin}: {way_out}")
     of_split = {file: f" (split {other})" for other, paths in splits.items() for file in paths}
     read = set(files)
-    left_out = [file for file in _list_files(home) if file not in read]
+    # Not the dataset's own remarks; hidden files come last; a linked folder is not entered and stands for its files.
+    others = (file.relative_to(home) for file in home.rglob("*") if file.is_symlink() or not file.is_dir())
+    left_out = [file for file in others if file not in read and file.name not in private("FILES_TO_IGNORE")]
+    left_out.sort(key=lambda file: (any(part.startswith(".") for part in file.parts), file))
     tables = [file for file in left_out if file not in of_split and name_kind(file) not in (None, "txt")]
     if tables and all(name_kind(file) == "txt" for file in files):  # more licences and notes than data: `datasets` reads those
         raise UserError(f"data.source {name} holds {_name_files(files)} and {_name_files(tables)}: name files in data.files")
@@ -178,13 +178,6 @@ def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> Non
             check_inside(name, folder, place)
         elif not place.casefold().startswith(repository + (at or "/")):
             raise UserError(f"data.source {name} names a file outside of it in its README, {place}: give that in data.files")
-
-
-def _list_files(folder: Path) -> list[Path]:
-    """All files except the dataset's own remarks, hidden ones last. A linked folder is not entered and stands for its files."""
-    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_symlink() or not file.is_dir())
-    kept = (file for file in files if file.name not in private("FILES_TO_IGNORE"))
-    return sorted(kept, key=lambda file: (any(part.startswith(".") for part in file.parts), file))
 
 
 def _name_files(files: Sequence[Path], remarks: dict[Path, str] | None = None) -> str:

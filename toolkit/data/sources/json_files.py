@@ -19,11 +19,7 @@ _WAY_OUT = "write one object per line, or one array of objects"
 
 
 def read_json(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """Yield each object, with None for those of some keys that it lacks.
-
-    Raises:
-        UserError: what is not JSON or not an object; names the line.
-    """
+    """Yield each object, with None for those of some keys that it lacks; a `UserError` names the line of anything else."""
     for row in _read_objects(path, form, example_key=columns[0]):
         yield {**dict.fromkeys(columns), **row}
 

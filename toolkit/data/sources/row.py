@@ -14,11 +14,7 @@ def show_names(names: Iterable[str]) -> str:
 
 
 def check_text(value: Any, where: str) -> None:
-    """Check that a cell holds text that every tokenizer and file format accepts.
-
-    Raises:
-        UserError: another type, a NUL character, half a surrogate pair; the sentence begins with `where`.
-    """
+    """Refuse a cell that not every tokenizer and file format takes as text, by a `UserError` that begins with `where`."""
     if not isinstance(value, str):
         raise UserError(f"{where}: {value!r:.60} is of type {type(value).__name__}, not text: write it as a string")
     if "\0" in value:

@@ -42,11 +42,7 @@ class Form(NamedTuple):
 
 
 def build_form(delimiter: str | None, encoding: str | None) -> Form:
-    """The form that `data.csv_delimiter` and `data.encoding` name.
-
-    Raises:
-        UserError: a delimiter that is not one character, an encoding that Python does not know.
-    """
+    """The form that `data.csv_delimiter` (one character) and `data.encoding` (one that Python knows) name; or a `UserError`."""
     form = Form()
     if delimiter is not None:
         form = form._replace(delimiter="\t" if delimiter == r"\t" else delimiter)
@@ -133,9 +129,6 @@ def _read_records(path: Path, form: Form) -> Iterator[tuple[int, list[str]]]:
     """Yield (first line, cells) of each record. The header comes first, its names stripped; blank lines are left out.
     In a file with one column, only a line without any character is blank: `""` is a record.
     Text after a closing quote is refused, and so is a quote that never closes and would swallow the rest of the file.
-
-    Raises:
-        UserError: broken quoting; names the line where the record starts.
     """
     csv.field_size_limit(_LARGEST_CELL_CHARS)
     first_line, width = 1, 0

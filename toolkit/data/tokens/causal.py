@@ -122,7 +122,10 @@ def tokenize(
                 tuple(first + len(prefix) for first in tokens.firsts),
             )
         columns = [_mask(item, tokens, limit, special_tokens)] if text is None else _split(item, tokens, len(prefix), limit)
-        of_row = {**_find_stops(item, tokenizer, special_tokens), "source_index": mix_entry, "omitted": item.omitted}
+        ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
+        stop_token_ids = _list_stop_ids(tokenizer, frozenset(found[-1] for found in ends if found))
+        of_row = {"is_chat": item.is_chat, "is_endless": not all(ends), "stop_token_ids": stop_token_ids}
+        of_row |= {"source_index": mix_entry, "omitted": item.omitted}
         all_columns += [
             {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
             for piece, part in enumerate(columns)
@@ -184,20 +187,16 @@ def report(
             )
     kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
     if name == "train":
-        _check_mix(kept, config)
+        left = set(kept.with_format("numpy")["source_index"][:].tolist())
+        for number, entry in enumerate(config.mix):
+            if number not in left:
+                raise UserError(
+                    f"data.mix[{number}] ({entry.source or entry.files}) has no training row left (all its rows are held out, "
+                    "skipped or cut off): leave it out, or change data.eval_fraction or data.max_length_tokens"
+                )
     stops = kept.select_columns(["stop_token_ids"]).with_format("arrow")[:]["stop_token_ids"]
     stop_token_ids = set(pc.list_flatten(stops).unique().to_pylist())
     return kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), sentences, stop_token_ids
-
-
-def _check_mix(train: Dataset, config: LLMDataConfig) -> None:
-    left = set(train.with_format("numpy")["source_index"][:].tolist())
-    for number, entry in enumerate(config.mix):
-        if number not in left:
-            raise UserError(
-                f"data.mix[{number}] ({entry.source or entry.files}) has no training row left (all its rows are held out, "
-                "skipped or cut off): leave it out, or change data.eval_fraction or data.max_length_tokens"
-            )
 
 
 def locate(row_id: int, origins: list[tuple[str, int]]) -> str:
@@ -264,13 +263,6 @@ def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, special
         "num_given_tokens": len(tokens.input_ids),
         "num_lost_tokens": len(tokens.input_ids) - len(input_ids),
     }
-
-
-def _find_stops(item: Prepared, tokenizer: PreTrainedTokenizerBase, special_tokens: re.Pattern) -> dict[str, Any]:
-    """The columns about the ends of turns."""
-    ends = [special_tokens.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
-    stop_tokens = frozenset(tokens[-1] for tokens in ends if tokens)
-    return {"is_chat": item.is_chat, "is_endless": not all(ends), "stop_token_ids": _list_stop_ids(tokenizer, stop_tokens)}
 
 
 @functools.lru_cache

@@ -113,8 +113,8 @@ def render_turns(
     # Otherwise each turn lies between two prefixes of the chat.
     turns = []
     for i in spoken:
-        prompt = _render_beginning(tokenizer, text, messages[:i], tools, special_tokens, for_generation=True)
-        end = len(_render_beginning(tokenizer, text, messages[: i + 1], tools, special_tokens, for_generation=False))
+        prompt = _render_beginning(tokenizer, text, messages[:i], tools, for_generation=True)
+        end = len(_render_beginning(tokenizer, text, messages[: i + 1], tools, for_generation=False))
         start = len(prompt)
         turns.append(Turn(start, *(start + n for n in _find_ends(prompt, text[start:end], messages[i], special_tokens))))
     return text, turns
@@ -140,11 +140,7 @@ def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: re.Pattern[str]) -> tuple[int, int]:
-    """Where in the text of a turn, which follows `prompt`, its content and its end-of-turn token end.
-
-    Raises:
-        NoMaskError: the text continues with another generation prompt, whose start is unknown.
-    """
+    """Where in the text of a turn, which follows `prompt`, its content and its end-of-turn token end; or a `NoMaskError`."""
     # The normal case: the content, then a special token.
     said = _find_content_end(turn, message)
     if said is not None and (mark := special_tokens.search(turn, said)):
@@ -181,31 +177,25 @@ def _find_content_end(turn: str, message: dict[str, Any]) -> int | None:
 
 
 def _render_beginning(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None,
-    special_tokens: re.Pattern[str],
-    *,
-    for_generation: bool,
+    tokenizer: PreTrainedTokenizerBase, text: str, first: list[dict[str, Any]], tools: list[Any] | None, *, for_generation: bool
 ) -> str:
     """The text of a chat's first messages, which must be a prefix of the full text."""
     try:
-        beginning = render_chat(tokenizer, messages, tools, for_generation=for_generation)
+        beginning = render_chat(tokenizer, first, tools, for_generation=for_generation)
     except RefusedChatError as error:
-        raise NoMaskError(f"it refuses the first {len(messages)} messages on their own ({error})") from None
+        raise NoMaskError(f"it refuses the first {len(first)} messages on their own ({error})") from None
     if text.startswith(beginning):
         return beginning
     if not for_generation:
         # Phi-3's template closes every text with the document's end token, after the turn's; in a longer chat it comes later.
-        any_special = f"({special_tokens.pattern})"
+        any_special = f"({compile_special_tokens(tokenizer).pattern})"
         pairs = zip(re.split(any_special, beginning), re.split(any_special, text), strict=False)
         common = "".join(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         is_only_closed = not re.sub(any_special, "", beginning[len(common) :]).strip()
         if is_only_closed and re.search(rf"{any_special}\s*\Z", common):
             return common
     raise NoMaskError(
-        f"it prints the first {len(messages)} messages differently when more follow (as if it left out earlier thinking)"
+        f"it prints the first {len(first)} messages differently when more follow (as if it left out earlier thinking)"
     )
 
 

@@ -51,11 +51,7 @@ def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -
 
 
 def describe_split(piece: np.ndarray, name: str, limit: str) -> list[str]:
-    """One sentence if texts were split, else none.
-
-    Args:
-        piece: the 0-based number of each row in its text.
-    """
+    """One sentence if texts were split, else none; `piece` is the 0-based number of each row in its text."""
     num_texts, num_further = int((piece == 1).sum()), int((piece > 0).sum())
     if not num_texts:
         return []
@@ -90,10 +86,7 @@ def describe_cut(num_given: np.ndarray, num_lost: np.ndarray, num_rows: int, nam
 def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str, what: str) -> list[str]:
     """One sentence if tokens of rows stand for text that the tokenizer has no token for, else none. A large share is a WARNING.
 
-    Args:
-        num_tokens: tokens of each row.
-        num_unknown: those of them that are unknown.
-        what: `source` or `target`.
+    Tokens are counted by row; `what` is `source` or `target`.
     """
     if not num_unknown.any():
         return []

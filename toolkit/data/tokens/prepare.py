@@ -41,6 +41,9 @@ FORMAT_VERSION = 7
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
 
+Tokenize = Callable[[dict[str, list]], dict[str, list]]
+"""Called with a batch of rows as columns."""
+
 
 @dataclass(frozen=True)
 class TokenizedRows:
@@ -142,28 +145,24 @@ def _find_or_build(config: Any, model: ModelConfig, vocab_size: int) -> tuple[st
         "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"{kind.TRAINED} on the rows, {vocab_size} tokens",
         **settings,
     }
-    folder = cache_folder(config.cache_dir) / name_folder(identity)
-    about = find_or_build("the token cache", folder, _write_tokens, config, model, vocab_size, rows, tokenizer, identity)
-    return folder.name, about["contents"], rows
+    cache = cache_folder(config.cache_dir)
+
+    def write(folder: Path) -> dict[str, Any]:
+        used = tokenizer
+        if used is None:
+            prefix = identity.get("prefix")
+            trained_on = f"{rows.fingerprint} {identity['tokenizer']}" + (f", prefix {prefix!r}" if prefix else "")
+            used = keep_trained_tokenizer(cache, trained_on, partial(kind.train, rows.train, vocab_size, config))
+            kind.set_up(used, config, model)
+        return _write_tokens(config, rows, used, folder) | identity
+
+    folder = cache / name_folder(identity)
+    return folder.name, find_or_build("the token cache", folder, write)["contents"], rows
 
 
-def _write_tokens(
-    config: DataConfig | LLMDataConfig,
-    model: ModelConfig,
-    vocab_size: int,
-    rows: TextRows,
-    tokenizer: PreTrainedTokenizerBase | None,
-    identity: dict[str, Any],
-    folder: Path,
-) -> dict[str, Any]:
+def _write_tokens(config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
     """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
     kind = config.task.tokens
-    if tokenizer is None:
-        prefix = identity.get("prefix")
-        trained_on = f"{rows.fingerprint} {identity['tokenizer']}" + (f", prefix {prefix!r}" if prefix else "")
-        train = partial(kind.train, rows.train, vocab_size, config)
-        tokenizer = keep_trained_tokenizer(cache_folder(config.cache_dir), trained_on, train)
-        kind.set_up(tokenizer, config, model)
     remarks = rows.remarks + kind.describe(tokenizer, rows)
     stop_token_ids: set[int] = set()
     tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
@@ -181,21 +180,14 @@ def _write_tokens(
         for scratch_file in folder.glob(f"{name}*.arrow"):
             scratch_file.unlink()
     tokenizer.save_pretrained(folder / "tokenizer")
-    return {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "contents": hash_contents(folder), **identity}
+    return {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "contents": hash_contents(folder)}
 
 
-def tokenize_rows(
-    dataset: Dataset,
-    tokenize: Callable[[dict[str, list]], dict[str, list]],
-    name: str,
-    folder: Path,
-    *,
-    num_workers: int | None,
-) -> Dataset:
+def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path, *, num_workers: int | None) -> Dataset:
     """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes.
 
     Args:
-        tokenize: called with a batch of rows as columns; returns one or several rows for each.
+        tokenize: returns one or several rows for each.
         name: `train` or `evaluation`, for messages and files.
         folder: gets a file that backs the result; remove it after use.
         num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
@@ -234,12 +226,7 @@ def tokenize_rows(
 
 
 def _tokenize_shown(
-    rows: dict[str, list],
-    process: int | None,
-    *,
-    tokenize: Callable[[dict[str, list]], dict[str, list]],
-    phase: Phase,
-    num_processes: int,
+    rows: dict[str, list], process: int | None, *, tokenize: Tokenize, phase: Phase, num_processes: int
 ) -> dict[str, list] | pa.Table:
     """What `tokenize` returns. Of several processes the first shows its own progress, which stands for all."""
     tokenized = tokenize(rows)

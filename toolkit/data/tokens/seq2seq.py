@@ -95,12 +95,8 @@ def report(
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int | None, argument: str
 ) -> tuple[list[list[int]], list[int]]:
-    """Token ids of texts, and how many tokens each has lost. A text that is too long is encoded again, cut by the tokenizer.
-
-    Args:
-        max_length: in tokens; None: nothing is cut.
-        argument: of the tokenizer: `text` or `text_target`.
-    """
+    """Token ids of texts, and how many tokens each has lost. A text of over `max_length` tokens, if that is given, is encoded
+    again, cut by the tokenizer; `argument` is the tokenizer's, `text` or `text_target`."""
     all_ids = tokenizer(**{argument: texts}, verbose=False)["input_ids"]
     num_lost = [0] * len(texts)
     for i, text in enumerate(texts):

@@ -73,18 +73,7 @@ def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrai
                 "in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
-    _add_tokens(tokenizer, config.add_tokens or [])
-    if len(tokenizer) > vocab_size:
-        raise UserError(
-            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
-            "take the tokenizer that belongs to the model, or name the tokens that are new in model.add_tokens, whose rows train"
-        )
-    return tokenizer
-
-
-def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Give a tokenizer `model.add_tokens`, in place; what was added to it before stays as it is."""
-    known = tokenizer.get_vocab()
+    tokens, known = config.add_tokens or [], tokenizer.get_vocab()
     for place, token in enumerate(tokens):
         is_ordinary = token in known and known[token] not in tokenizer.added_tokens_decoder
         reasons = {
@@ -94,7 +83,13 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), None):
             raise UserError(f"model.add_tokens[{place}] is {token!r}, {reason}")
-    tokenizer.add_tokens([token for token in tokens if token not in known], special_tokens=True)
+    tokenizer.add_tokens([token for token in tokens if token not in known], special_tokens=True)  # those known stay as they are
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
+            "take the tokenizer that belongs to the model, or name the tokens that are new in model.add_tokens, whose rows train"
+        )
+    return tokenizer
 
 
 def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
@@ -191,10 +186,7 @@ def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[s
     """One sentence if decoding the tokens of texts does not return the texts, else none.
 
     BERT's tokenizers lose case and line breaks, others lose unknown characters. A space before the first word does not count,
-    because many tokenizers add or drop it.
-
-    Args:
-        rows: the texts of each row.
+    because many tokenizers add or drop it. `rows` are the texts of each row.
     """
     lost = []
     for texts in rows:
