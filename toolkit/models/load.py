@@ -21,7 +21,7 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.safetensors_index import WeightFiles, WholeOnly, find_weight_files
+from toolkit.models.safetensors_index import WholeOnly, find_weight_files, open_files
 from toolkit.models.shard_reader import Box, pieces
 from toolkit.private import private
 from toolkit.variables import local_rank
@@ -199,7 +199,7 @@ def from_files(
         nested = [value for value in settings.values() if isinstance(value, dict)]
         if not any(part.get("quantization_config") for part in (settings, *nested)):
             return model_class.from_pretrained(name, use_safetensors=True, **options)
-        stored = WeightFiles(find_weight_files(name, options["revision"]), what).stored
+        stored = open_files(find_weight_files(name, options["revision"]), what)
     except (OSError, WholeOnly) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} has no loadable safetensors weights ({first_line}){way_out}") from None
