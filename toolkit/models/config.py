@@ -81,7 +81,6 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {task.takes}")
     task.check_model_config(model_config, name)
     if is_trained:
-        _check_trainable(model_config, name)
         _set_for_training(model_config, config)
     return model_config
 
@@ -112,7 +111,12 @@ def _parts(model_config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:
-    """Set `model.dropout`, and what no run can train with; in place."""
+    """Set `model.dropout`, and what no run can train with, in place; refuse models that need a loss of their own."""
+    if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
+        raise UserError(
+            f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model that predicts {model_config.ngram} "
+            "tokens at once (ngram), so its loss is not that of its labels: set disable_ngram_loss true in its config.json"
+        )
     if config.dropout is not None:
         # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
         for key, value in model_config.to_dict().items():
@@ -202,12 +206,3 @@ def _download_index(config: ModelConfig) -> Path | None:
     with contextlib.suppress(EntryNotFoundError):
         return Path(hf_hub_download(config.name_or_path, WEIGHTS_INDEX, revision=hub_commit(config) or config.revision))
     return None
-
-
-def _check_trainable(model_config: PretrainedConfig, name: str) -> None:
-    """Refuse models that need another loss than that of the labels."""
-    if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
-        raise UserError(
-            f"model.name_or_path {name} is a {model_config.model_type} model that predicts {model_config.ngram} tokens at once "
-            "(ngram), so its loss is not that of its labels: set disable_ngram_loss true in its config.json"
-        )
