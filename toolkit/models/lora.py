@@ -115,11 +115,14 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
             module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
     if config.base_dtype is not None:
         quantize_layers(model, config.base_dtype)
-    # Values in fp32: peft creates them in the base's dtype.
+    # Values in fp32, and DoRA's magnitudes computed in it: peft does so in the base's dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    _reset_magnitudes(model)
+    for module in model.modules():
+        if vectors := getattr(module, "lora_magnitude_vector", None):
+            base_layer: Any = module.base_layer
+            vectors["default"].weight.data = magnitudes(base_layer, base_layer.weight.data)
     if folder:
         load_adapter_weights(model, folder, base.name_or_path, what)
     elif not is_meta:
@@ -252,12 +255,3 @@ def _check_ties(model: PreTrainedModel, what: str) -> None:
                 f"{what} trains {first}, which is one tied weight with {others}: peft keeps only a token embedding and an output "
                 f"head together, one of them named {' or '.join(TIED_NAMES)}; leave it out of adapter.modules_to_save"
             )
-
-
-def _reset_magnitudes(model: nn.Module) -> None:
-    """Recompute DoRA's magnitudes in fp32; peft computes them in the base's dtype."""
-    for module in model.modules():
-        vectors: Any = getattr(module, "lora_magnitude_vector", None)
-        if vectors:
-            base: Any = module.base_layer
-            vectors["default"].weight.data = magnitudes(base, base.weight.data)
