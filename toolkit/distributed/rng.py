@@ -59,8 +59,18 @@ def load_random_state(folder: Path, saved_world_size: int) -> None:
     Raises:
         UserError: a rank's file is missing, or `save_random_state` did not write it; raised on every rank.
     """
+    from safetensors.torch import load_file
+
+    def restore() -> None:
+        path = folder / f"rng-{rank():05d}.safetensors"
+        try:
+            _set(load_file(path))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"the random state {path} cannot be restored ({reason}): resume from another checkpoint") from None
+
     if saved_world_size == world_size():
-        on_all_ranks(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
+        on_all_ranks(restore)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -83,16 +93,6 @@ def seed_all(*parts: int | str) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():  # `torch.manual_seed` also formats a stack for each kind of device that is not there
         torch.cuda.manual_seed_all(seed)
-
-
-def _restore(path: Path) -> None:
-    from safetensors.torch import load_file
-
-    try:
-        _set(load_file(path))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the random state {path} cannot be restored ({reason}): resume from another checkpoint") from None
 
 
 def _set(state: dict[str, torch.Tensor]) -> None:
