@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             for group, p in with_gradient
         ]
-        self.update(shards, skip.view(()) > 0, _sum_over(shard_groups(first)))  # all are sharded alike
+        self.update(shards, skip.view(()) > 0, partial(_add_up, shard_groups(first)))  # all are sharded alike
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
@@ -131,15 +132,11 @@ def shard_groups(weight: torch.Tensor) -> list[dist.ProcessGroup]:
     return [weight.device_mesh.get_group(dim) for dim, placement in placed if isinstance(placement, Cut)]  # type: ignore[attr-defined]
 
 
-def _sum_over(groups: list[dist.ProcessGroup]) -> Sum:
-    """The sum over the ranks that share a weight."""
-
-    def add_up(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not groups or not parts:
-            return parts
-        flat = torch.cat([part.flatten() for part in parts])
-        for group in groups:
-            dist.all_reduce(flat, group=group)
-        return [s.view(part.shape) for s, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)]
-
-    return add_up
+def _add_up(groups: list[dist.ProcessGroup], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A `Sum` over the ranks of these groups."""
+    if not groups or not parts:
+        return parts
+    flat = torch.cat([part.flatten() for part in parts])
+    for group in groups:
+        dist.all_reduce(flat, group=group)
+    return [s.view(part.shape) for s, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)]
