@@ -90,7 +90,19 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
             f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
             f"classes that exist: {', '.join(existing)}"
         )
-    _check_called_alike(model, blocks)
+    # Ranks must gather units alike, or they hang: the loss calls what follows the backbone once per chunk of a rank's rows.
+    inside = {id(module) for outer in called_once(model) for module in outer.modules()}
+    for name, block in blocks.items():
+        what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
+        if not name:
+            raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
+        if id(block) in _read_outside(model):
+            raise UserError(f"{what}, which an adapter of experts reads from outside: name the class of the repeated layers")
+        if id(block) not in inside:
+            raise UserError(
+                f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
+                "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
+            )
     return blocks
 
 
@@ -126,25 +138,6 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     owned = [_owners(names, blocks) for names in aliases(model).values()]
     shared = {owner for owners in owned if "" in owners for owner in owners}
     return {name: block for name, block in blocks.items() if name not in shared}
-
-
-def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Refuse the full model as a unit, and units that ranks would gather a different number of times, which would hang.
-
-    The loss calls the modules after the backbone once per chunk of a rank's rows (`chunked_loss`).
-    """
-    inside = {id(module) for outer in called_once(model) for module in outer.modules()}
-    for name, block in blocks.items():
-        what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
-        if not name:
-            raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
-        if id(block) in _read_outside(model):
-            raise UserError(f"{what}, which an adapter of experts reads from outside: name the class of the repeated layers")
-        if id(block) not in inside:
-            raise UserError(
-                f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
-                "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
-            )
 
 
 def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
