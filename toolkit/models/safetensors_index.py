@@ -77,10 +77,20 @@ def open_files(paths: Iterable[Path], what: str) -> Sources:
     for path in paths:
         try:
             with safe_open(path, framework="pt"):  # checks offsets, shapes and the file's size
-                stored |= _read_header(path.open("rb", buffering=0))
+                file = path.open("rb", buffering=0)
+                # 8 bytes with the header's length, the header as JSON, then the tensors' bytes.
+                length = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(length))
         except (SafetensorError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            if about["dtype"] not in DTYPES:
+                raise WholeOnly(f"{name} is stored as {about['dtype']}")
+            dtype, shape, begin = DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + about["data_offsets"][0]
+            stored[name] = Source(shape, partial(_read_part, file, begin, dtype, shape), dtype)
     sources = dequantized(stored, what)
     for name, source in sources.items():
         if source.dtype == torch.float8_e4m3fn:
@@ -199,27 +209,9 @@ def _merge(lists: list[list[Source]]) -> Source | None:
     return Source((num_experts, height * len(lists), *rest), read)
 
 
-def _read_header(file: BinaryIO) -> Sources:
-    """The tensors of a safetensors file: 8 bytes with the header's length, the header as JSON, then the tensors' bytes."""
-    length = int.from_bytes(file.read(8), "little")
-    stored = {}
-    for name, about in json.loads(file.read(length)).items():
-        if name == "__metadata__":
-            continue
-        if about["dtype"] not in DTYPES:
-            raise WholeOnly(f"{name} is stored as {about['dtype']}")
-        dtype, shape, begin = DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + about["data_offsets"][0]
-        stored[name] = Source(shape, partial(_read_part, file, begin, dtype, shape), dtype)
-    return stored
-
-
 def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> torch.Tensor:
     """A part of a tensor whose bytes begin at `offset`: reads its full rows, then slices the other dimensions; of weights of
-    experts (three dimensions) the rows of each expert.
-
-    Raises:
-        UserError: the file has become unreadable or shorter since it was opened.
-    """
+    experts (three dimensions) the rows of each expert."""
     first, end = (box[0].start, box[0].stop) if box else (0, 1)
     num_row_bytes = math.prod(shape[1:]) * dtype.itemsize
     num_bytes = (end - first) * num_row_bytes
