@@ -51,7 +51,17 @@ def prepare_data(
     rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
 
     # Which rows each step takes, and which rows are evaluated.
-    plan = _plan_batches(config, rows, num_processes)
+    columns, data = rows.train.with_format("numpy"), config.data
+    weights = tuple(entry.weight for entry in data.mix)
+    plan = BatchPlan(
+        columns["num_tokens"][:],
+        columns["num_label_tokens"][:],
+        config.train,
+        num_processes,
+        bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
+        pack_length_tokens=data.max_length_tokens if data.packing else None,
+        mix=Mix(columns["source_index"][:], weights) if weights else None,
+    )
     collator = config.task.build_collator(skeleton, rows.tokenizer.pad_token_id)
     held_out = EvaluationRows(rows.evaluation, rows.tokenizer, collator, rows.stop_token_ids, rows.sets, metrics)
     evaluation = choose_rows(held_out, config.eval.num_rows)
@@ -71,21 +81,6 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
         return config.train.max_steps
     assert config.train.num_epochs is not None  # ensured by load_config
     return plan.num_steps(config.train.num_epochs)
-
-
-def _plan_batches(config: RecipeConfig, rows: TokenizedRows, num_processes: int) -> BatchPlan:
-    """The batch plan of the training rows."""
-    columns = rows.train.with_format("numpy")
-    lengths = columns["num_tokens"][:], columns["num_label_tokens"][:]
-    data, weights = config.data, tuple(entry.weight for entry in config.data.mix)
-    return BatchPlan(
-        *lengths,
-        config.train,
-        num_processes,
-        bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
-        pack_length_tokens=data.max_length_tokens if data.packing else None,
-        mix=Mix(columns["source_index"][:], weights) if weights else None,
-    )
 
 
 def _check_lengths(
@@ -108,11 +103,7 @@ def _check_lengths(
 
 def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> list[tuple[int, ...]]:
     """Check settings against the rows, and print what there is to say about them. Returns the shapes of the first micro-batches:
-    rows, tokens (of an encoder-decoder: of sources) and labels.
-
-    Raises:
-        UserError: naming the setting.
-    """
+    rows, tokens (of an encoder-decoder: of sources) and labels."""
     # Checks.
     working("planning the batches")
     steps = num_steps(config, plan)
