@@ -226,9 +226,6 @@ def _gather(
 
     The other ranks wait for it over the control group, whose limit a slow disk cannot reach. In the next gather they could wait
     for no longer than its own.
-
-    Raises:
-        UserError: rank 0 cannot write; on every rank.
     """
     at("export")
     named = plain_copy(sharded.skeleton).named_parameters()
