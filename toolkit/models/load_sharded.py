@@ -21,7 +21,7 @@ from toolkit.config.task import Task
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
-from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row, without_new_head
+from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.quantized import QuantizedLinear, QuantizedWeight, dequantize, find_scales, quantize, weight_name
@@ -64,9 +64,8 @@ def open_weights(
         if private("_get_dtype_plan", model)(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
-        missing = without_new_head(task, model, match.missing)
-        check_loaded(model, config.name_or_path, missing, match.other_shapes)
-        if len(missing) < len(match.missing):
+        check_loaded(task, model, config.name_or_path, match.missing, match.other_shapes)
+        if match.missing:
             raise WholeOnly("its head is new, and drawn in full")
         if init_from is not None:
             grow_vocabulary(model, config)  # it has rows for the tokens
