@@ -58,19 +58,6 @@ def taken_for_experts(model: PreTrainedModel, ends: list[str]) -> set[str]:
     return set(filter(is_taken, ends))
 
 
-def find_experts(model: nn.Module) -> dict[str, Any]:
-    """Modules that hold the weights of all experts of a layer, by name, whose products can be computed here.
-
-    Raises:
-        UserError: there is none.
-    """
-    found = {name: module for name, module in model.named_modules() if _is_known(module)}
-    if not found:
-        what = f"{type(model).__name__} has no experts in weights {' and '.join(WEIGHTS)} that are computed by groups of tokens"
-        raise UserError(f"adapter.experts is true, but {what}: leave it out")
-    return found
-
-
 def compute_beside(model: nn.Module, what: str) -> None:
     """Let the adapters of experts that peft has injected compute beside the products, in place.
 
@@ -79,7 +66,7 @@ def compute_beside(model: nn.Module, what: str) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
-            if module.parameter_name not in WEIGHTS or not _is_known(module.get_base_layer()):
+            if module.parameter_name not in WEIGHTS or not is_known(module.get_base_layer()):
                 held = f"{module.parameter_name} of {name}"
                 raise UserError(f"{what} adapts {held}, which is not a weight of experts: adapt its layer by target_modules")
             module.__class__ = LowRankBeside
@@ -87,8 +74,8 @@ def compute_beside(model: nn.Module, what: str) -> None:
             beside.products = private("_grouped_linear"), private("_batched_linear")
 
 
-def _is_known(module: Any) -> bool:
-    """Whether the module holds the weights of experts, and computes them as `LowRankBeside` does."""
+def is_known(module: Any) -> bool:
+    """Whether the module holds the weights of all experts of a layer, and computes them as `LowRankBeside` does."""
     return hasattr(module, "is_transposed") and module.has_gate and not module.has_post_expert_norm
 
 
