@@ -53,8 +53,12 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
         group: a gloo group over all ranks that no other thread uses meanwhile; None for one process.
     """
     # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
-    # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
-    is_staged = all(_is_on_host(tensor) for tensor in tensors.values())
+    # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps. Of FSDP1's tensors with fewer
+    # rows than ranks, some ranks have no part; their `device` is then the thread's, GPU 0, under nccl
+    # (torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py:54).
+    of_fsdp1: Any = private("ShardedTensor")
+    parts = [[s.tensor for s in t.local_shards()] if isinstance(t, of_fsdp1) else [t] for t in tensors.values()]
+    is_staged = all(part.device.type == "cpu" for of_tensor in parts for part in of_tensor)
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
     warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
     try:
@@ -95,16 +99,6 @@ def stored_names(folder: Path) -> set[str]:
         ValueError: the folder is not what `save_tensors` writes.
     """
     return set(_SafeReader(folder).read_metadata().state_dict_metadata)
-
-
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether all that this rank has of it lies in host memory.
-
-    Of FSDP1's tensors with fewer rows than ranks, some ranks have no part. Under nccl their `device` is then the thread's, GPU 0
-    (torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py:54).
-    """
-    parts = [shard.tensor for shard in tensor.local_shards()] if isinstance(tensor, private("ShardedTensor")) else [tensor]
-    return all(part.device.type == "cpu" for part in parts)
 
 
 def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
