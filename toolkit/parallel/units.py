@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import UserError
@@ -68,8 +69,6 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
     Raises:
         UserError: a wrap class of the YAML is not in the model, or there is no repeated block to infer.
     """
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
     # By size, or not at all.
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         return _large_modules(model, plugin.min_num_params or 0)
