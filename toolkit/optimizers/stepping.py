@@ -78,22 +78,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with_gradient = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not with_gradient:
             return
-        for _, p in with_gradient:
+        shards = []
+        for group, p in with_gradient:
             if not self.state[p]:
                 self.state[p] = {name: _zeros(p, part) for name, part in self.layout(tuple(p.shape)).items()}
+            state = {name: _local(t) for name, t in self.state[p].items()}
+            shards.append(Shard(_local(p), _local(p.grad), state, tuple(p.shape), group["lr"], group["weight_decay"]))
         first = with_gradient[0][1]
         skip = torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf.to(first.device)
-        shards = [
-            Shard(
-                _local(p),
-                _local(p.grad),
-                {name: _local(t) for name, t in self.state[p].items()},
-                tuple(p.shape),
-                group["lr"],
-                group["weight_decay"],
-            )
-            for group, p in with_gradient
-        ]
         self.update(shards, skip.view(()) > 0, partial(_add_up, shard_groups(first)))  # all are sharded alike
 
     @torch.no_grad()
