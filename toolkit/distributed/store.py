@@ -148,13 +148,9 @@ def _open_store(meeting: Meeting) -> dist.Store:
         return _hosted[address]
     listener = _listen(port) if meeting.rank == 0 else None
     _reach(host, port, meeting)
+    hosted_fd = listener.detach() if listener is not None else None
     store = dist.TCPStore(
-        host,
-        port,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener is not None else None,
+        host, port, is_master=listener is not None, timeout=timeout, wait_for_workers=False, master_listen_fd=hosted_fd
     )
     if listener is not None:
         _hosted[address] = store
