@@ -65,8 +65,7 @@ def prepare_data(
     collator = config.task.build_collator(skeleton, rows.tokenizer.pad_token_id)
     held_out = EvaluationRows(rows.evaluation, rows.tokenizer, collator, rows.stop_token_ids, rows.sets, metrics)
     evaluation = choose_rows(held_out, config.eval.num_rows)
-    longest = _check_lengths(config, model_config, rows, evaluation)
-    shapes = _check_rows(config, rows, plan, evaluation)
+    longest, shapes = _check_rows(config, model_config, rows, plan, evaluation)
     if pads and shapes:
         caps = tuple(max(plan.pack_length_tokens or 0, longest[side]) for side in config.task.sides)
         multiples = choose_multiples([shape[: 1 + len(caps)] for shape in shapes], caps)
@@ -83,10 +82,12 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
     return plan.num_steps(config.train.num_epochs)
 
 
-def _check_lengths(
-    config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, evaluation: EvaluationRows
-) -> dict[str, int]:
-    """Refuse rows that exceed the model's positions; warn of rows that change the positions of others. Returns the longest."""
+def _check_rows(
+    config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows
+) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+    """Check settings against the rows, and print what there is to say about them. Returns the most tokens of each side of a row,
+    and the shapes of the first micro-batches: rows, tokens (of an encoder-decoder: of sources) and labels."""
+    # The model's positions: of the longest rows, and of all where a row changes those of others.
     task, longest = config.task, dict[str, int]()
     for part in (rows.train, evaluation.rows):
         columns = part.with_format("numpy")
@@ -98,13 +99,7 @@ def _check_lengths(
     if warning := warn_of_shared_rope(model_config, max(longest.values())):
         logger.warning(warning)
     check_positions(model_config, config.model.name_or_path, longest, config.eval)
-    return longest
-
-
-def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> list[tuple[int, ...]]:
-    """Check settings against the rows, and print what there is to say about them. Returns the shapes of the first micro-batches:
-    rows, tokens (of an encoder-decoder: of sources) and labels."""
-    # Checks.
+    # Settings.
     working("planning the batches")
     steps = num_steps(config, plan)
     check_num_steps(config, steps)
@@ -122,4 +117,4 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
         logger.info(f"the training loss has label smoothing {smoothing}, the evaluation's has none")
     if config.eval.generate and evaluation.prompted:
         logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
-    return shapes[0]  # ranks choose one grid
+    return longest, shapes[0]  # ranks choose one grid
