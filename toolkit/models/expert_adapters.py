@@ -85,16 +85,13 @@ class LowRankBeside(ParamWrapper):
     products: tuple[Any, Any]
 
     def forward(self, hidden_TD: torch.Tensor, *routing_TK: torch.Tensor, **outer: LowRankBeside) -> torch.Tensor:  # type: ignore[override]
-        """As the experts' forward; `outer` are the wrappers around this one, by the weights' names."""
-        adapters = outer if self.disable_adapters or self.merged else {**outer, self.parameter_name: self}
-        if isinstance(self.base_layer, LowRankBeside):
-            return self.base_layer(hidden_TD, *routing_TK, **adapters)
-        return self._run_experts(self.base_layer, adapters, hidden_TD, *routing_TK)
-
-    def _run_experts(
-        self, experts: Any, adapters: dict[str, Any], hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor
-    ) -> torch.Tensor:
-        """What transformers' `grouped_mm` and `batched_mm` compute, with adapters. Nothing is read on the host."""
+        """As the experts' forward, by transformers' `grouped_mm` or `batched_mm`, with adapters. Nothing is read on the host.
+        `outer` are the wrappers around this one, by the weights' names."""
+        adapters: dict[str, Any] = {**outer} if self.disable_adapters or self.merged else {**outer, self.parameter_name: self}
+        experts: Any = self.base_layer
+        if isinstance(experts, LowRankBeside):
+            return experts(hidden_TD, *routing_TK, **adapters)
+        chosen_TK, weights_TK = routing_TK
         grouped, batched = self.products
         by_token = private("_experts_implementation", experts.config) == "batched_mm"
         experts_S, order_S = chosen_TK.flatten().sort()
