@@ -108,11 +108,10 @@ def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
             raise ValueError(f"{folder} holds no {name}")
         if tuple(stored.size) != tuple(tensor.size()):
             raise ValueError(f"{folder} holds {name} with shape {tuple(stored.size)}, not {tuple(tensor.size())}")
+        dtype = stored.properties.dtype
         # Floating types are converted: FSDP1 keeps buffers in bf16, other strategies in fp32.
-        if stored.properties.dtype != tensor.dtype and not (
-            stored.properties.dtype.is_floating_point and tensor.is_floating_point()
-        ):
-            raise ValueError(f"{folder} holds {name} as {stored.properties.dtype}, not {tensor.dtype}")
+        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
+            raise ValueError(f"{folder} holds {name} as {dtype}, not {tensor.dtype}")
 
 
 class _Writer(dcp.FileSystemWriter):

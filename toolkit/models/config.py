@@ -243,12 +243,11 @@ def hub_commit(config: ModelConfig) -> str | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    if Path(config.name_or_path).is_dir():  # the hub may have a model of that name, too
-        return None
-    with contextlib.suppress(HFValidationError):  # a path is not a hub id
-        file = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
-        return Path(file).parent.name if isinstance(file, str) else None
-    return None
+    file: Any = None
+    if not Path(config.name_or_path).is_dir():  # the hub may have a model of that name, too
+        with contextlib.suppress(HFValidationError):  # a path is not a hub id
+            file = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
+    return Path(file).parent.name if isinstance(file, str) else None
 
 
 def _download_index(config: ModelConfig) -> Path | None:

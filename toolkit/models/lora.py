@@ -111,9 +111,6 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
             raise UserError(f"{what} does not fit {base.name_or_path}: {reason}") from None
     _check_ties(model, what)
     compute_beside(model, what)
-    for module in model.modules():
-        if isinstance(module, TrainableTokensLayer):
-            module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
     if config.base_dtype is not None:
         quantize_layers(model, config.base_dtype)
     # Values in fp32, and DoRA's magnitudes computed in it: peft does so in the base's dtype.
@@ -121,6 +118,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     for module in model.modules():
+        if isinstance(module, TrainableTokensLayer):
+            module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
         if vectors := getattr(module, "lora_magnitude_vector", None):
             base_layer: Any = module.base_layer
             vectors["default"].weight.data = magnitudes(base_layer, base_layer.weight.data)

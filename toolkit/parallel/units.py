@@ -230,9 +230,8 @@ def describe(units: list[ShardUnit]) -> str:
     named = ", ".join(f"{number} {name}" for name, number in kinds.items())
     dtypes = " and ".join(sorted({dtype for unit in units for dtype in unit.dtypes}))
     num_parameters, mib = sum(unit.num_parameters for unit in units), sum(unit.local_bytes() for unit in units) / 2**20
-    return (
-        f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0{max(unit.cut() for unit in units)}"
-    )
+    cut = max(unit.cut() for unit in units)
+    return f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0{cut}"
 
 
 def describe_units(units: Sequence[ShardUnit], **more: Callable[[ShardUnit], int]) -> list[dict[str, Any]]:
