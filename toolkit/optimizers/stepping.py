@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, zeros
 from torch.distributed.tensor.placement_types import Shard as Cut
 
 from toolkit.optimizers.state import Layout, Part, Shape
@@ -105,13 +105,8 @@ def _zeros(weight: torch.Tensor, part: Part) -> torch.Tensor:
     dtype, num_shared = getattr(torch, part.dtype), len(part.shape) if part.num_shared is None else part.num_shared
     if not isinstance(weight, DTensor) or any(isinstance(p, Cut) and p.dim >= num_shared for p in weight.placements):
         return torch.zeros(part.shape, dtype=dtype, device=weight.device)
-    local = torch.zeros(part.local_shape(tuple(_local(weight).shape)), dtype=dtype, device=weight.device)
-    # An offloaded shard lies on the host, where `from_local` takes it to the mesh's device.
-    stride = torch.empty(part.shape, device="meta").stride()
-    whole = DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=torch.Size(part.shape), stride=stride
-    )
-    return whole.to(weight.device)
+    whole: torch.Tensor = zeros(part.shape, dtype=dtype, device_mesh=weight.device_mesh, placements=weight.placements)
+    return whole.to(weight.device)  # the mesh has another device than an offloaded shard, which lies on the host
 
 
 def _local(tensor: torch.Tensor) -> Any:
