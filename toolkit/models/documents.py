@@ -163,9 +163,10 @@ def _varlen(heads: Heads, documents: Documents, scaling: float | None) -> torch.
     tensors, device = [tensor[0].transpose(0, 1) for tensor in heads], heads[0].device.type
     if torch.is_autocast_enabled(device):  # it casts for sdpa, but not for this kernel
         tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    query_THD, key_TKD, value_TKD = tensors
     starts_N1, longest = documents.starts_N1, max(documents.lengths)
     # The kernel's window is the number of tokens before a token; -1 is all of them.
     before = -1 if documents.window is None or documents.window >= longest else documents.window - 1
-    options: dict[str, Any] = {"window_size": (before, 0), "enable_gqa": heads[0].shape[1] != heads[1].shape[1]}
-    output_THD: Any = varlen.varlen_attn(*tensors, starts_N1, starts_N1, longest, longest, scale=scaling, **options)
+    options: dict[str, Any] = {"window_size": (before, 0), "enable_gqa": query_THD.shape[1] != key_TKD.shape[1], "scale": scaling}
+    output_THD: Any = varlen.varlen_attn(query_THD, key_TKD, value_TKD, starts_N1, starts_N1, longest, longest, **options)
     return output_THD[None]

@@ -107,8 +107,8 @@ def _check_rows(
     check_metric_on_rows(config.eval, evaluation)
     one_row = getattr(evaluation.collator, "one_row", False)
     read, *_ = config.task.lengths(plan.num_tokens, plan.num_label_tokens)
-    lengths, num_first = (read, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
-    shapes = [list(plan.shapes(lengths, num_first, of_rank, one_row=one_row)) for of_rank in (0, rank())]
+    both, num_first = (read, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
+    shapes = [list(plan.shapes(both, num_first, of_rank, one_row=one_row)) for of_rank in (0, rank())]
     bound_primitive_cache(len(set(shapes[1])))
     for remark in rows.remarks:
         level = logging.WARNING if remark.startswith("WARNING: ") else logging.INFO
