@@ -53,8 +53,12 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
         group: a gloo group over all ranks that no other thread uses meanwhile; None for one process.
     """
     # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
-    # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps.
-    is_staged = all(_is_on_host(tensor) for tensor in tensors.values())
+    # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps. Of FSDP1's tensors with fewer
+    # rows than ranks, some ranks have no part; their `device` is then the thread's, GPU 0, under nccl
+    # (torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py:54).
+    of_fsdp1: Any = private("ShardedTensor")
+    parts = [[s.tensor for s in t.local_shards()] if isinstance(t, of_fsdp1) else [t] for t in tensors.values()]
+    is_staged = all(part.device.type == "cpu" for of_tensor in parts for part in of_tensor)
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0 if is_staged else _COPY_AHEAD_BYTES)
     warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
     try:
@@ -97,16 +101,6 @@ def stored_names(folder: Path) -> set[str]:
     return set(_SafeReader(folder).read_metadata().state_dict_metadata)
 
 
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether all that this rank has of it lies in host memory.
-
-    Of FSDP1's tensors with fewer rows than ranks, some ranks have no part. Under nccl their `device` is then the thread's, GPU 0
-    (torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py:54).
-    """
-    parts = [shard.tensor for shard in tensor.local_shards()] if isinstance(tensor, private("ShardedTensor")) else [tensor]
-    return all(part.device.type == "cpu" for part in parts)
-
-
 def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
     for name, tensor in tensors.items():
         stored = metadata.state_dict_metadata.get(name)
@@ -114,11 +108,10 @@ def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
             raise ValueError(f"{folder} holds no {name}")
         if tuple(stored.size) != tuple(tensor.size()):
             raise ValueError(f"{folder} holds {name} with shape {tuple(stored.size)}, not {tuple(tensor.size())}")
+        dtype = stored.properties.dtype
         # Floating types are converted: FSDP1 keeps buffers in bf16, other strategies in fp32.
-        if stored.properties.dtype != tensor.dtype and not (
-            stored.properties.dtype.is_floating_point and tensor.is_floating_point()
-        ):
-            raise ValueError(f"{folder} holds {name} as {stored.properties.dtype}, not {tensor.dtype}")
+        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
+            raise ValueError(f"{folder} holds {name} as {dtype}, not {tensor.dtype}")
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -28,10 +28,29 @@ def find_weights(path: str) -> Path:
     Raises:
         UserError: rank 0 finds none, or may not read it; on every rank.
     """
+    folder = Path(path)
 
+    @denials_named(f"model.init_from {path}")
     def find() -> Path:
-        with denials_named(f"model.init_from {path}"):
-            return _find_weights(Path(path))
+        if (folder / "config.json").is_file():
+            check_weight_files(folder, f"model.init_from {folder}")
+            return folder
+        if (folder / CONFIG_FILE).is_file():
+            raise UserError(f"model.init_from {folder} is an adapter: give it as adapter.name_or_path, with its adapter.method")
+        if (folder / "manifest.json").is_file():
+            try:
+                return read_checkpoint(folder).folder
+            except ValueError as error:
+                way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or its run folder"
+                raise UserError(f"model.init_from {folder}: {error}{way_out}") from None
+        found, refused = newest_valid(folder)
+        if found is None:
+            why = f" ({'; '.join(refused)})" if refused else ""
+            raise UserError(
+                f"model.init_from {folder} holds no valid checkpoint{why}: "
+                "give a run folder that has one, the checkpoint itself, or an exported model"
+            )
+        return found.folder
 
     return on_rank_0(find)
 
@@ -48,28 +67,6 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
         _load_checkpoint(model, folder)
 
 
-def _find_weights(folder: Path) -> Path:
-    if (folder / "config.json").is_file():
-        check_weight_files(folder, f"model.init_from {folder}")
-        return folder
-    if (folder / CONFIG_FILE).is_file():
-        raise UserError(f"model.init_from {folder} is an adapter: give it as adapter.name_or_path, with its adapter.method")
-    if (folder / "manifest.json").is_file():
-        try:
-            return read_checkpoint(folder).folder
-        except ValueError as error:
-            way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or its run folder"
-            raise UserError(f"model.init_from {folder}: {error}{way_out}") from None
-    found, refused = newest_valid(folder)
-    if found is None:
-        why = f" ({'; '.join(refused)})" if refused else ""
-        raise UserError(
-            f"model.init_from {folder} holds no valid checkpoint{why}: "
-            "give a run folder that has one, the checkpoint itself, or an exported model"
-        )
-    return found.folder
-
-
 def _load_exported(model: PreTrainedModel, folder: Path) -> None:
     options = {"config": model.config, "dtype": torch.float32}
     other, about = from_files(type(model), str(folder), f"model.init_from {folder}", options, lambda: model)
@@ -82,9 +79,25 @@ def _load_exported(model: PreTrainedModel, folder: Path) -> None:
 
 def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     """Load a checkpoint. It lacks its run's frozen weights, which must equal the model's own. Collective."""
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    stored = on_all_ranks(lambda: _stored_weights(model, folder))
     trouble = f"model.init_from {folder} does not fit {model.name_or_path}"
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+    def find_stored() -> set[str]:
+        try:
+            stored = {name for name in stored_names(folder / "state") if name.startswith("model.")}
+        except (ValueError, OSError) as error:
+            raise UserError(f"model.init_from {folder} cannot be read: {' '.join(str(error).split())}") from None
+        unknown = sorted(stored - state.keys())
+        if unknown and base_name(unknown[0]) is None:
+            raise UserError(
+                f"model.init_from {folder} is of a run that trained an adapter: give its export as adapter.name_or_path, or its "
+                "merged model (export.merge) as model.name_or_path"
+            )
+        if unknown:
+            raise UserError(f"{trouble}: it also has {unknown[0].removeprefix('model.')}")
+        return stored
+
+    stored = on_all_ranks(find_stored)
     load_tensors({name: state[name] for name in sorted(stored)}, folder / "state", trouble)
     absent = {name for name, _ in model.named_parameters() if f"model.{name}" not in stored}
     if hash_parameters(model, absent) != read_manifest(folder)["identity"]["frozen_hashes"]:
@@ -92,22 +105,3 @@ def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
             f"the weights that the run of model.init_from {folder} had frozen are not those of {model.name_or_path}: "
             "take that run's model.name_or_path, or its exported model"
         )
-
-
-def _stored_weights(model: PreTrainedModel, folder: Path) -> set[str]:
-    """Names of the weights in a checkpoint; refuses any that the model lacks."""
-    try:
-        stored = {name for name in stored_names(folder / "state") if name.startswith("model.")}
-    except (ValueError, OSError) as error:
-        raise UserError(f"model.init_from {folder} cannot be read: {' '.join(str(error).split())}") from None
-    unknown = sorted(stored - {f"model.{name}" for name in model.state_dict()})
-    if unknown and base_name(unknown[0]) is None:
-        raise UserError(
-            f"model.init_from {folder} is of a run that trained an adapter: give its export as adapter.name_or_path, or its "
-            "merged model (export.merge) as model.name_or_path"
-        )
-    if unknown:
-        raise UserError(
-            f"model.init_from {folder} does not fit {model.name_or_path}: it also has {unknown[0].removeprefix('model.')}"
-        )
-    return stored

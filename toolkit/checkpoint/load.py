@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.checkpoint.dcp import Tensors, load_tensors
-from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, rank_checkpoints, whole_checkpoints
+from toolkit.checkpoint.find import Goal, find_checkpoint, rank_checkpoints, whole_checkpoints
 from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
 from toolkit.config.paths import split_own_source
@@ -164,24 +164,20 @@ def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -
         ranked = rank_checkpoints(whole, goal)
         if not ranked:
             raise UserError(f"{setting} is best, but no checkpoint in {run_folder} has {goal.metric}, or only NaN: take last")
+        best, value, is_comparable = ranked[0]
         try:
-            best = read_checkpoint(ranked[0].checkpoint.folder)
+            best = read_checkpoint(best.folder)
         except ValueError as error:
             raise UserError(f"{setting} is best, but {error}: set it to last") from None
-        left_out = [f"left out, as {sentence}" for sentence in others]
-        return best, "; ".join([_describe_choice(ranked, goal.metric), *left_out])
+        parts = [f"exporting the weights of step {best.step}, the best {goal.metric} ({value:.4g}) of the checkpoints kept"]
+        unlike = sorted(other.checkpoint.folder.name for other in ranked if not other.is_comparable)
+        if not is_comparable:
+            parts.append("none was measured on the rows, or with the settings, that this run evaluates with now")
+        elif unlike:
+            parts.append(f"not compared, as measured on other rows or with other settings: {', '.join(unlike)}")
+        return best, "; ".join([*parts, *(f"left out, as {sentence}" for sentence in others)])
 
     return on_rank_0(find)
-
-
-def _describe_choice(ranked: list[Ranked], metric: str) -> str:
-    best = ranked[0]
-    chosen = f"exporting the weights of step {best.checkpoint.step}, the best {metric} ({best.value:.4g}) of the checkpoints kept"
-    if not best.is_comparable:
-        return f"{chosen}; none was measured on the rows, or with the settings, that this run evaluates with now"
-    if others := [other.checkpoint.folder.name for other in ranked if not other.is_comparable]:
-        return f"{chosen}; not compared, as measured on other rows or with other settings: {', '.join(sorted(others))}"
-    return chosen
 
 
 def check_identity(checkpoint: Checkpoint, ours: Identity, way_out: str = "") -> TrainState:

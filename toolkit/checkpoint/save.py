@@ -228,12 +228,8 @@ class CheckpointWriter:
         save.remarks = self._together(remove, folder)[0]
 
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
-        """Call `work` on every rank and gather the results; if it fails on any, all raise the first one's sentence. Collective.
-
-        Raises:
-            UserError: a file system refuses.
-            RuntimeError: anything else.
-        """
+        """Call `work` on every rank and gather the results; if it fails on any, all raise the first one's sentence: a
+        `UserError` if a file system refuses, else a `RuntimeError`. Collective."""
         result, failure, error = None, None, None
         try:
             result = work()

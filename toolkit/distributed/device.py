@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 
 from toolkit.distributed.comm import gather_objects
@@ -62,8 +63,6 @@ def free_memory_bytes(device: torch.device) -> int:
         # Memory that torch's allocator has reserved but not allocated is free to this process too.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    import psutil
-
     return psutil.virtual_memory().available // local_world_size()
 
 

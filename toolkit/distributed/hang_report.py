@@ -61,7 +61,21 @@ def explain(places: dict[int, Place], silent: set[int], timeout_s: float, folder
         folder: folder of the hang files, if it is known yet.
     """
     late = silent or late_ranks(places)
-    standings = _standings(places, late or set(places), silent)
+    # The ranks grouped by place, each group with a text; its line is that of the rank that has been idle longest.
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for number in sorted(late or set(places)):
+        place = places.get(number)
+        where = "" if place is None else place.phase if place.step is None else f"step {place.step}, {place.phase}"
+        groups.setdefault((number in silent, where), []).append(number)
+    standings = []
+    for (is_silent, where), members in groups.items():
+        if is_silent:
+            text = f"no answer, last heard of in {where}" if where else "no answer, never heard of"
+        else:
+            longest = max((places[number] for number in members), key=lambda place: place.idle_s)
+            text = f"in {where}, for {longest.idle_s:.0f} s, at {longest.line}"
+        standings.append((members, text))
+    # The sentence.
     head = f"{named(late)} did not arrive" if late else f"{named(places)} stopped moving"
     if not late and len(places) > 1:
         head += ", none behind the others"
@@ -84,24 +98,6 @@ def late_ranks(places: dict[int, Place]) -> set[int]:
     if len(steps) < len(places):
         return set()  # a rank outside the loop may be before or after it
     return {number for number, step in steps.items() if step < max(steps.values()) and step == min(steps.values())}
-
-
-def _standings(places: dict[int, Place], ranks: set[int], silent: set[int]) -> list[tuple[list[int], str]]:
-    """`ranks` grouped by place, with a text for each group; its line is that of the rank that has been idle longest."""
-    groups: dict[tuple[bool, str], list[int]] = {}
-    for number in sorted(ranks):
-        place = places.get(number)
-        where = "" if place is None else place.phase if place.step is None else f"step {place.step}, {place.phase}"
-        groups.setdefault((number in silent, where), []).append(number)
-    standings = []
-    for (is_silent, where), members in groups.items():
-        if is_silent:
-            text = f"no answer, last heard of in {where}" if where else "no answer, never heard of"
-        else:
-            longest = max((places[number] for number in members), key=lambda place: place.idle_s)
-            text = f"in {where}, for {longest.idle_s:.0f} s, at {longest.line}"
-        standings.append((members, text))
-    return standings
 
 
 def named(numbers: Collection[int]) -> str:

@@ -28,7 +28,11 @@ def find_launchers() -> select.poll:
     pids = [int(caller)] if caller.isdecimal() else []
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            pids += [parent.pid] if _is_launcher(parent.cmdline()) else []
+            command = parent.cmdline()
+            is_torchrun = any(
+                PurePath(word).name in _TORCHRUN or word.endswith("torch/distributed/run.py") for word in command[:4]
+            )
+            pids += [parent.pid] if is_torchrun or launch_arguments(command) is not None else []
     for pid in pids:
         with suppress(OSError, AttributeError):  # a system without pidfds watches none
             watched.register(os.pidfd_open(pid), select.POLLIN)
@@ -49,8 +53,3 @@ def launch_arguments(command: list[str]) -> list[str] | None:
         if name in ("accelerate", "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]:
             return rest[1:]
     return None
-
-
-def _is_launcher(command: list[str]) -> bool:
-    is_torchrun = any(PurePath(word).name in _TORCHRUN or word.endswith("torch/distributed/run.py") for word in command[:4])
-    return is_torchrun or launch_arguments(command) is not None

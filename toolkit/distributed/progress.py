@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+from tqdm import tqdm
+
 from toolkit.distributed.comm import rank
 
 logger = logging.getLogger("toolkit")
@@ -53,8 +55,6 @@ class Phase:
         self._done = self._done + number if self.total is None else min(self._done + number, self.total)
         if self._is_on_terminal:
             if self._bar is None:  # a bar without a total has no truth value
-                from tqdm import tqdm
-
                 unit = {"unit": "B", "unit_scale": True} if self._unit == "B" else {"unit": f" {self._unit}"}
                 look = {"delay": BAR_DELAY_S, "leave": False, "dynamic_ncols": True, **unit}
                 self._bar = tqdm(desc=self._name, total=self.total, initial=self._done_before, **look)
@@ -85,8 +85,6 @@ class Progress:
         self._start_s = time.monotonic()
         self._bar: Any = None
         if rank() == 0 and sys.stderr.isatty():
-            from tqdm import tqdm
-
             # Without steps/s, so that 80 columns hold the figures.
             form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
             self._bar = tqdm(total=num_steps, initial=start_step, bar_format=form, dynamic_ncols=True, smoothing=0.1)

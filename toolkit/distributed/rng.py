@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
 from toolkit.errors import UserError
@@ -19,8 +21,6 @@ from toolkit.files.modes import give_usual_mode
 
 def capture_random_state() -> dict[str, torch.Tensor]:
     """This rank's current random state of Python, NumPy and torch (every device), as tensors on the CPU."""
-    import numpy as np
-
     _, python_state, _ = random.getstate()
     numpy_state: Sequence[Any] = np.random.get_state(legacy=True)  # type: ignore[assignment]
     state = {
@@ -45,8 +45,6 @@ def random_state_kept() -> Iterator[None]:
 
 def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
     """Write the result of `capture_random_state`; returns the file's name."""
-    from safetensors.torch import save_file
-
     name = f"rng-{rank():05d}.safetensors"
     save_file(state, folder / name)
     give_usual_mode(folder / name)
@@ -59,8 +57,17 @@ def load_random_state(folder: Path, saved_world_size: int) -> None:
     Raises:
         UserError: a rank's file is missing, or `save_random_state` did not write it; raised on every rank.
     """
+
+    def restore() -> None:
+        path = folder / f"rng-{rank():05d}.safetensors"
+        try:
+            _set(load_file(path))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"the random state {path} cannot be restored ({reason}): resume from another checkpoint") from None
+
     if saved_world_size == world_size():
-        on_all_ranks(lambda: _restore(folder / f"rng-{rank():05d}.safetensors"))
+        on_all_ranks(restore)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -75,8 +82,6 @@ def seed_all(*parts: int | str) -> None:
     Training calls it before every micro-batch with (seed, step, rank, micro-batch). Dropout then depends only on the place in the
     run: a restart draws the same masks, and an evaluation in between changes nothing.
     """
-    import numpy as np
-
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -85,19 +90,7 @@ def seed_all(*parts: int | str) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def _restore(path: Path) -> None:
-    from safetensors.torch import load_file
-
-    try:
-        _set(load_file(path))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the random state {path} cannot be restored ({reason}): resume from another checkpoint") from None
-
-
 def _set(state: dict[str, torch.Tensor]) -> None:
-    import numpy as np
-
     random.setstate((3, tuple(state["python"].tolist()), None))
     *keys, position = state["numpy"].tolist()
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))

@@ -81,11 +81,7 @@ def find_meeting(timeout_s: float) -> Meeting | None:
 
 
 def _number_from_environment(name: str, least: int = 0) -> int:
-    """A whole number from an environment variable.
-
-    Raises:
-        UserError: it is not set, not a number, or below `least`.
-    """
+    """A whole number, of `least` or more, from an environment variable."""
     text = given(name)
     if text is None or not text.isdecimal() or int(text) < least:
         what = "is not set" if text is None else f"is {text!r}"
@@ -123,42 +119,22 @@ def open_store(meeting: Meeting) -> dist.Store:
 
 
 def _open_store(meeting: Meeting) -> dist.Store:
+    address, timeout = meeting.address, datetime.timedelta(seconds=meeting.timeout_s)
     if meeting.of_agent:
-        return next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=meeting.timeout_s)))[0]
-    if meeting.address.startswith("file://"):
-        return _open_file_store(meeting.address)
-    host, port = _host_and_port(meeting.address)
-    if meeting.address in _hosted:
-        return _hosted[meeting.address]
-    listener = _listen(port) if meeting.rank == 0 else None
-    _reach(host, port, meeting)
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=listener is not None,
-        timeout=datetime.timedelta(seconds=meeting.timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener is not None else None,
-    )
-    if listener is not None:
-        _hosted[meeting.address] = store
-    return store
-
-
-def _open_file_store(address: str) -> dist.Store:
-    path = Path(address.removeprefix("file://"))
-    try:
-        if not path.is_absolute() or not path.parent.is_dir() or path.is_dir():
-            raise refusal(f"{INIT_METHOD} is {address}: write file:///folder/name, in a folder that exists on every machine")
-        path.open("ab").close()
-    except OSError as error:
-        raise refusal(f"{INIT_METHOD} is {address}, which cannot be written ({error.strerror})") from None
-    store = dist.FileStore(str(path), -1)  # given a number of ranks, it would count those of an earlier crash and refuse
-    store.check(["anything"])  # reads the file, to fail here
-    return store
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
+    # A file.
+    if address.startswith("file://"):
+        path = Path(address.removeprefix("file://"))
+        try:
+            if not path.is_absolute() or not path.parent.is_dir() or path.is_dir():
+                raise refusal(f"{INIT_METHOD} is {address}: write file:///folder/name, in a folder that exists on every machine")
+            path.open("ab").close()
+        except OSError as error:
+            raise refusal(f"{INIT_METHOD} is {address}, which cannot be written ({error.strerror})") from None
+        store: dist.Store = dist.FileStore(str(path), -1)  # with a number of ranks, it would count those of a crash and refuse
+        store.check(["anything"])  # reads the file, to fail here
+        return store
+    # A port of rank 0's machine.
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
@@ -168,7 +144,17 @@ def _host_and_port(address: str) -> tuple[str, int]:
         raise refusal(
             f"the ranks cannot meet at {address}: write tcp://host:port, file:///path or env:// (MASTER_ADDR, MASTER_PORT)"
         )
-    return host, port
+    if address in _hosted:
+        return _hosted[address]
+    listener = _listen(port) if meeting.rank == 0 else None
+    _reach(host, port, meeting)
+    hosted_fd = listener.detach() if listener is not None else None
+    store = dist.TCPStore(
+        host, port, is_master=listener is not None, timeout=timeout, wait_for_workers=False, master_listen_fd=hosted_fd
+    )
+    if listener is not None:
+        _hosted[address] = store
+    return store
 
 
 def _listen(port: int) -> socket.socket:

@@ -186,7 +186,13 @@ class Watchdog:
             now_s, here = time.monotonic(), self._here
             # A process that was suspended and continues has not hung meanwhile, so its pause counts as at most one interval.
             stood_s = min(now_s - last_s, self._interval_s + 1)
-            self._idle_s = 0.0 if self._has_moved(seen, here) else self._idle_s + stood_s
+            cpu_s = time.thread_time() + self._cpu_s_of_peers
+            has_moved = here is not seen
+            if has_moved and here[2]:
+                self._activity.restart(cpu_s)
+            elif here[2]:
+                has_moved = self._activity.has_worked(cpu_s)
+            self._idle_s = 0.0 if has_moved else self._idle_s + stood_s
             seen, last_s = here, now_s
             is_cut_off = now_s - self._last_answer_s > max(2 * ANSWER_S, self.timeout_s / 2)
             if self._verdict is not None:
@@ -199,15 +205,6 @@ class Watchdog:
                     sentence += " The other ranks cannot be asked: the key-value store on the first node does not answer."
                 self._end(Verdict(sentence, []))
 
-    def _has_moved(self, seen: _Where, here: _Where) -> bool:
-        """Whether there was progress between two reports; only for the thread that keeps the time."""
-        cpu_s = time.thread_time() + self._cpu_s_of_peers
-        if here is not seen:
-            if here[2]:
-                self._activity.restart(cpu_s)
-            return True
-        return here[2] and self._activity.has_worked(cpu_s)
-
     def _ask_peers(self, store: dist.Store) -> None:
         peers: Peers | None = None
         wait_s = 0.0  # the first report comes at once: a rank may be lost in its first second
@@ -215,7 +212,13 @@ class Watchdog:
             wait_s = self._interval_s
             try:
                 peers = peers or Peers(store, self._rank, self._world_size)
-                self._ask(peers)
+                place = self._place()
+                peers.tell(place)
+                if place.idle_s < self.timeout_s / 2:
+                    peers.forget()
+                else:
+                    self._verdict = peers.look(self.timeout_s, self._patience_s, self.folder)
+                self._last_answer_s = time.monotonic()
             except dist.DistError:
                 # An answer may still be under way on this connection, so the next try opens a new one. If the store never
                 # answers, `_keep_time` notices it and ends this rank alone.
@@ -228,15 +231,6 @@ class Watchdog:
             elif peers is not None and self.has_left:
                 peers.tell(self._place())
         self._seen_by_all.set()
-
-    def _ask(self, peers: Peers) -> None:
-        place = self._place()
-        peers.tell(place)
-        if place.idle_s < self.timeout_s / 2:
-            peers.forget()
-        else:
-            self._verdict = peers.look(self.timeout_s, self._patience_s, self.folder)
-        self._last_answer_s = time.monotonic()
 
     def _place(self) -> Place:
         (phase, step, _), idle_s = self._here, self._idle_s

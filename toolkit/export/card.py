@@ -56,10 +56,15 @@ def save_card(
     plain = config
     config = replace_local_paths(config, lambda _, path: os.path.basename(os.path.normpath(path)))
     licence = {} if plain.model.from_scratch else _licence_of_base(plain, model_config)
-    data = _metadata(plain, kind, licence)
+    data, base = _metadata(plain, kind, licence), _cell(config.model.name_or_path)
+    stated = f"not stated: the card and the config of the base model {base} that were read name none."
+    if licence:
+        stated = f"{_cell(licence.get('license_name', licence['license']))}, that of the base model {base}."
+    elif config.model.from_scratch:
+        stated = "not stated. These weights were trained from scratch."
     sections = [
         f"# {_cell(config.run.name)}\n\n{_describe(plain, origin, kind, weights_dtype)}",
-        f"Licence: {_describe_licence(config, licence)}",
+        f"Licence: {stated}",
         f"## Use\n\nWith plain transformers; `.` is this folder, or its id on the hub:\n\n```python\n{use}\n```",
         f"## Data\n\n{_data_section(config, origin)}",
         f"## Metrics\n\n{_metrics_section(origin)}",
@@ -122,15 +127,6 @@ def _licence_of_base(config: RecipeConfig, model_config: PretrainedConfig) -> di
     if not re.fullmatch(r"https?://[a-zA-Z0-9.~:/?#@!$&*+,;=%_-]+|LICENSE[a-zA-Z0-9._-]*", str(named["license_link"])):
         named["license_link"] = None  # the hub makes a link of it, whatever it is, `javascript:` too
     return {key: one_line(value) for key, value in named.items() if isinstance(value, str)} if is_stated else {}
-
-
-def _describe_licence(config: RecipeConfig, licence: dict[str, str]) -> str:
-    base = _cell(config.model.name_or_path)
-    if licence:
-        return f"{_cell(licence.get('license_name', licence['license']))}, that of the base model {base}."
-    if config.model.from_scratch:
-        return "not stated. These weights were trained from scratch."
-    return f"not stated: the card and the config of the base model {base} that were read name none."
 
 
 def _describe(config: RecipeConfig, origin: Origin, kind: Kind, weights_dtype: str) -> str:

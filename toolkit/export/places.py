@@ -99,10 +99,8 @@ def write_on_rank_0(folder: Path, work: Callable[[], None]) -> None:
     def guarded() -> None:
         try:
             work()
-        except UserError:
-            raise
         except Exception as error:  # a tokenizer raises nothing more exact
-            if not isinstance(error, OSError | SafetensorError) and refused(error) is None:
+            if isinstance(error, UserError) or not (isinstance(error, OSError | SafetensorError) or refused(error)):
                 raise
             raise UserError(f"the export {folder} could not be written: {error}") from None
 

@@ -22,10 +22,9 @@ from toolkit.distributed.watchdog import at, working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Kind, Origin, save_card
-from toolkit.export.cast import Cast, cast_on_meta, name_of
 from toolkit.export.compare import check_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
-from toolkit.export.model_files import ModelFiles
+from toolkit.export.model_files import Cast, ModelFiles, cast_on_meta, name_of
 from toolkit.export.places import Places, replaced, write_on_rank_0
 from toolkit.export.run_data import cut_check_rows
 from toolkit.export.trainer_state import save_trainer_state
@@ -226,9 +225,6 @@ def _gather(
 
     The other ranks wait for it over the control group, whose limit a slow disk cannot reach. In the next gather they could wait
     for no longer than its own.
-
-    Raises:
-        UserError: rank 0 cannot write; on every rank.
     """
     at("export")
     named = plain_copy(sharded.skeleton).named_parameters()

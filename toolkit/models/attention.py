@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,11 +32,22 @@ def choose_packed_attention(
     Returns:
         Why packed rows get a dense mask; empty if they get none.
     """
-    if why := _why_dense(model, named, device_type, dtype, is_one_graph=is_one_graph):
+    name = type(model).__name__
+    if _has_flash(model):
+        return ""
+    if named is not None:
+        return f"model.attn_implementation is {named} (leave it out, and packed rows are attended to document by document)"
+    if private("_attn_implementation", model.config) != "sdpa":
+        return f"{name} has no sdpa (a soft cap, sinks or an attention of its own)"
+    # Code that also works with flash attention makes its masks by transformers' functions, and does not look into them.
+    if not (private("_supports_attention_backend", model) and private("_supports_flash_attn", model)):
+        return f"{name} has attention or masks of its own"
+    if is_one_graph:
+        return "dynamo_use_fullgraph allows nothing uncompiled in a block"
+    if device_type == "cuda" and (why := _why_no_varlen(model, dtype)):
         return why
-    if not _has_flash(model):
-        documents.register()
-        model.set_attn_implementation(documents.BY_DOCUMENT)
+    documents.register()
+    model.set_attn_implementation(documents.BY_DOCUMENT)
     return ""
 
 
@@ -83,23 +94,6 @@ def _has_flash(model: PreTrainedModel) -> bool:
     return "flash" in (private("_attn_implementation", model.config) or "")
 
 
-def _why_dense(model: PreTrainedModel, named: str | None, device_type: str, dtype: torch.dtype, *, is_one_graph: bool) -> str:
-    """The first reason why packed rows need a dense mask; empty if there is none."""
-    name = type(model).__name__
-    if _has_flash(model):
-        return ""
-    if named is not None:
-        return f"model.attn_implementation is {named} (leave it out, and packed rows are attended to document by document)"
-    if private("_attn_implementation", model.config) != "sdpa":
-        return f"{name} has no sdpa (a soft cap, sinks or an attention of its own)"
-    # Code that also works with flash attention makes its masks by transformers' functions, and does not look into them.
-    if not (private("_supports_attention_backend", model) and private("_supports_flash_attn", model)):
-        return f"{name} has attention or masks of its own"
-    if is_one_graph:
-        return "dynamo_use_fullgraph allows nothing uncompiled in a block"
-    return _why_no_varlen(model, dtype) if device_type == "cuda" else ""
-
-
 def _why_no_varlen(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """Why torch's varlen kernel cannot compute this model's attention; empty if it can."""
     if dtype not in (torch.float16, torch.bfloat16):
@@ -108,22 +102,12 @@ def _why_no_varlen(model: PreTrainedModel, dtype: torch.dtype) -> str:
         return "torch's varlen kernel needs a GPU of the Ampere generation or later"
     # transformers names every attention so.
     modules = [module for module in model.modules() if "Attention" in type(module).__name__]
-    if rate := max(map(_dropout, modules), default=0.0):
+    rates = [getattr(module, name, 0.0) for module in modules for name in ("attention_dropout", "attn_dropout", "dropout")]
+    if rate := max((float(getattr(rate, "p", rate) or 0.0) for rate in rates), default=0.0):  # a number or an `nn.Dropout`
         return f"torch's varlen kernel has no attention dropout, and the model's is {rate:g} (model.dropout 0 turns it off)"
     for module in modules:
-        sizes = _head_sizes(module)
+        named = (getattr(module, name, None) for name in ("head_dim", "head_size", "qk_head_dim", "v_head_dim"))
+        sizes = {size for size in named if isinstance(size, int)}  # two where keys and values differ
         if len(sizes) != 1 or not all(size <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0 for size in sizes):
             return f"torch's varlen kernel does not take head sizes of {type(module).__name__} ({sorted(sizes) or 'unknown'})"
     return "" if modules else "the model does not say its head size"
-
-
-def _dropout(module: Any) -> float:
-    """The dropout rate of an attention module: of a number or of an `nn.Dropout`."""
-    rates = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
-    return max(float(getattr(rate, "p", rate) or 0.0) for rate in rates)
-
-
-def _head_sizes(module: Any) -> set[int]:
-    """The head sizes of an attention module: one, or two where keys and values differ; empty if it does not say."""
-    sizes = {getattr(module, name, None) for name in ("head_dim", "head_size", "qk_head_dim", "v_head_dim")}
-    return {size for size in sizes if isinstance(size, int)}

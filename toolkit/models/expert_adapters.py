@@ -58,19 +58,6 @@ def taken_for_experts(model: PreTrainedModel, ends: list[str]) -> set[str]:
     return set(filter(is_taken, ends))
 
 
-def find_experts(model: nn.Module) -> dict[str, Any]:
-    """Modules that hold the weights of all experts of a layer, by name, whose products can be computed here.
-
-    Raises:
-        UserError: there is none.
-    """
-    found = {name: module for name, module in model.named_modules() if _is_known(module)}
-    if not found:
-        what = f"{type(model).__name__} has no experts in weights {' and '.join(WEIGHTS)} that are computed by groups of tokens"
-        raise UserError(f"adapter.experts is true, but {what}: leave it out")
-    return found
-
-
 def compute_beside(model: nn.Module, what: str) -> None:
     """Let the adapters of experts that peft has injected compute beside the products, in place.
 
@@ -79,7 +66,7 @@ def compute_beside(model: nn.Module, what: str) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
-            if module.parameter_name not in WEIGHTS or not _is_known(module.get_base_layer()):
+            if module.parameter_name not in WEIGHTS or not is_known(module.get_base_layer()):
                 held = f"{module.parameter_name} of {name}"
                 raise UserError(f"{what} adapts {held}, which is not a weight of experts: adapt its layer by target_modules")
             module.__class__ = LowRankBeside
@@ -87,8 +74,8 @@ def compute_beside(model: nn.Module, what: str) -> None:
             beside.products = private("_grouped_linear"), private("_batched_linear")
 
 
-def _is_known(module: Any) -> bool:
-    """Whether the module holds the weights of experts, and computes them as `LowRankBeside` does."""
+def is_known(module: Any) -> bool:
+    """Whether the module holds the weights of all experts of a layer, and computes them as `LowRankBeside` does."""
     return hasattr(module, "is_transposed") and module.has_gate and not module.has_post_expert_norm
 
 
@@ -98,16 +85,13 @@ class LowRankBeside(ParamWrapper):
     products: tuple[Any, Any]
 
     def forward(self, hidden_TD: torch.Tensor, *routing_TK: torch.Tensor, **outer: LowRankBeside) -> torch.Tensor:  # type: ignore[override]
-        """As the experts' forward; `outer` are the wrappers around this one, by the weights' names."""
-        adapters = outer if self.disable_adapters or self.merged else {**outer, self.parameter_name: self}
-        if isinstance(self.base_layer, LowRankBeside):
-            return self.base_layer(hidden_TD, *routing_TK, **adapters)
-        return self._run_experts(self.base_layer, adapters, hidden_TD, *routing_TK)
-
-    def _run_experts(
-        self, experts: Any, adapters: dict[str, Any], hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor
-    ) -> torch.Tensor:
-        """What transformers' `grouped_mm` and `batched_mm` compute, with adapters. Nothing is read on the host."""
+        """As the experts' forward, by transformers' `grouped_mm` or `batched_mm`, with adapters. Nothing is read on the host.
+        `outer` are the wrappers around this one, by the weights' names."""
+        adapters: dict[str, Any] = {**outer} if self.disable_adapters or self.merged else {**outer, self.parameter_name: self}
+        experts: Any = self.base_layer
+        if isinstance(experts, LowRankBeside):
+            return experts(hidden_TD, *routing_TK, **adapters)
+        chosen_TK, weights_TK = routing_TK
         grouped, batched = self.products
         by_token = private("_experts_implementation", experts.config) == "batched_mm"
         experts_S, order_S = chosen_TK.flatten().sort()

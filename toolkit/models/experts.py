@@ -54,9 +54,8 @@ def router_scores(model: PreTrainedModel) -> dict[type, str]:
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     recorders = [(private("_can_record_outputs", owner) or {}).get("router_logits") for owner in owners]
     classes: list[Any] = [each.target_class for each in recorders if isinstance(each, OutputRecorder) and each.index == 0]
-    sources = {
-        each: inspect.getsource(each.forward) for each in classes if any(type(module) is each for module in model.modules())
-    }
+    present = {type(module) for module in model.modules()}
+    sources = {each: inspect.getsource(each.forward) for each in classes if each in present}
     found = {each: re.findall("softmax|sigmoid", source) for each, source in sources.items()}
     # Gemma 4's first output are probabilities; Zaya sends the tokens that skip the experts to expert 0.
     are_logits = all(re.search(r"return \(?\s*\w*logits", source) and "skip" not in source for source in sources.values())

@@ -21,7 +21,7 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.safetensors_index import WeightFiles, WholeOnly, find_weight_files
+from toolkit.models.safetensors_index import WholeOnly, find_weight_files, open_files
 from toolkit.models.shard_reader import Box, pieces
 from toolkit.private import private
 from toolkit.variables import local_rank
@@ -172,7 +172,7 @@ def load_model(
             ": give a folder with them, or model.from_scratch true for random ones",
         )  # fmt: skip
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
-        check_loaded(model, config.name_or_path, without_new_head(task, model, report["missing_keys"]), other_shapes)
+        check_loaded(task, model, config.name_or_path, report["missing_keys"], other_shapes)
     grow_vocabulary(model, config)
     return model
 
@@ -199,7 +199,7 @@ def from_files(
         nested = [value for value in settings.values() if isinstance(value, dict)]
         if not any(part.get("quantization_config") for part in (settings, *nested)):
             return model_class.from_pretrained(name, use_safetensors=True, **options)
-        stored = WeightFiles(find_weight_files(name, options["revision"]), what).stored
+        stored = open_files(find_weight_files(name, options["revision"]), what)
     except (OSError, WholeOnly) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} has no loadable safetensors weights ({first_line}){way_out}") from None
@@ -213,17 +213,13 @@ def from_files(
     return model, report
 
 
-def without_new_head(task: Task, model: PreTrainedModel, missing: Iterable[str]) -> list[str]:
-    """The missing parameters that may not be drawn: all, or those of the backbone where the head may be new."""
-    return [name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")]
-
-
 def check_loaded(
-    model: PreTrainedModel, name_or_path: str, missing: Iterable[str], other_shapes: dict[str, tuple[int, ...]]
+    task: Task, model: PreTrainedModel, name_or_path: str, missing: Iterable[str], other_shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes."""
+    """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes; a head that the
+    task may draw may be missing."""
     what = f"the weights of model.name_or_path {name_or_path}"
-    if names := sorted(missing):
+    if names := sorted(name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")):
         raise UserError(
             f"{what} lack {len(names)} of the model's parameters ({', '.join(names[:3])}, …), which would stay random: give "
             "complete weights, or model.from_scratch true"
@@ -250,12 +246,6 @@ def num_token_embeddings(model: PreTrainedModel) -> int:
     """The largest vocabulary that fits: rows of the input embedding or of the head, which may differ, whichever are fewer."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     return min(cast(nn.Embedding, module).weight.shape[0] for module in embeddings if module is not None)
-
-
-def added_token_ids(config: ModelConfig) -> list[int]:
-    """Ids of `model.add_tokens`."""
-    ids: Any = load_tokenizer(config).convert_tokens_to_ids(config.add_tokens) if config.add_tokens else []
-    return ids
 
 
 @torch.no_grad()

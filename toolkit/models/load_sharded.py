@@ -21,19 +21,12 @@ from toolkit.config.task import Task
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
-from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row, without_new_head
+from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.quantized import QuantizedLinear, QuantizedWeight, dequantize, find_scales, quantize, weight_name
-from toolkit.models.safetensors_index import (
-    Match,
-    WeightFiles,
-    WholeOnly,
-    find_weight_files,
-    match_names,
-    untie_differing,
-)
-from toolkit.models.shard_reader import Box, Source, Sources, hash_sources, pieces, whole_source
+from toolkit.models.safetensors_index import Match, WholeOnly, find_weight_files, match_names, open_files, untie_differing
+from toolkit.models.shard_reader import Box, Source, Sources, hash_sources, pieces
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -59,7 +52,7 @@ def open_weights(
         UserError: the weights are not the model's; on every rank.
     """
 
-    def begin() -> tuple[PreTrainedModel, WeightFiles, Match]:
+    def begin() -> tuple[PreTrainedModel, Sources, Match]:
         if not type(skeleton).__module__.startswith("transformers."):
             raise WholeOnly("its code is not transformers' own")
         if getattr(type(model_config), "extra_files", ()):
@@ -71,14 +64,17 @@ def open_weights(
         if private("_get_dtype_plan", model)(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
-        missing = without_new_head(task, model, match.missing)
-        check_loaded(model, config.name_or_path, missing, match.other_shapes)
-        if len(missing) < len(match.missing):
+        check_loaded(task, model, config.name_or_path, match.missing, match.other_shapes)
+        if match.missing:
             raise WholeOnly("its head is new, and drawn in full")
         if init_from is not None:
             grow_vocabulary(model, config)  # it has rows for the tokens
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
-            _check_same(model, match, init_from)
+            if match.unknown:
+                raise WholeOnly(f"model.init_from {init_from} also has {match.unknown[0]}")
+            for names, what in ((match.missing, "lacks"), (sorted(match.other_shapes), "has another shape of")):
+                if names:
+                    raise UserError(f"model.init_from {init_from} does not fit {model.name_or_path}: it {what} {names[0]}")
         return model, files, match
 
     model, files, match = on_all_ranks(begin)
@@ -89,7 +85,7 @@ def open_weights(
         for name, buffer in model.named_buffers():
             if name in match.tensors:
                 for piece in pieces(tuple(buffer.shape)):
-                    buffer[piece].copy_(files.source(match.tensors[name], buffer.dtype).read(piece))
+                    buffer[piece].copy_(files[match.tensors[name]].read(piece))
 
     on_all_ranks(fill_buffers)
     sources = _sources_of(model, files, match)
@@ -109,13 +105,14 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
     if folder is not None:
         what = f"adapter.name_or_path {name_or_path}"
         if broadcast_object((folder / BASE_FILE).is_file()):
-            hashes = hash_base(model, weights)
+            names = {own for name, _ in model.named_parameters() if (own := base_name(name)) is not None}
+            hashes = hash_sources(weights, dict.fromkeys(names, torch.bfloat16))  # as `lora_files.hash_base`
             on_all_ranks(lambda: check_base(folder, base.name_or_path, hashes, what))
         try:
-            files = WeightFiles([folder / WEIGHTS_FILE], what)
+            files = open_files([folder / WEIGHTS_FILE], what)
         except WholeOnly as reason:
             raise UserError(f"{what}: {reason}, which is not supported: convert it to float32 or bfloat16") from None
-        stored = {own: files.source(name, torch.float32) for name, own in file_names(model).items()}
+        stored = {own: files[name].to(torch.float32) for name, own in file_names(model).items()}
     # Each parameter comes from the base, the existing adapter's file, or a seed.
     sources = {}
     for name, parameter in model.named_parameters():
@@ -137,14 +134,9 @@ def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterCo
         elif ".lora_magnitude_vector." in name:
             sources[name] = _norms(model, name, weights)
         else:
-            sources[name] = whole_source(parameter.shape, partial(draw_new, name, parameter.shape, seed))
+            draw = partial(draw_new, name, parameter.shape, seed)  # small: each read makes all of it
+            sources[name] = Source(tuple(parameter.shape), lambda box, draw=draw: draw()[box])  # type: ignore[misc]
     return sources
-
-
-def hash_base(model: nn.Module, weights: Sources) -> dict[str, str]:
-    """`lora_files.hash_base` of a model whose weights are still in files. Collective."""
-    names = {base for name, _ in model.named_parameters() if (base := base_name(name)) is not None}
-    return hash_sources(weights, dict.fromkeys(names, torch.bfloat16))
 
 
 def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
@@ -155,9 +147,9 @@ def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
     return hash_sources(sources, {name: dtype for name, dtype in dtypes.items() if name not in trained})
 
 
-def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[WeightFiles, Match]:
+def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[Sources, Match]:
     named = getattr(model.config, "transformers_weights", None)
-    files = WeightFiles(find_weight_files(name_or_path, revision, named), what)
+    files = open_files(find_weight_files(name_or_path, revision, named), what)
     match = match_names(model, files)
     computed = private("_keys_to_ignore_on_load_missing", model) or ()
     for name in match.missing:
@@ -166,22 +158,14 @@ def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what
     return files, match
 
 
-def _check_same(model: PreTrainedModel, match: Match, init_from: Path) -> None:
-    if match.unknown:
-        raise WholeOnly(f"model.init_from {init_from} also has {match.unknown[0]}")
-    for names, what in ((match.missing, "lacks"), (sorted(match.other_shapes), "has another shape of")):
-        if names:
-            raise UserError(f"model.init_from {init_from} does not fit {model.name_or_path}: it {what} {names[0]}")
-
-
-def _sources_of(model: PreTrainedModel, files: WeightFiles, match: Match) -> Sources:
+def _sources_of(model: PreTrainedModel, files: Sources, match: Match) -> Sources:
     """Each parameter's source, under all its names; a tied weight is read from a name that is stored."""
     names_of = aliases(model)
     sources: Sources = {}
     for parameter in model.parameters():
         names = names_of[id(parameter)]
         stored = next(name for name in names if name in match.tensors)
-        sources |= dict.fromkeys(names, files.source(match.tensors[stored], parameter.dtype))
+        sources |= dict.fromkeys(names, files[match.tensors[stored]].to(parameter.dtype))
     return sources
 
 
@@ -212,7 +196,7 @@ def _token_rows(model: nn.Module, name: str, weights: Sources) -> Source:
     layer: Any = model.get_submodule(module_name)
     ids, weight = layer.token_indices["default"], weights[str(base_name(f"{module_name}.base_layer.weight"))]
     boxes = [(slice(place, place + 1), slice(0, weight.shape[1])) for place in ids]
-    return whole_source(torch.Size([len(ids), weight.shape[1]]), lambda: torch.cat([weight.read(box) for box in boxes]))
+    return Source((len(ids), weight.shape[1]), lambda box: torch.cat([weight.read(row) for row in boxes])[box])
 
 
 def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
@@ -221,14 +205,13 @@ def _norms(model: nn.Module, name: str, weights: Sources) -> Source:
     base: Any = model.get_submodule(module_name).base_layer
     weight = weights[str(base_name(f"{module_name}.base_layer.weight"))]
 
-    if isinstance(base, QuantizedLinear):
-        return _by_rows(
-            weight,
-            weight.shape[:1],
-            lambda rows: magnitudes(base, dequantize(quantize(rows, base.kind), find_scales(rows), base.dtype)),
-        )
+    def of_rows(rows: torch.Tensor) -> torch.Tensor:
+        if isinstance(base, QuantizedLinear):
+            rows = dequantize(quantize(rows, base.kind), find_scales(rows), base.dtype)
+        return magnitudes(base, rows)
+
     if isinstance(base, nn.Linear):
-        return _by_rows(weight, weight.shape[:1], partial(magnitudes, base))
+        return _by_rows(weight, weight.shape[:1], of_rows)
 
     def read(box: Box) -> torch.Tensor:
         (part,) = box

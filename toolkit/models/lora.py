@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
+from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
 from toolkit.models.freeze import aliases
-from toolkit.models.load import added_token_ids
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 from toolkit.models.quantized import quantize_layers
 
@@ -85,7 +85,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     folder = find_adapter(config.name_or_path) if config.name_or_path else None
     what = f"adapter.name_or_path {config.name_or_path}" if folder else "the adapter"
     lora = read_lora_config(folder, config) if folder else _new_lora(model, config)
-    tokens, saved = added_token_ids(base), lora.modules_to_save or ()
+    tokens: Any = load_tokenizer(base).convert_tokens_to_ids(base.add_tokens) if base.add_tokens else []
+    saved = lora.modules_to_save or ()
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     rows = {name: tokens for name, module in model.named_modules() if tokens and module in ends and name not in saved} or None
     if folder and lora.trainable_token_indices != rows:
@@ -110,16 +111,18 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
             raise UserError(f"{what} does not fit {base.name_or_path}: {reason}") from None
     _check_ties(model, what)
     compute_beside(model, what)
-    for module in model.modules():
-        if isinstance(module, TrainableTokensLayer):
-            module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
     if config.base_dtype is not None:
         quantize_layers(model, config.base_dtype)
-    # Values in fp32: peft creates them in the base's dtype.
+    # Values in fp32, and DoRA's magnitudes computed in it: peft does so in the base's dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    _reset_magnitudes(model)
+    for module in model.modules():
+        if isinstance(module, TrainableTokensLayer):
+            module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
+        if vectors := getattr(module, "lora_magnitude_vector", None):
+            base_layer: Any = module.base_layer
+            vectors["default"].weight.data = magnitudes(base_layer, base_layer.weight.data)
     if folder:
         load_adapter_weights(model, folder, base.name_or_path, what)
     elif not is_meta:
@@ -149,7 +152,7 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
     """peft's config of a new adapter."""
     from peft import LoraConfig
 
-    from toolkit.models.expert_adapters import WEIGHTS, choose_linears, find_experts, taken_for_experts
+    from toolkit.models.expert_adapters import WEIGHTS, choose_linears, is_known, taken_for_experts
 
     modules_to_save, is_tied = _modules_to_save(model, config.modules_to_save)
     targets: list[str] | str = config.target_modules
@@ -163,7 +166,10 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
                 f"adapter.target_modules {min(taken)} is what peft takes for experts or routers in a {model.config.model_type}, "
                 "also where dense layers have the name: leave it out, and set adapter.experts true to adapt experts"
             )
-    holders = {name.rpartition(".")[2] for name in find_experts(model)} if config.experts else set()
+    holders = {name.rpartition(".")[2] for name, module in model.named_modules() if config.experts and is_known(module)}
+    if config.experts and not holders:
+        what = f"{type(model).__name__} has no experts in weights {' and '.join(WEIGHTS)} that are computed by groups of tokens"
+        raise UserError(f"adapter.experts is true, but {what}: leave it out")
     return LoraConfig(
         r=config.rank,
         lora_alpha=int(config.alpha) if float(config.alpha).is_integer() else config.alpha,  # type: ignore[arg-type]
@@ -252,12 +258,3 @@ def _check_ties(model: PreTrainedModel, what: str) -> None:
                 f"{what} trains {first}, which is one tied weight with {others}: peft keeps only a token embedding and an output "
                 f"head together, one of them named {' or '.join(TIED_NAMES)}; leave it out of adapter.modules_to_save"
             )
-
-
-def _reset_magnitudes(model: nn.Module) -> None:
-    """Recompute DoRA's magnitudes in fp32; peft computes them in the base's dtype."""
-    for module in model.modules():
-        vectors: Any = getattr(module, "lora_magnitude_vector", None)
-        if vectors:
-            base: Any = module.base_layer
-            vectors["default"].weight.data = magnitudes(base, base.weight.data)

@@ -64,9 +64,23 @@ def find_adapter(name_or_path: str) -> Path:
     Raises:
         UserError: it has no `adapter_config.json` or no safetensors weights, or may not be read.
     """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
     folder = Path(name_or_path)
     if not folder.is_dir():
-        return _download(name_or_path)
+        try:
+            hf_hub_download(name_or_path, WEIGHTS_FILE)
+            folder = Path(hf_hub_download(name_or_path, CONFIG_FILE)).parent
+        except (OSError, ValueError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+            raise UserError(
+                f"adapter.name_or_path {name_or_path} is not a local folder, and the hub does not provide it ({reason}): give an "
+                f"adapter's folder, or a hub id within reach that has {CONFIG_FILE} and {WEIGHTS_FILE}"
+            ) from None
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(name_or_path, BASE_FILE)
+        return folder
     for file, why in ((CONFIG_FILE, ""), (WEIGHTS_FILE, " (pickled .bin weights are not loaded)")):
         if not (folder / file).is_file():
             raise UserError(f"adapter.name_or_path {folder} has no {file}{why}: give the folder of an adapter saved by peft")
@@ -211,21 +225,3 @@ def _check_fits(
         if name not in wanted:
             raise UserError(f"{what} does not fit {base}: it also has {own}")
         raise UserError(f"{what} does not fit {base}: it has {own} of shape {stored[name]} instead of {wanted[name]}")
-
-
-def _download(name_or_path: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        hf_hub_download(name_or_path, WEIGHTS_FILE)
-        folder = Path(hf_hub_download(name_or_path, CONFIG_FILE)).parent
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(
-            f"adapter.name_or_path {name_or_path} is not a local folder, and the hub does not provide it ({reason}): give an "
-            f"adapter's folder, or a hub id within reach that has {CONFIG_FILE} and {WEIGHTS_FILE}"
-        ) from None
-    with contextlib.suppress(EntryNotFoundError):
-        hf_hub_download(name_or_path, BASE_FILE)
-    return folder

@@ -113,14 +113,8 @@ class QuantizedWeight(nn.Module):
         """`weight` is on the meta device; `kind` is `nf4` or `int8`."""
         nn.Module.__init__(self)
         self.kind, self.shape = kind, weight.shape
-
-        def frozen(num_columns: int, dtype: torch.dtype) -> nn.Parameter:
-            empty = torch.empty(*weight.shape[:-1], num_columns, dtype=dtype, device="meta")
-            return nn.Parameter(empty, requires_grad=False)
-
-        num_inputs = weight.shape[-1]
-        self.codes = frozen(num_inputs // 2, torch.uint8) if kind == "nf4" else frozen(num_inputs, torch.int8)
-        self.scales = frozen(num_inputs // BLOCK_SIZE * 4, torch.uint8)
+        self.codes = nn.Parameter(quantize(weight.detach(), kind), requires_grad=False)
+        self.scales = nn.Parameter(find_scales(weight.detach()), requires_grad=False)
         self.pairs: torch.Tensor
         self.register_buffer("pairs", NF4_PAIRS.clone(), persistent=False)
         self.dtype = weight.dtype  # of `weight`: a plain frozen layer's

@@ -60,38 +60,42 @@ class Match:
     """Names in the files that the model does not have."""
 
 
-class WeightFiles:
-    """Open safetensors files. Opening reads only the headers; parts of tensors are read on demand, quantized ones dequantized.
+def open_files(paths: Iterable[Path], what: str) -> Sources:
+    """The tensors of safetensors files. Only headers are read; parts of tensors are read on demand, quantized ones dequantized.
 
     The safetensors library does not read them: with a mapped file every page it touches stays resident, and its `pread`
     backend (0.8.0) takes a tenth of a second per part.
+
+    Args:
+        what: the setting and path of the files.
+
+    Raises:
+        UserError: a file cannot be read, or a quantized weight lacks a tensor.
+        WholeOnly: a file holds a dtype that is not in `DTYPES`, or codes in fp8 without their scales.
     """
-
-    def __init__(self, paths: Iterable[Path], what: str) -> None:
-        """Open the files; `what` is their setting and path.
-
-        Raises:
-            UserError: a file cannot be read, or a quantized weight lacks a tensor.
-            WholeOnly: a file holds a dtype that is not in `DTYPES`, or codes in fp8 without their scales.
-        """
-        stored: Sources = {}
-        for path in paths:
-            try:
-                with safe_open(path, framework="pt"):  # checks offsets, shapes and the file's size
-                    file = path.open("rb", buffering=0)
-                    stored |= _read_header(file)
-            except (SafetensorError, OSError) as error:
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
-                raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
-        self.stored = dequantized(stored, what)
-        for name, source in self.stored.items():
-            if source.dtype == torch.float8_e4m3fn:
-                raise WholeOnly(f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128")
-
-    def source(self, key: str, dtype: torch.dtype) -> Source:
-        """The source of a tensor, converted to `dtype` part by part."""
-        stored = self.stored[key]
-        return Source(stored.shape, lambda box: stored.read(box).to(dtype))
+    stored: Sources = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt"):  # checks offsets, shapes and the file's size
+                file = path.open("rb", buffering=0)
+                # 8 bytes with the header's length, the header as JSON, then the tensors' bytes.
+                length = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(length))
+        except (SafetensorError, OSError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            if about["dtype"] not in DTYPES:
+                raise WholeOnly(f"{name} is stored as {about['dtype']}")
+            dtype, shape, begin = DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + about["data_offsets"][0]
+            stored[name] = Source(shape, partial(_read_part, file, begin, dtype, shape), dtype)
+    sources = dequantized(stored, what)
+    for name, source in sources.items():
+        if source.dtype == torch.float8_e4m3fn:
+            raise WholeOnly(f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128")
+    return sources
 
 
 def find_weight_files(name_or_path: str, revision: str | None, named: str | None = None) -> list[Path]:
@@ -116,8 +120,8 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
     raise WholeOnly(f"{name_or_path} has no {' or '.join(WEIGHTS_FILES)}")
 
 
-def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
-    """Find a model's parameters and persistent buffers in the files. The model may be on the meta device; it has no adapter.
+def match_names(model: PreTrainedModel, files: Sources) -> Match:
+    """Find a model's parameters and persistent buffers in `open_files`. The model may be on the meta device; it has no adapter.
 
     Raises:
         WholeOnly: transformers converts a tensor from others.
@@ -133,14 +137,14 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
     tensors: dict[str, str] = {}
     unknown = []
     of_experts: dict[str, dict[str, list[Source]]] = {}  # the tensors of a weight, by the pattern of their names
-    for key in sorted(files.stored, key=private("dot_natural_key")):  # expert 10 after 9
+    for key in sorted(files, key=private("dot_natural_key")):  # expert 10 after 9
         name, pattern = rename(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename(key, [], [], prefix, wanted)
         if name not in wanted:
             unknown.append(key)
         elif pattern is not None and name not in tensors:
-            of_experts.setdefault(name, {}).setdefault(pattern, []).append(files.stored[key])
+            of_experts.setdefault(name, {}).setdefault(pattern, []).append(files[key])
         elif name in tensors or name in of_experts:
             raise WholeOnly(f"{tensors.get(name, 'a tensor of an expert')} and {key} are both {name}")
         else:
@@ -151,11 +155,11 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
         if operations != _OF_EXPERTS[: len(operations)]:
             raise WholeOnly(f"transformers makes {name} out of tensors of another form")
         if (merged := _merge([parts.get(pattern, []) for pattern in converter.source_patterns])) is not None:
-            files.stored[name], tensors[name] = merged, name
+            files[name], tensors[name] = merged, name
     # transformers keeps the conversions for saving.
     model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
     present = {id(wanted[name]) for name in tensors}
-    shapes = {name: files.stored[key].shape for name, key in tensors.items()}
+    shapes = {name: files[key].shape for name, key in tensors.items()}
     return Match(
         tensors=tensors,
         missing=sorted(name for name, tensor in wanted.items() if id(tensor) not in present),
@@ -164,14 +168,14 @@ def match_names(model: PreTrainedModel, files: WeightFiles) -> Match:
     )
 
 
-def untie_differing(model: PreTrainedModel, files: WeightFiles, match: Match) -> None:
+def untie_differing(model: PreTrainedModel, files: Sources, match: Match) -> None:
     """Untie weights that are stored with different values, as transformers does: heads of flan-T5, T5 1.1, mT5. Collective.
 
     transformers 5 builds these models tied, whatever their config says. Rank 0 compares the values.
     """
 
     def differ(*names: str) -> bool:
-        one, two = (files.source(match.tensors[name], torch.float32) for name in names)
+        one, two = (files[match.tensors[name]].to(torch.float32) for name in names)
         return not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape))
 
     names_of: dict[str, list[str]] = {}  # of each tied weight; its source is first, but need not be stored
@@ -205,27 +209,9 @@ def _merge(lists: list[list[Source]]) -> Source | None:
     return Source((num_experts, height * len(lists), *rest), read)
 
 
-def _read_header(file: BinaryIO) -> Sources:
-    """The tensors of a safetensors file: 8 bytes with the header's length, the header as JSON, then the tensors' bytes."""
-    length = int.from_bytes(file.read(8), "little")
-    stored = {}
-    for name, about in json.loads(file.read(length)).items():
-        if name == "__metadata__":
-            continue
-        if about["dtype"] not in DTYPES:
-            raise WholeOnly(f"{name} is stored as {about['dtype']}")
-        dtype, shape, begin = DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + about["data_offsets"][0]
-        stored[name] = Source(shape, partial(_read_part, file, begin, dtype, shape), dtype)
-    return stored
-
-
 def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> torch.Tensor:
     """A part of a tensor whose bytes begin at `offset`: reads its full rows, then slices the other dimensions; of weights of
-    experts (three dimensions) the rows of each expert.
-
-    Raises:
-        UserError: the file has become unreadable or shorter since it was opened.
-    """
+    experts (three dimensions) the rows of each expert."""
     first, end = (box[0].start, box[0].stop) if box else (0, 1)
     num_row_bytes = math.prod(shape[1:]) * dtype.itemsize
     num_bytes = (end - first) * num_row_bytes

@@ -37,14 +37,13 @@ class Source:
     dtype: torch.dtype | None = None
     """As stored in a file; None for values that are made."""
 
+    def to(self, dtype: torch.dtype) -> Source:
+        """The source of the values converted to `dtype`, part by part."""
+        return Source(self.shape, lambda box: self.read(box).to(dtype))
+
 
 Sources = dict[str, Source]
 """Sources by parameter name."""
-
-
-def whole_source(shape: torch.Size, make: Callable[[], torch.Tensor]) -> Source:
-    """The source of a small tensor: each read makes all of it and slices the result."""
-    return Source(tuple(shape), lambda box: make()[box])
 
 
 @torch.no_grad()

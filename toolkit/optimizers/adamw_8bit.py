@@ -51,21 +51,20 @@ def write_out(
     import numpy as np
     import torch
 
-    scales = {name: (layout(weight.shape).get(f"{name}_scale"), f"{name}_scale") for name in MOMENTS}
+    part = layout(weight.shape).get("exp_avg_scale")
+    if part is None:
+        return adamw.write_out(settings, weight, gradient, state, step, lr, weight_decay)
     maps = {name: _values(is_signed, torch.device("cpu")).numpy().astype(np.float64) for name, is_signed in MOMENTS.items()}
-    before = {name: state[name] for name in MOMENTS if name in state}
-    for name in before:
-        if scales[name][0]:
-            scale = state[scales[name][1]].reshape(-1, 1)
-            before[name] = (maps[name][before[name].astype(int)].reshape(len(scale), -1) * scale).reshape(weight.shape)
+    before = {}
+    for name in MOMENTS.keys() & state.keys():
+        scale = state[f"{name}_scale"].reshape(-1, 1)
+        before[name] = (maps[name][state[name].astype(int)].reshape(len(scale), -1) * scale).reshape(weight.shape)
     change, after = adamw.write_out(settings, weight, gradient, before, step, lr, weight_decay)
     for name in MOMENTS:
-        part, key = scales[name]
-        if part:
-            blocks = after[name].reshape(math.prod(part.shape), -1)
-            scale = np.maximum(np.abs(blocks).max(-1), SMALLEST_SCALE)
-            after[key] = scale.reshape(part.shape)
-            after[name] = np.interp(blocks / scale[:, None], maps[name], np.arange(256.0)).reshape(weight.shape)
+        blocks = after[name].reshape(math.prod(part.shape), -1)
+        scale = np.maximum(np.abs(blocks).max(-1), SMALLEST_SCALE)
+        after[f"{name}_scale"] = scale.reshape(part.shape)
+        after[name] = np.interp(blocks / scale[:, None], maps[name], np.arange(256.0)).reshape(weight.shape)
     return change, after
 
 
@@ -80,9 +79,7 @@ def update(settings: Any, shards: list[Shard], skip: torch.Tensor, _: Sum) -> No
             root = second.sqrt().div_(second_correction).add_(settings.eps)
             weight = piece.weight - lr * shard.weight_decay * piece.weight
             weight = weight - lr * (first / first_correction) / root
-            moments = {"exp_avg": first, "exp_avg_sq": second}
-            encoded = {key: t for name, moment in moments.items() for key, t in _encode(piece.state, name, moment).items()}
-            piece.put(skip, weight, **encoded)
+            piece.put(skip, weight, **_encode(piece.state, "exp_avg", first), **_encode(piece.state, "exp_avg_sq", second))
         shard.state["step"] += ~skip
 
 

@@ -19,14 +19,10 @@ class Part(NamedTuple):
     num_shared: int | None = None
     """Leading dimensions that are the weight's; None: all. Cut along one of these, a rank holds its part; otherwise all of it."""
 
-    def local_shape(self, of_shard: Shape) -> Shape:
-        """The shape on a rank whose shard of the weight has the shape `of_shard`."""
-        num_shared = len(self.shape) if self.num_shared is None else self.num_shared
-        return (*of_shard[:num_shared], *self.shape[num_shared:])
-
     def num_bytes(self, of_shard: Shape) -> int:
-        """Bytes of `local_shape`."""
-        return ITEM_BYTES[self.dtype] * math.prod(self.local_shape(of_shard))
+        """Bytes on a rank whose shard of the weight has the shape `of_shard`."""
+        num_shared = len(self.shape) if self.num_shared is None else self.num_shared
+        return ITEM_BYTES[self.dtype] * math.prod((*of_shard[:num_shared], *self.shape[num_shared:]))
 
 
 Layout = dict[str, Part]

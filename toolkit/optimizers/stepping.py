@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, zeros
 from torch.distributed.tensor.placement_types import Shard as Cut
 
 from toolkit.optimizers.state import Layout, Part, Shape
@@ -77,23 +78,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with_gradient = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not with_gradient:
             return
-        for _, p in with_gradient:
+        shards = []
+        for group, p in with_gradient:
             if not self.state[p]:
                 self.state[p] = {name: _zeros(p, part) for name, part in self.layout(tuple(p.shape)).items()}
+            state = {name: _local(t) for name, t in self.state[p].items()}
+            shards.append(Shard(_local(p), _local(p.grad), state, tuple(p.shape), group["lr"], group["weight_decay"]))
         first = with_gradient[0][1]
         skip = torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf.to(first.device)
-        shards = [
-            Shard(
-                _local(p),
-                _local(p.grad),
-                {name: _local(t) for name, t in self.state[p].items()},
-                tuple(p.shape),
-                group["lr"],
-                group["weight_decay"],
-            )
-            for group, p in with_gradient
-        ]
-        self.update(shards, skip.view(()) > 0, _sum_over(shard_groups(first)))  # all are sharded alike
+        self.update(shards, skip.view(()) > 0, partial(_add_up, shard_groups(first)))  # all are sharded alike
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
@@ -112,13 +105,8 @@ def _zeros(weight: torch.Tensor, part: Part) -> torch.Tensor:
     dtype, num_shared = getattr(torch, part.dtype), len(part.shape) if part.num_shared is None else part.num_shared
     if not isinstance(weight, DTensor) or any(isinstance(p, Cut) and p.dim >= num_shared for p in weight.placements):
         return torch.zeros(part.shape, dtype=dtype, device=weight.device)
-    local = torch.zeros(part.local_shape(tuple(_local(weight).shape)), dtype=dtype, device=weight.device)
-    # An offloaded shard lies on the host, where `from_local` takes it to the mesh's device.
-    stride = torch.empty(part.shape, device="meta").stride()
-    whole = DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=torch.Size(part.shape), stride=stride
-    )
-    return whole.to(weight.device)
+    whole: torch.Tensor = zeros(part.shape, dtype=dtype, device_mesh=weight.device_mesh, placements=weight.placements)
+    return whole.to(weight.device)  # the mesh has another device than an offloaded shard, which lies on the host
 
 
 def _local(tensor: torch.Tensor) -> Any:
@@ -131,15 +119,11 @@ def shard_groups(weight: torch.Tensor) -> list[dist.ProcessGroup]:
     return [weight.device_mesh.get_group(dim) for dim, placement in placed if isinstance(placement, Cut)]  # type: ignore[attr-defined]
 
 
-def _sum_over(groups: list[dist.ProcessGroup]) -> Sum:
-    """The sum over the ranks that share a weight."""
-
-    def add_up(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not groups or not parts:
-            return parts
-        flat = torch.cat([part.flatten() for part in parts])
-        for group in groups:
-            dist.all_reduce(flat, group=group)
-        return [s.view(part.shape) for s, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)]
-
-    return add_up
+def _add_up(groups: list[dist.ProcessGroup], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A `Sum` over the ranks of these groups."""
+    if not groups or not parts:
+        return parts
+    flat = torch.cat([part.flatten() for part in parts])
+    for group in groups:
+        dist.all_reduce(flat, group=group)
+    return [s.view(part.shape) for s, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)]

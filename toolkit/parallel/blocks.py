@@ -88,10 +88,9 @@ def routes_noted(model: PreTrainedModel, *, notes: bool) -> Iterator[dict[str, l
         return output
 
     for block in blocks.values():
-        found = (
-            block.named_modules()
-        )  # peft keeps the original of a router that it trains (`modules_to_save`), and never calls it
-        routers: list[Any] = [m for name, m in found if type(m) in scores and "original_module" not in name.split(".")]
+        # peft keeps the original of a router that it trains (`modules_to_save`), and never calls it.
+        named = {name: m for name, m in block.named_modules() if type(m) in scores}
+        routers: list[Any] = [m for name, m in named.items() if "original_module" not in name.split(".")]
         setattr(block, "routers", routers)  # noqa: B010  # no field that mypy knows
         for router in routers:
             router.forward, router.scores = MethodType(_keeping_route, router), scores[type(router)]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import UserError
@@ -68,8 +69,6 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
     Raises:
         UserError: a wrap class of the YAML is not in the model, or there is no repeated block to infer.
     """
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
     # By size, or not at all.
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         return _large_modules(model, plugin.min_num_params or 0)
@@ -90,7 +89,19 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
             f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
             f"classes that exist: {', '.join(existing)}"
         )
-    _check_called_alike(model, blocks)
+    # Ranks must gather units alike, or they hang: the loss calls what follows the backbone once per chunk of a rank's rows.
+    inside = {id(module) for outer in called_once(model) for module in outer.modules()}
+    for name, block in blocks.items():
+        what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
+        if not name:
+            raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
+        if id(block) in _read_outside(model):
+            raise UserError(f"{what}, which an adapter of experts reads from outside: name the class of the repeated layers")
+        if id(block) not in inside:
+            raise UserError(
+                f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
+                "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
+            )
     return blocks
 
 
@@ -126,25 +137,6 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     owned = [_owners(names, blocks) for names in aliases(model).values()]
     shared = {owner for owners in owned if "" in owners for owner in owners}
     return {name: block for name, block in blocks.items() if name not in shared}
-
-
-def _check_called_alike(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Refuse the full model as a unit, and units that ranks would gather a different number of times, which would hang.
-
-    The loss calls the modules after the backbone once per chunk of a rank's rows (`chunked_loss`).
-    """
-    inside = {id(module) for outer in called_once(model) for module in outer.modules()}
-    for name, block in blocks.items():
-        what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
-        if not name:
-            raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
-        if id(block) in _read_outside(model):
-            raise UserError(f"{what}, which an adapter of experts reads from outside: name the class of the repeated layers")
-        if id(block) not in inside:
-            raise UserError(
-                f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
-                "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
-            )
 
 
 def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
@@ -238,9 +230,8 @@ def describe(units: list[ShardUnit]) -> str:
     named = ", ".join(f"{number} {name}" for name, number in kinds.items())
     dtypes = " and ".join(sorted({dtype for unit in units for dtype in unit.dtypes}))
     num_parameters, mib = sum(unit.num_parameters for unit in units), sum(unit.local_bytes() for unit in units) / 2**20
-    return (
-        f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0{max(unit.cut() for unit in units)}"
-    )
+    cut = max(unit.cut() for unit in units)
+    return f"{named}: {num_parameters:,} parameters in {dtypes}, {mib:,.1f} MiB of them on rank 0{cut}"
 
 
 def describe_units(units: Sequence[ShardUnit], **more: Callable[[ShardUnit], int]) -> list[dict[str, Any]]:

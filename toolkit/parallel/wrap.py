@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -131,7 +132,6 @@ def shard_model(
             wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
             _leave_casts_to_autocast(model)
-            _cast_experts(model)
     named = dict(skeleton.named_parameters())
     stored = {name: source for name, source in (sources or {}).items() if name not in named}
     return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, routes)
@@ -185,18 +185,12 @@ def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _leave_casts_to_autocast(model: nn.Module) -> None:
-    """Make LoRA layers take bf16 inputs as they are: peft would cast each to fp32, its weights' dtype, and autocast back.
+    """Make LoRA layers take bf16 inputs as they are: peft would cast each to fp32, its weights' dtype, and autocast back. DoRA
+    keeps the casts, because it computes norms.
 
-    DoRA keeps the casts, because it computes norms.
+    Let experts compute in autocast's dtype, which does not know grouped products: on CUDA, those in fp32 read the sizes of the
+    groups on the host (ATen/native/GroupedMMUtils.h:124).
     """
-    for module in model.modules():
-        if hasattr(module, "lora_A") and private("cast_input_dtype_enabled", module) and not private("lora_variant", module):
-            setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no field that mypy knows
-
-
-def _cast_experts(model: nn.Module) -> None:
-    """Let experts compute in autocast's dtype, which does not know grouped products: on CUDA, those in fp32 read the sizes of the
-    groups on the host (ATen/native/GroupedMMUtils.h:124)."""
 
     def cast(experts: nn.Module, forward: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         device = hidden.device.type
@@ -208,6 +202,8 @@ def _cast_experts(model: nn.Module) -> None:
         return torch.func.functional_call(experts, weights, (hidden, *args))
 
     for module in model.modules():
+        if hasattr(module, "lora_A") and private("cast_input_dtype_enabled", module) and not private("lora_variant", module):
+            setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no field that mypy knows
         if hasattr(module, "is_transposed") and not hasattr(module, "parameter_name"):
             module.forward = functools.partial(cast, module, module.forward)
 
@@ -220,8 +216,6 @@ def _num_shards(accelerator: Accelerator) -> int:
 
 def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Module]) -> nn.Module:
     """FSDP2 with the YAML's policies: these modules first, then the root with the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     plugin = accelerator.state.fsdp_plugin
     mesh = fsdp_mesh(accelerator) or init_device_mesh(accelerator.device.type, (world_size(),))
     # T5's blocks return their position bias, a view. Nothing changes it in place: the tests compare gradients.

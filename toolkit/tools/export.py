@@ -29,10 +29,9 @@ from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin, is_hub_id
-from toolkit.export.cast import DTYPES
-from toolkit.export.next_commands import list_commands
 from toolkit.export.places import Places, check_place
 from toolkit.export.run_data import load_run_data
+from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
@@ -277,7 +276,7 @@ def choose_places(options: Options, config: RecipeConfig, step: int) -> Places:
         if place.is_dir() and os.listdir(place):
             left = ", perhaps left by an export that was stopped" if place != folder else ""
             raise UserError(f"{place} is there and not empty{left}: remove it, or give another folder as --to")
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = getattr(torch, options.dtype) if options.dtype else None
     if is_enabled(config.adapter) and not options.merge:
         return Places(adapter=folder, dtype=dtype)
     return Places(model=folder, dtype=dtype)

@@ -17,8 +17,8 @@ from toolkit.distributed.watchdog import working
 from toolkit.evaluation.metrics import OUR_FIGURES, TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.launch.accelerator import bound_primitive_cache
+from toolkit.models.config import check_positions, warn_of_shared_rope
 from toolkit.models.load import num_token_embeddings
-from toolkit.models.position_limits import check_positions, warn_of_shared_rope
 from toolkit.training.goal import check_metric_on_rows
 
 if TYPE_CHECKING:
@@ -51,12 +51,21 @@ def prepare_data(
     rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
 
     # Which rows each step takes, and which rows are evaluated.
-    plan = _plan_batches(config, rows, num_processes)
+    columns, data = rows.train.with_format("numpy"), config.data
+    weights = tuple(entry.weight for entry in data.mix)
+    plan = BatchPlan(
+        columns["num_tokens"][:],
+        columns["num_label_tokens"][:],
+        config.train,
+        num_processes,
+        bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
+        pack_length_tokens=data.max_length_tokens if data.packing else None,
+        mix=Mix(columns["source_index"][:], weights) if weights else None,
+    )
     collator = config.task.build_collator(skeleton, rows.tokenizer.pad_token_id)
     held_out = EvaluationRows(rows.evaluation, rows.tokenizer, collator, rows.stop_token_ids, rows.sets, metrics)
     evaluation = choose_rows(held_out, config.eval.num_rows)
-    longest = _check_lengths(config, model_config, rows, evaluation)
-    shapes = _check_rows(config, rows, plan, evaluation)
+    longest, shapes = _check_rows(config, model_config, rows, plan, evaluation)
     if pads and shapes:
         caps = tuple(max(plan.pack_length_tokens or 0, longest[side]) for side in config.task.sides)
         multiples = choose_multiples([shape[: 1 + len(caps)] for shape in shapes], caps)
@@ -73,25 +82,12 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
     return plan.num_steps(config.train.num_epochs)
 
 
-def _plan_batches(config: RecipeConfig, rows: TokenizedRows, num_processes: int) -> BatchPlan:
-    """The batch plan of the training rows."""
-    columns = rows.train.with_format("numpy")
-    lengths = columns["num_tokens"][:], columns["num_label_tokens"][:]
-    data, weights = config.data, tuple(entry.weight for entry in config.data.mix)
-    return BatchPlan(
-        *lengths,
-        config.train,
-        num_processes,
-        bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
-        pack_length_tokens=data.max_length_tokens if data.packing else None,
-        mix=Mix(columns["source_index"][:], weights) if weights else None,
-    )
-
-
-def _check_lengths(
-    config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, evaluation: EvaluationRows
-) -> dict[str, int]:
-    """Refuse rows that exceed the model's positions; warn of rows that change the positions of others. Returns the longest."""
+def _check_rows(
+    config: RecipeConfig, model_config: PretrainedConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows
+) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+    """Check settings against the rows, and print what there is to say about them. Returns the most tokens of each side of a row,
+    and the shapes of the first micro-batches: rows, tokens (of an encoder-decoder: of sources) and labels."""
+    # The model's positions: of the longest rows, and of all where a row changes those of others.
     task, longest = config.task, dict[str, int]()
     for part in (rows.train, evaluation.rows):
         columns = part.with_format("numpy")
@@ -103,17 +99,7 @@ def _check_lengths(
     if warning := warn_of_shared_rope(model_config, max(longest.values())):
         logger.warning(warning)
     check_positions(model_config, config.model.name_or_path, longest, config.eval)
-    return longest
-
-
-def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, evaluation: EvaluationRows) -> list[tuple[int, ...]]:
-    """Check settings against the rows, and print what there is to say about them. Returns the shapes of the first micro-batches:
-    rows, tokens (of an encoder-decoder: of sources) and labels.
-
-    Raises:
-        UserError: naming the setting.
-    """
-    # Checks.
+    # Settings.
     working("planning the batches")
     steps = num_steps(config, plan)
     check_num_steps(config, steps)
@@ -121,8 +107,8 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
     check_metric_on_rows(config.eval, evaluation)
     one_row = getattr(evaluation.collator, "one_row", False)
     read, *_ = config.task.lengths(plan.num_tokens, plan.num_label_tokens)
-    lengths, num_first = (read, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
-    shapes = [list(plan.shapes(lengths, num_first, of_rank, one_row=one_row)) for of_rank in (0, rank())]
+    both, num_first = (read, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
+    shapes = [list(plan.shapes(both, num_first, of_rank, one_row=one_row)) for of_rank in (0, rank())]
     bound_primitive_cache(len(set(shapes[1])))
     for remark in rows.remarks:
         level = logging.WARNING if remark.startswith("WARNING: ") else logging.INFO
@@ -131,4 +117,4 @@ def _check_rows(config: RecipeConfig, rows: TokenizedRows, plan: BatchPlan, eval
         logger.info(f"the training loss has label smoothing {smoothing}, the evaluation's has none")
     if config.eval.generate and evaluation.prompted:
         logger.info(f"ROUGE counts {evaluation.rouge_tokenizer.description}")
-    return shapes[0]  # ranks choose one grid
+    return longest, shapes[0]  # ranks choose one grid

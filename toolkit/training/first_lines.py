@@ -35,17 +35,31 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
     """An aligned line for each thing, on rank 0, which has `rows.texts`."""
     if rank() != 0:
         return
+    config, model = run.config, run.sharded.skeleton
+    # Of an adapter on a mixture of experts; in other models `adapter.target_modules` says it.
+    named = {name: getattr(module, "parameter_name", "") for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    ends = dict.fromkeys(f"{name.replace('.base_layer', '').rpartition('.')[2]}.{own}".rstrip(".") for name, own in named.items())
+    on_what = f"on {', '.join(ends)}; " + ("not on routers" if any(named.values()) else "not on experts and routers")
+    # Of a quantized base.
+    dtypes = {base_name(name): f"{p.dtype}"[6:] for name, p in model.named_parameters() if p.is_floating_point()}
+    kept = {re.sub(r"\.\d+\.", ".*.", name): dtype for name, dtype in dtypes.items() if name}
+    plain = ", ".join(f"{name} ({dtype})" for name, dtype in kept.items())
+    base = f"quantized to {config.adapter.base_dtype} in blocks of {BLOCK_SIZE} inputs, except {plain}"
+    # Where things go.
+    places = ["metrics.jsonl", f"checkpoints ({_when(config.checkpoint)})"] * (run.num_steps > 0) or ["metrics.jsonl"]
+    places += ["export"] * (run.num_steps > 0) + ["merged"] * config.export.merge + ["report.html"]
+    trackers = f"; figures also to {', '.join(config.tracking.log_with)}" if config.tracking.log_with else ""
     described = {
         "model": _describe_model(run),
-        "adapter": _describe_adapter(run),
-        "base": _describe_base(run),
+        "adapter": on_what if named and expert_counts(model) else "",
+        "base": base if config.adapter.base_dtype else "",
         "shards": describe(run.sharded.units),
         "data": _describe_data(run, rows),
         "evaluation": _describe_evaluation(run),
         "preset": _describe_preset(run.sharded.accelerator),
         "steps": _describe_steps(run),
         "loss": "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" if run.own.loss else "",
-        "folder": _describe_places(run),
+        "folder": f"{run.folder}: {', '.join(places)}{trackers}",
     }
     for label, text in described.items():
         if text:
@@ -61,22 +75,6 @@ def _describe_model(run: Run) -> str:
     adapter = config.adapter
     how = f" ({adapter.method} {adapter.name_or_path or f'of rank {adapter.rank}'})" if is_enabled(adapter) else ""
     return f"{config.model.name_or_path} ({name}): {num_parameters:,} parameters, {share} trainable{how}"
-
-
-def _describe_adapter(run: Run) -> str:
-    """Of a mixture of experts; in other models `adapter.target_modules` says it."""
-    model = run.sharded.skeleton
-    named = {name: getattr(module, "parameter_name", "") for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    ends = dict.fromkeys(f"{name.replace('.base_layer', '').rpartition('.')[2]}.{own}".rstrip(".") for name, own in named.items())
-    what = f"on {', '.join(ends)}; " + ("not on routers" if any(named.values()) else "not on experts and routers")
-    return what if named and expert_counts(model) else ""
-
-
-def _describe_base(run: Run) -> str:
-    kind, named = run.config.adapter.base_dtype, run.sharded.skeleton.named_parameters()
-    kept = {re.sub(r"\.\d+\.", ".*.", base_name(name) or ""): f"{p.dtype}"[6:] for name, p in named if p.is_floating_point()}
-    plain = ", ".join(f"{name} ({dtype})" for name, dtype in kept.items() if name)
-    return f"quantized to {kind} in blocks of {BLOCK_SIZE} inputs, except {plain}" if kind else ""
 
 
 def _describe_data(run: Run, rows: TokenizedRows) -> str:
@@ -123,13 +121,6 @@ def _describe_steps(run: Run) -> str:
     batch = f"{tokens:,} tokens" if tokens else f"{train.global_batch_size_rows:,} rows"
     on_each = f"{plural(num_micro_batches, 'micro-batch')} x {train.micro_batch_size_rows} rows"
     return f"{steps}, {plan.steps_per_epoch:,} an epoch, each of {batch}: {plural(world_size(), 'process')} x {on_each}"
-
-
-def _describe_places(run: Run) -> str:
-    places = ["metrics.jsonl", f"checkpoints ({_when(run.config.checkpoint)})"] * (run.num_steps > 0) or ["metrics.jsonl"]
-    places += ["export"] * (run.num_steps > 0) + ["merged"] * run.config.export.merge + ["report.html"]
-    trackers = f"; figures also to {', '.join(run.config.tracking.log_with)}" if run.config.tracking.log_with else ""
-    return f"{run.folder}: {', '.join(places)}{trackers}"
 
 
 def _when(section: EvalConfig | CheckpointConfig) -> str:

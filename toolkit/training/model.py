@@ -76,8 +76,24 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         context.settings.update(chosen)
         if (checkpoint := context.resume_from) is not None:
             on_all_ranks(lambda: check_settings(checkpoint, chosen))
-    _choose_packed_attention(config, context.accelerator, skeleton, why)
-    _note_needless_shards(context.accelerator, skeleton, context.frozen_dtype, config.optim.name)
+    # The attention of packed rows; a line on it and on the processes' devices.
+    accelerator, why_dense = context.accelerator, ""
+    device, dtype = accelerator.device, compute_dtype(accelerator)
+    if config.packs:
+        is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
+        named = config.model.attn_implementation
+        why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
+    attention = describe_attention(skeleton, device, dtype, packing=config.packs)
+    logger.info(f"{describe_device(device)}; attention: {attention}{why}")
+    all_logits = "the loss takes all logits of a micro-batch at once:"
+    if has_own_forward(skeleton):
+        name = type(skeleton).__name__
+        logger.warning(f"{all_logits} {name} has a forward of its own, which an export does not have: load it as {name}")
+    elif holds_all_logits(skeleton):
+        logger.info(f"{all_logits} {skeleton.config.model_type} does not compute them by chunks")
+    if config.packs and (warning := warn_of_full_rows(skeleton, why_dense)):
+        logger.warning(warning)
+    _note_needless_shards(accelerator, skeleton, context.frozen_dtype, config.optim.name)
     return config, model_config, skeleton
 
 
@@ -185,26 +201,6 @@ def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_con
     if fastest == own:
         return ""
     return ", faster on a CPU than sdpa where positions are a bias" if chosen == fastest else ", with which this run began"
-
-
-def _choose_packed_attention(config: RecipeConfig, accelerator: Accelerator, skeleton: PreTrainedModel, why: str) -> None:
-    """Choose the attention of packed rows, and log a line on it, and on the processes' devices; `why` is its end. Collective."""
-    device, dtype = accelerator.device, compute_dtype(accelerator)
-    why_dense = ""
-    if config.packs:
-        is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
-        named = config.model.attn_implementation
-        why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
-    attention = describe_attention(skeleton, device, dtype, packing=config.packs)
-    logger.info(f"{describe_device(device)}; attention: {attention}{why}")
-    all_logits = "the loss takes all logits of a micro-batch at once:"
-    if has_own_forward(skeleton):
-        name = type(skeleton).__name__
-        logger.warning(f"{all_logits} {name} has a forward of its own, which an export does not have: load it as {name}")
-    elif holds_all_logits(skeleton):
-        logger.info(f"{all_logits} {skeleton.config.model_type} does not compute them by chunks")
-    if config.packs and (warning := warn_of_full_rows(skeleton, why_dense)):
-        logger.warning(warning)
 
 
 def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype, optimizer: str) -> None:

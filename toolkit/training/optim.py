@@ -9,11 +9,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.optimizers import build, with_defaults
+from toolkit.optimizers.stepping import shard_groups
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
 from toolkit.private import private
 
@@ -26,27 +28,20 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    decayed_names = {name for name, _ in _decayed_parameters(model)}
+    kinds = {name: type(module).__name__.lower() for name, module in model.named_modules()}
     for name, parameter in model.named_parameters():
+        # By names, because FSDP1 flattens shapes. DoRA's magnitudes are norms of the base's weights.
+        is_norm = "norm" in kinds[name.rpartition(".")[0]] or "lora_magnitude_vector" in name
+        is_bias = any(
+            part == "bias" or part.endswith("_bias") for part in name.split(".")
+        )  # `relative_attention_bias.weight` too
         if parameter.requires_grad:
-            (decayed if name in decayed_names else plain).append(parameter)
+            (plain if is_norm or is_bias else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer: torch.optim.Optimizer = build(with_defaults(config), [group for group in groups if group["params"]])
     if is_sharded_with_cast(model):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
     return optimizer
-
-
-def _decayed_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """All parameters except norms and biases (T5's `relative_attention_bias.weight` too), by name: FSDP1 flattens shapes."""
-    for module_name, module in model.named_modules():
-        is_norm = "norm" in type(module).__name__.lower()
-        for name, parameter in module.named_parameters(recurse=False):
-            path = f"{module_name}.{name}".lstrip(".")
-            is_bias = any(part == "bias" or part.endswith("_bias") for part in path.split("."))
-            is_norm |= "lora_magnitude_vector" in path  # DoRA: the norms of the base's weights
-            if not is_norm and not is_bias:
-                yield path, parameter
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int, plan: BatchPlan) -> float:
@@ -103,21 +98,14 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
         squares = torch.stack(list(private("_foreach_norm")(filled, 2.0, dtype=torch.float32))).square().sum()
     else:
         squares = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
-    for group in _shard_groups(model, gradients):
+    if isinstance(model, FullyShardedDataParallel):
+        groups = [cast(dist.ProcessGroup, model.process_group)]
+    else:
+        groups = next((shard_groups(g) for g in gradients if isinstance(g, DTensor)), [])
+    for group in groups:
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm is not None and filled:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         private("_foreach_mul_")(filled, scale)
     return norm
-
-
-def _shard_groups(model: nn.Module, gradients: list[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """Process groups over which gradients are sharded; empty for plain tensors (single, DDP)."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from toolkit.optimizers.stepping import shard_groups
-
-    if isinstance(model, FullyShardedDataParallel):
-        return [cast(dist.ProcessGroup, model.process_group)]
-    return next((shard_groups(g) for g in gradients if isinstance(g, DTensor)), [])

@@ -27,10 +27,10 @@ from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import stop, working
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
-from toolkit.export.cast import name_of
-from toolkit.export.next_commands import list_commands
+from toolkit.export.model_files import name_of
 from toolkit.export.places import run_places
 from toolkit.export.run_data import RunData, describe_data, save_run_data
+from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
 from toolkit.files.lock import release_locks
 from toolkit.launch.accelerator import compute_dtype, forget_accelerator

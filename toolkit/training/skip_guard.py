@@ -36,7 +36,17 @@ class SkipGuard:
         """
         bad = ~grad_norm.isfinite()
         if self.num_sigmas is not None:
-            bad = bad | self._spikes(grad_norm, self.num_sigmas)
+            # Until the window is full its mean is NaN, and no norm exceeds NaN. A spike enters the window clamped to the limit,
+            # so that one spike does not blind the guard, yet a lasting change is accepted in time. Non-finite norms do not enter.
+            if self.window.device != grad_norm.device:
+                self.window, self.num_seen = self.window.to(grad_norm.device), self.num_seen.to(grad_norm.device)
+            highest = self.window.mean() + self.num_sigmas * self.window.std()
+            place = self.num_seen.remainder(len(self.window)).view(1)
+            # Not `window[place]`: it would read `place` on the host.
+            counted = torch.where(bad, self.window.index_select(0, place), torch.fmin(grad_norm, highest))
+            self.window.index_copy_(0, place, counted)
+            self.num_seen += ~bad
+            bad = bad | (grad_norm > highest)
         figures = torch.stack([loss_sum.to(grad_norm.device), bad.float()])
         for group in self.groups:
             dist.all_reduce(figures, group=group)
@@ -48,19 +58,3 @@ class SkipGuard:
         if self.num_sigmas is not None:
             history.grad_norms = [None if math.isnan(norm) else norm for norm in self.window.tolist()]
             history.num_grad_norms = int(self.num_seen.item())
-
-    def _spikes(self, grad_norm: torch.Tensor, num_sigmas: float) -> torch.Tensor:
-        """Whether the norm exceeds the window's mean by `num_sigmas` standard deviations; then add it to the window.
-
-        Until the window is full its mean is NaN, and no norm exceeds NaN. A spike enters the window clamped to the limit, so
-        that one spike does not blind the guard, yet a lasting change is accepted in time. Non-finite norms do not enter.
-        """
-        if self.window.device != grad_norm.device:
-            self.window, self.num_seen = self.window.to(grad_norm.device), self.num_seen.to(grad_norm.device)
-        highest = self.window.mean() + num_sigmas * self.window.std()
-        place = self.num_seen.remainder(len(self.window)).view(1)
-        # Not `window[place]`: it would read `place` on the host.
-        counted = torch.where(grad_norm.isfinite(), torch.fmin(grad_norm, highest), self.window.index_select(0, place))
-        self.window.index_copy_(0, place, counted)
-        self.num_seen += grad_norm.isfinite()
-        return grad_norm > highest

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from tests.support.adapter_models import LLAMA_SIZES
 from tests.support.model_folders import MIXTURES
-from toolkit.export.model_files import ModelFiles
+from toolkit.errors import UserError
+from toolkit.export.model_files import Cast, ModelFiles
 from toolkit.parallel.wrap import copy_on_meta
 
 
@@ -141,3 +142,16 @@ def test_nan_is_compared_by_its_bits(tmp_path: Path) -> None:
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
     write(tmp_path / "folder", model, "5GB")
+
+
+def test_what_was_rounded_is_counted_over_all_weights() -> None:
+    cast = Cast({"first": torch.bfloat16, "second": torch.bfloat16, "exact": torch.float32})
+    assert cast("first", torch.tensor([1.0, 1.0 + 2**-10])).tolist() == [1.0, 1.0]
+    assert cast("second", torch.tensor([0.5 + 2**-12, torch.inf])).tolist() == [0.5, torch.inf]
+    assert cast("exact", torch.ones(4)).dtype == torch.float32
+    assert cast.describe() == "rounded 25.0 % of 8 weights, each by at most 9.8e-04 (bfloat16 and float32)"
+
+
+def test_a_weight_beyond_the_range_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^layer.weight has weights up to 7e\+04, more than float16 can hold: take bfloat16$"):
+        Cast({"layer.weight": torch.float16})("layer.weight", torch.tensor([1.0, -7e4]))

@@ -12,10 +12,9 @@ from peft import LoraConfig
 from tests.support.model_folders import _build_tokenizer
 from toolkit.config.python import load_config
 from toolkit.export.card import Origin
-from toolkit.export.next_commands import list_commands
 from toolkit.export.places import Places
 from toolkit.export.run_data import RunData
-from toolkit.export.usage import write_python
+from toolkit.export.usage import list_commands, write_python
 
 FACTS: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 0, "num_evaluated_rows": 0}
 PAIRS = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], has_chats=False, **FACTS)

@@ -23,7 +23,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.config import load_model_config
 from toolkit.models.load import load_model
-from toolkit.models.safetensors_index import WeightFiles, WholeOnly, match_names
+from toolkit.models.safetensors_index import WholeOnly, match_names, open_files
 from toolkit.models.shard_reader import Source
 from toolkit.tasks import causal
 
@@ -49,12 +49,12 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("kind", ["bnb_nested", "bnb_plain"])
 def test_nf4_by_rows_is_what_bitsandbytes_makes_of_it(kind: str, rows: int) -> None:
-    files = WeightFiles([QUANTIZED / kind / "model.safetensors"], "it")
+    files = open_files([QUANTIZED / kind / "model.safetensors"], "it")
     hashes = json.loads((QUANTIZED / kind / "hashes_of_values.json").read_text())
-    assert files.stored.keys() == hashes.keys()
+    assert files.keys() == hashes.keys()
     for name, expected in hashes.items():
-        assert digest(read_by_rows(files.source(name, torch.bfloat16), rows)) == expected, name
-    source = files.source("model.layers.0.mlp.down_proj.weight", torch.float32)
+        assert digest(read_by_rows(files[name].to(torch.bfloat16), rows)) == expected, name
+    source = files["model.layers.0.mlp.down_proj.weight"].to(torch.float32)
     assert source.shape == (72, 232)
     columns = source.read((slice(3, 9), slice(100, 103)))
     assert torch.equal(columns, read_by_rows(source, 72)[3:9, 100:103]) and columns.dtype == torch.float32
@@ -66,9 +66,9 @@ def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path: Path, shape: tup
     torch.manual_seed(0)
     codes, scales = quantize_fp8(torch.randn(shape) * torch.arange(1, shape[1] + 1), scales_dtype)
     save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    files = WeightFiles([tmp_path / "model.safetensors"], "it")
-    assert files.stored.keys() == {"some.weight"}
-    source = files.source("some.weight", torch.bfloat16)
+    files = open_files([tmp_path / "model.safetensors"], "it")
+    assert files.keys() == {"some.weight"}
+    source = files["some.weight"].to(torch.bfloat16)
     expected = _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).bfloat16()
     for rows in (5, 128, 1000):
         assert same_bits(read_by_rows(source, rows), expected)
@@ -93,11 +93,11 @@ def test_mxfp4_by_experts_is_what_transformers_makes_of_it(tmp_path: Path, num_e
         tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
         expected[key] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, tmp_path / "model.safetensors")
-    files = WeightFiles([tmp_path / "model.safetensors"], "it")
+    files = open_files([tmp_path / "model.safetensors"], "it")
     match = match_names(model, files)
     assert (match.missing, match.other_shapes, match.unknown) == ([], {}, [])
     for key, values in expected.items():
-        source = files.source(match.tensors[key], torch.bfloat16)
+        source = files[match.tensors[key]].to(torch.bfloat16)
         assert same_bits(read_by_rows(source, num_experts).contiguous(), values)
         assert same_bits(source.read((slice(1, 2), slice(5, 40), slice(0, 9))).contiguous(), values[1:2, 5:40, :9].contiguous())
 
@@ -106,10 +106,8 @@ def test_a_slice_reads_its_own_codes_and_scales(tmp_path: Path) -> None:
     """Half the rows take half the bytes; NF4's blocks and fp8's may reach over the edge."""
     codes, scales = quantize_fp8(torch.randn(512, 256), torch.float32)
     save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    nf4 = WeightFiles([QUANTIZED / "bnb_nested" / "model.safetensors"], "it").source(
-        "model.layers.0.mlp.up_proj.weight", torch.bfloat16
-    )
-    fp8 = WeightFiles([tmp_path / "model.safetensors"], "it").source("some.weight", torch.bfloat16)
+    nf4 = open_files([QUANTIZED / "bnb_nested" / "model.safetensors"], "it")["model.layers.0.mlp.up_proj.weight"]
+    fp8 = open_files([tmp_path / "model.safetensors"], "it")["some.weight"]
     blocks = 232 * 72 // 64 // 2 + 1
     expected = {nf4: 232 * 72 // 4 + blocks + 4 * 256 + 4, fp8: 256 * 256 + 2 * 2 * 4}
     read: list[int] = []
@@ -215,7 +213,7 @@ def test_codes_whose_scales_are_missing_or_of_other_blocks_are_refused(tmp_path:
         save_file(tensors | scales, folder / "model.safetensors", metadata={"format": "pt"})
         reason = f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128"
         with pytest.raises(WholeOnly, match=f"^{reason}$"):
-            WeightFiles([folder / "model.safetensors"], "it")
+            open_files([folder / "model.safetensors"], "it")
         config = ModelConfig(name_or_path=str(folder))
         with pytest.raises(UserError, match=rf"fp8 has no loadable safetensors weights \({reason}\): give a folder with them"):
             load_model(config, load_model_config(config, causal.TASK), causal.TASK, 0)
@@ -230,4 +228,4 @@ def test_a_missing_tensor_of_a_4_bit_weight_is_named(tmp_path: Path, ending: str
     save_file(tensors, tmp_path / "model.safetensors")
     sentence = f"{name} of model a is stored in codes, but not its {name}{ending}: save the model again"
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
-        WeightFiles([tmp_path / "model.safetensors"], "model a")
+        open_files([tmp_path / "model.safetensors"], "model a")

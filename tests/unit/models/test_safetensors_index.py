@@ -25,7 +25,7 @@ from tests.support.adapter_models import LLAMA_SIZES
 from toolkit.errors import UserError
 from toolkit.models import shard_reader as weight_sources
 from toolkit.models.freeze import aliases, hash_parameters
-from toolkit.models.safetensors_index import DTYPES, WeightFiles, WholeOnly, find_weight_files, match_names, untie_differing
+from toolkit.models.safetensors_index import DTYPES, WholeOnly, find_weight_files, match_names, open_files, untie_differing
 from toolkit.models.shard_reader import hash_sources, pieces
 
 SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -36,22 +36,22 @@ def test_any_part_of_any_tensor_is_read(tmp_path: Path) -> None:
     tensors = {f"{dtype}": (torch.arange(120).view(6, 5, 4) - 7).to(dtype) for dtype in kept}
     tensors |= {"bools": torch.tensor([True, False, True]), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
     save_file(tensors, tmp_path / "some.safetensors")
-    files = WeightFiles([tmp_path / "some.safetensors"], "a test")
-    assert files.stored.keys() == tensors.keys()
+    files = open_files([tmp_path / "some.safetensors"], "a test")
+    assert files.keys() == tensors.keys()
     boxes = [
         (slice(0, 6), slice(0, 5), slice(0, 4)),
         (slice(2, 3), slice(0, 5), slice(0, 4)),
         (slice(1, 5), slice(2, 4), slice(3, 4)),
     ]
     for dtype in kept:
-        source = files.source(f"{dtype}", dtype)
+        source = files[f"{dtype}"].to(dtype)
         assert source.shape == (6, 5, 4)
         for box in boxes:
             assert torch.equal(source.read(box), tensors[f"{dtype}"][box])
-    assert files.source("bools", torch.bool).read((slice(1, 3),)).tolist() == [False, True]
-    assert files.source("scalar", torch.float64).read(()).item() == 3.5
-    assert files.source("empty", torch.float32).read((slice(0, 0), slice(0, 4))).shape == (0, 4)
-    halves = files.source("torch.float32", torch.bfloat16).read(boxes[1])
+    assert files["bools"].to(torch.bool).read((slice(1, 3),)).tolist() == [False, True]
+    assert files["scalar"].to(torch.float64).read(()).item() == 3.5
+    assert files["empty"].to(torch.float32).read((slice(0, 0), slice(0, 4))).shape == (0, 4)
+    halves = files["torch.float32"].to(torch.bfloat16).read(boxes[1])
     assert torch.equal(halves, tensors["torch.float32"][boxes[1]].bfloat16())
 
 
@@ -61,16 +61,16 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"model.safetensors of the model cannot be read as safetensors \(.*\): save the model again"
     ):
-        WeightFiles([path], "the model")
+        open_files([path], "the model")
     save_file({"weight": torch.ones(100)}, path)
-    source = WeightFiles([path], "the model").source("weight", torch.float32)
+    source = open_files([path], "the model")["weight"].to(torch.float32)
     os.truncate(path, path.stat().st_size - 8)
     assert source.read((slice(0, 98),)).sum() == 98
     with pytest.raises(UserError, match="model.safetensors changed or went away while it was read .it has become shorter."):
         source.read((slice(0, 100),))
     save_file({"weight": torch.ones(100).to(torch.float8_e4m3fn)}, path)
     with pytest.raises(WholeOnly, match="weight is stored as F8_E4M3"):
-        WeightFiles([path], "the model")
+        open_files([path], "the model")
 
 
 def test_one_file_is_taken_before_an_index(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_one_file_is_taken_before_an_index(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="5kB")
     parts = find_weight_files(str(tmp_path), None)
     assert len(parts) > 2 and all(path.parent == tmp_path for path in parts)
-    assert WeightFiles(parts, "it").stored.keys() == model.state_dict().keys() - {"lm_head.weight"}
+    assert open_files(parts, "it").keys() == model.state_dict().keys() - {"lm_head.weight"}
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     assert [path.name for path in find_weight_files(str(tmp_path), None)] == ["model.safetensors"]
     assert len(find_weight_files(str(tmp_path), None, "model.safetensors.index.json")) == len(parts)
@@ -91,7 +91,7 @@ def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
     tensors = {name.removeprefix("transformer."): p.detach() for name, p in model.named_parameters()}
     tensors["more"] = tensors.pop("wpe.weight")
     save_file(tensors, tmp_path / "model.safetensors")
-    match = match_names(model, WeightFiles([tmp_path / "model.safetensors"], "it"))
+    match = match_names(model, open_files([tmp_path / "model.safetensors"], "it"))
     assert match.tensors["transformer.wte.weight"] == "wte.weight"
     assert match.tensors["transformer.h.1.mlp.c_fc.bias"] == "h.1.mlp.c_fc.bias"
     assert (match.missing, match.unknown, match.other_shapes) == (["transformer.wpe.weight"], ["more"], {})
@@ -101,7 +101,7 @@ def test_tensors_that_are_put_together_are_not_guessed(tmp_path: Path) -> None:
     model = HrmTextForCausalLM(HrmTextConfig(**LLAMA_SIZES))
     model.save_pretrained(tmp_path)
     with pytest.raises(WholeOnly, match="transformers makes .* out of tensors of another form"):
-        match_names(model, WeightFiles(find_weight_files(str(tmp_path), None), "it"))
+        match_names(model, open_files(find_weight_files(str(tmp_path), None), "it"))
 
 
 @pytest.mark.parametrize("num_experts", [2, 11])
@@ -109,11 +109,11 @@ def test_experts_are_read_in_any_part_as_transformers_merges_them(tmp_path: Path
     """Expert 10 comes after 9."""
     model = MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=num_experts))
     model.save_pretrained(tmp_path, max_shard_size="40kB")
-    files = WeightFiles(find_weight_files(str(tmp_path), None), "it")
+    files = open_files(find_weight_files(str(tmp_path), None), "it")
     match = match_names(model, files)
     assert (match.missing, match.other_shapes, match.unknown) == ([], {}, [])
     for name, weight in model.state_dict().items():
-        source = files.source(match.tensors[name], torch.float32)
+        source = files[match.tensors[name]].to(torch.float32)
         assert torch.equal(source.read(tuple(slice(0, size) for size in weight.shape)), weight), name
         if weight.ndim == 3:
             middle = weight.shape[1] // 2
@@ -128,7 +128,7 @@ def test_an_expert_that_is_not_there_is_missing(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[next(name for name in tensors if name.endswith("experts.1.w3.weight"))]
     save_file(tensors, tmp_path / "model.safetensors")
-    (missing,) = match_names(model, WeightFiles([tmp_path / "model.safetensors"], "it")).missing
+    (missing,) = match_names(model, open_files([tmp_path / "model.safetensors"], "it")).missing
     assert missing == "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -146,8 +146,8 @@ def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     model: nn.Module = GPT2LMHeadModel(GPT2Config(**SIZES)).bfloat16()
     named = dict(model.named_parameters())
     save_file({name: p.detach() for name, p in named.items()}, tmp_path / "model.safetensors")
-    files = WeightFiles([tmp_path / "model.safetensors"], "it")
-    sources = {name: files.source(name, torch.float32) for name in named}
+    files = open_files([tmp_path / "model.safetensors"], "it")
+    sources = {name: files[name].to(torch.float32) for name in named}
     with patch.object(weight_sources, "PIECE_BYTES", 256):
         hashes = hash_sources(sources, {name: parameter.dtype for name, parameter in named.items()})
     assert hashes == hash_parameters(model, set(named))
@@ -162,7 +162,7 @@ def test_a_head_of_its_own_is_untied_under_whichever_name_the_embedding_is_store
     stored = {**tensors, f"{stored_as}.weight": embedding, "lm_head.weight": head}
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     expected, model = T5ForConditionalGeneration.from_pretrained(tmp_path), T5ForConditionalGeneration(config)
-    files = WeightFiles([tmp_path / "model.safetensors"], "the model")
+    files = open_files([tmp_path / "model.safetensors"], "the model")
     untie_differing(model, files, match_names(model, files))
     assert sorted(aliases(model).values()) == sorted(aliases(expected).values())
     assert ["lm_head.weight"] in aliases(model).values()
