@@ -1,4 +1,4 @@
-"""Reads a model's `config.json`; refuses what cannot be trained here, and rows that exceed the model's positions."""
+"""Reads a model's `config.json`, and refuses what cannot be trained here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import EvalConfig, ModelConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
@@ -169,59 +169,6 @@ def hash_model_config(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def num_positions(model_config: PretrainedConfig) -> tuple[int | None, int | None]:
-    """Tokens that fit an encoder-decoder's encoder and decoder, or a causal model (twice); None: no limit."""
-    if not model_config.is_encoder_decoder:
-        model_config = model_config.get_text_config()
-    both = getattr(model_config, "max_position_embeddings", None)
-    sides = ("max_encoder_position_embeddings", "max_decoder_position_embeddings")
-    return tuple(getattr(model_config, name, both) for name in sides)  # type: ignore[return-value]
-
-
-def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows or generated texts that exceed the model's positions; T5 and its relatives have no limit.
-
-    Args:
-        longest: number of tokens of an encoder-decoder's longest `source` and `target`, or of a causal model's longest `row` and
-            `prompt`, with which a generated text shares its positions.
-
-    Raises:
-        UserError: naming both lengths and the setting to lower.
-    """
-    encoder, decoder = num_positions(model_config)
-    new = evaluation.max_new_tokens if evaluation.generate else 0
-    if "source" in longest:
-        _check_fits(name, "the longest source has", longest["source"], encoder, "data.max_source_length_tokens")
-        _check_fits(name, "the longest target has", longest["target"], decoder, "data.max_target_length_tokens")
-        _check_fits(name, "a generated text may have", new, decoder, "eval.max_new_tokens")
-        return
-    _check_fits(name, "the longest row has", longest["row"], decoder, "data.max_length_tokens")
-    if prompt := longest.get("prompt"):
-        what = f"a prompt has up to {prompt} tokens and eval.max_new_tokens is {new}, together"
-        _check_fits(name, what, prompt + new, decoder, "data.max_length_tokens plus eval.max_new_tokens")
-
-
-def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int) -> str | None:
-    """The warning that a row's rotary positions depend on the rows beside it; None if they do not.
-
-    transformers chooses the frequencies of `longrope` and `dynamic` by the longest row of a forward: `dynamic_rope_update` in its
-    modeling_rope_utils.py.
-    """
-    config = model_config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for of_layers in rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        if of_layers.get("rope_type") not in ("longrope", "dynamic"):
-            continue
-        limit: int = of_layers.get("original_max_position_embeddings") or config.max_position_embeddings
-        if longest_row_tokens > limit:
-            return (
-                f"the longest row has {longest_row_tokens} tokens: beyond {limit} the model's {of_layers['rope_type']} rope has "
-                "other frequencies for all rows of a micro-batch or pack, so losses depend on which rows lie together; "
-                f"data.max_length_tokens {limit} avoids that"
-            )
-    return None
-
-
 def _check_index(index: Path, what: str) -> None:
     """Refuse an index that names anything but safetensors files in its own folder."""
     try:
@@ -258,8 +205,3 @@ def _download_index(config: ModelConfig) -> Path | None:
     with contextlib.suppress(EntryNotFoundError):
         return Path(hf_hub_download(config.name_or_path, WEIGHTS_INDEX, revision=hub_commit(config) or config.revision))
     return None
-
-
-def _check_fits(name: str, what: str, length: int, limit: int | None, setting: str) -> None:
-    if limit is not None and length > limit:
-        raise UserError(f"{what} {length} tokens, but {name} has only {limit} positions: set {setting} to at most {limit}")

@@ -17,8 +17,8 @@ from toolkit.distributed.watchdog import working
 from toolkit.evaluation.metrics import OUR_FIGURES, TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.launch.accelerator import bound_primitive_cache
-from toolkit.models.config import check_positions, warn_of_shared_rope
 from toolkit.models.load import num_token_embeddings
+from toolkit.models.position_limits import check_positions, warn_of_shared_rope
 from toolkit.training.goal import check_metric_on_rows
 
 if TYPE_CHECKING:

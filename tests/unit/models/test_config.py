@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import BartConfig, LlamaConfig, T5Config
 
-from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
+from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.config.task import Task
 from toolkit.errors import UserError
-from toolkit.models.config import check_positions, hub_commit, load_model_config, warn_of_shared_rope
+from toolkit.models.config import hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
+from toolkit.models.position_limits import warn_of_shared_rope
 from toolkit.tasks import causal, seq2seq
 
 DROPOUT_RATES: dict[str, tuple[Task, list[str]]] = {
@@ -28,8 +28,6 @@ DROPOUT_RATES: dict[str, tuple[Task, list[str]]] = {
     "Phi3Config": (causal.TASK, ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
     "Starcoder2Config": (causal.TASK, ["attention_dropout", "embedding_dropout", "residual_dropout"]),
 }
-LLAMA = LlamaConfig(max_position_embeddings=32)
-BART = BartConfig(max_position_embeddings=32)
 
 
 @pytest.mark.parametrize("family", DROPOUT_RATES)
@@ -133,33 +131,3 @@ def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path: Path) -> N
     transformers.T5Config().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has no decoder_start_token_id: add it"):
         load_model_config(ModelConfig(name_or_path=str(tmp_path)), seq2seq.TASK)
-
-
-@pytest.mark.parametrize(
-    ("config", "fits", "longer", "what", "setting"),
-    [
-        (LLAMA, {"row": 32, "prompt": 24}, {"row": 33, "prompt": 24}, "the longest row has 33", "data.max_length_tokens"),
-        (
-            LLAMA,
-            {"row": 9, "prompt": 24},
-            {"row": 9, "prompt": 25},
-            "a prompt has up to 25 tokens and eval.max_new_tokens is 8, together 33",
-            "data.max_length_tokens plus eval.max_new_tokens",
-        ),
-        (BART, {"source": 32, "target": 9}, {"source": 33, "target": 9}, "", "data.max_source_length_tokens"),
-        (BART, {"source": 9, "target": 32}, {"source": 9, "target": 33}, "", "data.max_target_length_tokens"),
-    ],
-)
-def test_a_limit_is_the_last_length_that_fits(config: Any, fits: Any, longer: Any, what: str, setting: str) -> None:
-    check_positions(config, "tiny", fits, EvalConfig(max_new_tokens=8))
-    with pytest.raises(UserError, match=f"{what} tokens, but tiny has only 32 positions: set .*{setting} to at most 32$"):
-        check_positions(config, "tiny", longer, EvalConfig(max_new_tokens=8))
-
-
-def test_what_is_not_generated_takes_no_position() -> None:
-    for evaluation, prompt in ((EvalConfig(max_new_tokens=33, generate=False), 9), (EvalConfig(max_new_tokens=33), 0)):
-        check_positions(LLAMA, "tiny", {"row": 9, "prompt": prompt}, evaluation)
-    check_positions(BART, "tiny", {"source": 9, "target": 9}, EvalConfig(max_new_tokens=33, generate=False))
-    check_positions(T5Config(), "tiny", {"source": 9000, "target": 9000}, EvalConfig(max_new_tokens=9000))
-    with pytest.raises(UserError, match=r"a generated text may have 33 tokens, but tiny has only 32 positions"):
-        check_positions(BART, "tiny", {"source": 9, "target": 9}, EvalConfig(max_new_tokens=33))

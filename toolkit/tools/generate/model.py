@@ -30,10 +30,11 @@ from toolkit.evaluation.generate import find_flaws
 from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.accelerator import cudnn_attention
 from toolkit.launch.environment import asked_for_cpu
-from toolkit.models.config import load_model_config, num_positions
+from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
+from toolkit.models.position_limits import num_positions
 from toolkit.tasks import causal, seq2seq
 from toolkit.tools.private import private
 from toolkit.tools.recipes import is_encoder_decoder

@@ -11,7 +11,8 @@ from typing import Any, Final
 from toolkit.config.load import load_config
 from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line, refusal_named
-from toolkit.models.config import load_model_config, num_positions
+from toolkit.models.config import load_model_config
+from toolkit.models.position_limits import num_positions
 from toolkit.tools.preset_runs import launch
 from toolkit.tools.project import SHIPPED
 from toolkit.tools.recipes import find_recipe
