@@ -46,9 +46,9 @@ def windows_one_too_wide(patch: MonkeyPatch) -> None:
 
     attend = documents.attend_by_document
 
-    def attend_wider(module: Any, heads: Any, located: documents.Documents, *rest: Any) -> Any:
+    def attend_wider(module: Any, query: Any, key: Any, value: Any, located: documents.Documents, *rest: Any) -> Any:
         window = None if located.window is None else located.window + 1
-        return attend(module, heads, dataclasses.replace(located, window=window), *rest)
+        return attend(module, query, key, value, dataclasses.replace(located, window=window), *rest)
 
     patch.setattr(documents, "attend_by_document", attend_wider)
 

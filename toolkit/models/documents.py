@@ -37,10 +37,6 @@ class Documents:
     """Most tokens that a token attends to, itself included; None: all."""
 
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries (1, H, T, D), keys and values (1, K, T, D)."""
-
-
 def register() -> None:
     """Make the attention known to transformers in this process."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -77,23 +73,28 @@ def attend(
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
     assert not unknown, f"attention by document has no {unknown[0]}"
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
-    return attend_by_document(module, (query_1HTD, key_1KTD, value_1KTD), attention_mask, dropout, scaling), None
+    return attend_by_document(module, query_1HTD, key_1KTD, value_1KTD, attention_mask, dropout, scaling), None
 
 
 @torch.compiler.disable  # lengths differ in every batch: compiled blocks would compile again for each
 def attend_by_document(
-    module: torch.nn.Module, heads: Heads, documents: Documents, dropout: float, scaling: float | None
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    documents: Documents,
+    dropout: float,
+    scaling: float | None,
 ) -> torch.Tensor:
     """Causal attention within each document, (1, T, H, D): torch's varlen kernel on CUDA, else document after document."""
-    query_1HTD = heads[0]
     assert query_1HTD.shape[0] == 1 and query_1HTD.shape[2] == sum(documents.lengths)
     if query_1HTD.is_cuda and not dropout:
-        return _varlen(heads, documents, scaling)
+        return _varlen(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
     device = query_1HTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
     if max(documents.lengths) <= longest_eager(device, dtype) and not dropout:
-        return _eager_a_document(heads, documents, scaling)
-    return _sdpa_a_document(module, heads, documents, dropout, scaling)
+        return _eager_a_document(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
+    return _sdpa_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
 
 
 def longest_eager(device_type: str, dtype: torch.dtype) -> int:
@@ -123,9 +124,10 @@ class _Eager(torch.autograd.Function):
         return torch.bmm(of_scores_HLL, key_HLD), of_key_HLD, torch.bmm(weights_HLL.transpose(1, 2), grad_HLD), None
 
 
-def _eager_a_document(heads: Heads, documents: Documents, scaling: float | None) -> torch.Tensor:
+def _eager_a_document(
+    query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
     """As transformers' eager attention: scores and probabilities in bf16, the softmax's sums in fp32."""
-    query_1HTD, key_1KTD, value_1KTD = heads
     groups, longest = query_1HTD.shape[1] // key_1KTD.shape[1], max(documents.lengths)
     query_1HTD = (query_1HTD * (query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling)).bfloat16()
     key_1HTD, value_1HTD = (private("repeat_kv")(tensor.bfloat16(), groups) for tensor in (key_1KTD, value_1KTD))
@@ -141,12 +143,18 @@ def _eager_a_document(heads: Heads, documents: Documents, scaling: float | None)
 
 
 def _sdpa_a_document(
-    module: torch.nn.Module, heads: Heads, documents: Documents, dropout: float, scaling: float | None
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    documents: Documents,
+    dropout: float,
+    scaling: float | None,
 ) -> torch.Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # `split`, because the backward of slices would add up one full-size gradient a document.
-    parts = zip(*(tensor.split(documents.lengths, dim=2) for tensor in heads), strict=True)
+    parts = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (query_1HTD, key_1KTD, value_1KTD)), strict=True)
     outputs = []
     for length, (query, key, value) in zip(documents.lengths, parts, strict=True):
         mask = None
@@ -157,16 +165,28 @@ def _sdpa_a_document(
     return torch.cat(outputs, dim=1)
 
 
-def _varlen(heads: Heads, documents: Documents, scaling: float | None) -> torch.Tensor:
+def _varlen(
+    query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
     from torch.nn.attention import varlen
 
-    tensors, device = [tensor[0].transpose(0, 1) for tensor in heads], heads[0].device.type
-    if torch.is_autocast_enabled(device):  # it casts for sdpa, but not for this kernel
-        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    tensors = [tensor[0].transpose(0, 1) for tensor in (query_1HTD, key_1KTD, value_1KTD)]
+    if torch.is_autocast_enabled(query_1HTD.device.type):  # it casts for sdpa, but not for this kernel
+        tensors = [tensor.to(torch.get_autocast_dtype(query_1HTD.device.type)) for tensor in tensors]
     query_THD, key_TKD, value_TKD = tensors
-    starts_N1, longest = documents.starts_N1, max(documents.lengths)
+    longest = max(documents.lengths)
     # The kernel's window is the number of tokens before a token; -1 is all of them.
     before = -1 if documents.window is None or documents.window >= longest else documents.window - 1
-    options: dict[str, Any] = {"window_size": (before, 0), "enable_gqa": query_THD.shape[1] != key_TKD.shape[1], "scale": scaling}
-    output_THD: Any = varlen.varlen_attn(query_THD, key_TKD, value_TKD, starts_N1, starts_N1, longest, longest, **options)
+    output_THD: Any = varlen.varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        documents.starts_N1,
+        documents.starts_N1,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0),
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )
     return output_THD[None]

@@ -60,9 +60,7 @@ def test_loss_and_gradients_are_those_of_a_dense_mask(family: str, kernel: str, 
     packs = [rows[:3], rows[3:]]
     expected_loss, expected = take_loss_and_gradients(build(family, "sdpa"), packs)
     if kernel == "varlen":
-        monkeypatch.setattr(
-            documents, "_sdpa_a_document", lambda module, heads, *args: documents._varlen(heads, args[0], args[2])
-        )
+        monkeypatch.setattr(documents, "_sdpa_a_document", lambda module, *args: documents._varlen(*args[:4], args[5]))
         monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
     with patch.object(masking_utils, "sdpa_mask") as dense_mask:
         loss, gradients = take_loss_and_gradients(build(family), packs)
@@ -110,7 +108,7 @@ def test_documents_are_eager_up_to_the_length_from_which_this_cpus_sdpa_is_faste
             patch.object(documents, "_eager_a_document") as eager,
             torch.autocast("cpu", torch.bfloat16),
         ):
-            documents.attend_by_document(torch.nn.Module(), (tensor_1HTD,) * 3, located, 0.0, None)
+            documents.attend_by_document(torch.nn.Module(), tensor_1HTD, tensor_1HTD, tensor_1HTD, located, 0.0, None)
         assert (eager.call_count, sdpa.call_count) == (is_eager, not is_eager), length
 
 
@@ -180,13 +178,13 @@ def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
     with FakeTensorMode():
         query, key, value = (torch.empty(1, heads, 20, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
         located = documents.Documents((5, 9, 6), torch.empty(4, dtype=torch.int32), window)
-        output = documents._varlen((query, key, value), located, 0.5)
+        output = documents._varlen(query, key, value, located, 0.5)
         assert output.shape == (1, 20, 4, 8)
         output.sum().backward()
         assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in (query, key, value))
         # As fp32 norms of queries leave them under autocast.
         with torch.autocast("cpu", torch.bfloat16):
-            assert documents._varlen((query.float(), key.float(), value), located, 0.5).dtype == torch.bfloat16
+            assert documents._varlen(query.float(), key.float(), value, located, 0.5).dtype == torch.bfloat16
     assert inspect.signature(plain_varlen_attn, eval_str=True) == inspect.signature(varlen.varlen_attn, eval_str=True)
 
 

@@ -30,9 +30,9 @@ def kernels_of_cuda() -> Iterator[None]:
         yield
 
 
-def _varlen_attention(module: Any, heads: documents.Heads, *_: Any) -> torch.Tensor:
+def _varlen_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     """The varlen kernel keeps the same as the others, and no mask."""
-    return _fused_attention(*heads).transpose(1, 2)
+    return _fused_attention(query, key, value).transpose(1, 2)
 
 
 def _fused_attention(
