@@ -34,9 +34,9 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/recipes tests/distributed tests/families
 	$(BIN)/python -m pytest tests/gpu tests/trackers $(foreach tracker,wandb trackio mlflow,--ignore=tests/trackers/test_$(tracker).py)
 
-# Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each.
+# Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each, two tests at a time.
 test-faults: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/faults
 
 # The pages of `report` and `preview` in Chromium, which is installed from the system's packages if it is not there.
 test-browser: $(VENV)/.installed-browser
