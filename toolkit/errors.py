@@ -99,7 +99,7 @@ def refusal_named(what: str, way_out: str) -> Iterator[None]:
         found = refused(error) or error
         if not isinstance(found, OSError):
             raise
-        raise UserError(f"{what} ({found.strerror}): {way_out}") from None
+        raise UserError(f"{what} ({found.strerror or found}): {way_out}") from None
 
 
 EXIT_USER_ERROR = 2

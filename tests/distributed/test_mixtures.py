@@ -63,6 +63,7 @@ def test_every_pair_of_factors_is_met() -> None:
     wanted = {((one, a), (two, b)) for (one, of_one), (two, of_two) in pairs for a in of_one for b in of_two}
     left = {pair for pair in wanted - met if not {("ranks", "hsdp"), ("ranks", "fsdp1")} & set(pair)}
     assert left == {(("ranks", 1), ("blocks", "checkpointed"))}
+    assert {case["ranks"] for case in CASES.values()} == set(PRESETS)
 
 
 @pytest.fixture(scope="module")

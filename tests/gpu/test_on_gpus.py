@@ -63,7 +63,7 @@ def check_empty_experts(device: torch.device, dtype: torch.dtype) -> None:
     of_output = torch.randn_like(by_expert)
     expected = (by_expert, *torch.autograd.grad(by_expert, (inputs, weights), of_output))
     for _ in range(3):
-        poison = [torch.full_like(weights, torch.nan) for _ in range(8)]
+        poison = [torch.full_like(each, torch.nan) for each in (weights, inputs, by_expert) for _ in range(8)]
         del poison
         output = _grouped_mm(inputs, weights, ends)
         for found, wanted in zip((output, *torch.autograd.grad(output, (inputs, weights), of_output)), expected, strict=True):

@@ -221,7 +221,8 @@ def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: Place
 def _gather(
     sharded: ShardedModel, take: Callable[[str, torch.Tensor], None], folder: Path, names: set[str] | None = None
 ) -> None:
-    """Gather one parameter after another, dequantized, all or those of `names`; rank 0 calls `take` with each. Collective.
+    """Gather one parameter after another, dequantized, all or those of `names`; rank 0 calls `take` with each. What
+    it cannot write is a `UserError` on every rank. Collective.
 
     The other ranks wait for it over the control group, whose limit a slow disk cannot reach. In the next gather they could wait
     for no longer than its own.

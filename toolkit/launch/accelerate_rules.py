@@ -23,7 +23,7 @@ HONOURED_BY_TORCHAO = ("fp8_backend", "fp8_enable_fsdp_float8_all_gather", "fp8_
 
 
 def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) -> None:
-    """Refuse values that would be ignored, fail later or train something else.
+    """Refuse values that would be ignored, fail later or train something else, by a `UserError`.
 
     `sections` holds the nested sections of `mapping` with full key names (`fsdp_version`, never `version`).
     """

@@ -33,7 +33,7 @@ def open_run_folder(config: Any) -> Path:
         UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
             or a node does not see what the first one writes there; raised on every rank.
     """
-    folder = on_all_ranks(lambda: _find_folder(config, config.run.output_dir, config.run.name))
+    folder = on_all_ranks(lambda: _find_folder(config))
     # Random, so that a rank can read only what rank 0 has just written.
     probe, content = broadcast_object((f".probe-{secrets.token_hex(16)}", secrets.token_hex(16)))
     try:
@@ -83,8 +83,8 @@ def restore_run_folder(config: Any, folder: Path) -> None:
         save_config(config, folder / "config.yaml")
 
 
-def _find_folder(config: Any, output_dir: str, name: str) -> Path:
-    """`output_dir/name`, if it is inside `output_dir` after links are resolved. A secret is refused here, before the config goes
+def _find_folder(config: Any) -> Path:
+    """`run.name` in `run.output_dir`, if it is inside after links are resolved. A secret is refused here, before the config goes
     to trackers, into the run folder and into every checkpoint."""
     for key, value in dotted_keys(config).items():
         if SECRET_IN_URL.search(str(value)):  # str() covers lists and their entries; the message omits the secret value
@@ -92,6 +92,7 @@ def _find_folder(config: Any, output_dir: str, name: str) -> Path:
                 f"{key} holds a URL with a password or token, which would be written into the run folder: take it out of the "
                 "URL, and give it by the environment (HF_TOKEN) or ~/.netrc"
             )
+    output_dir, name = config.run.output_dir, config.run.name
     folder = Path(output_dir, name)
     try:
         parent, resolved = Path(output_dir).resolve(), folder.resolve()

@@ -113,8 +113,9 @@ class QuantizedWeight(nn.Module):
         """`weight` is on the meta device; `kind` is `nf4` or `int8`."""
         nn.Module.__init__(self)
         self.kind, self.shape = kind, weight.shape
-        self.codes = nn.Parameter(quantize(weight.detach(), kind), requires_grad=False)
-        self.scales = nn.Parameter(find_scales(weight.detach()), requires_grad=False)
+        plain = weight.detach().contiguous()
+        self.codes = nn.Parameter(quantize(plain, kind), requires_grad=False)
+        self.scales = nn.Parameter(find_scales(plain), requires_grad=False)
         self.pairs: torch.Tensor
         self.register_buffer("pairs", NF4_PAIRS.clone(), persistent=False)
         self.dtype = weight.dtype  # of `weight`: a plain frozen layer's

@@ -67,7 +67,8 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
     """Modules that become shard units of their own, by name, outermost ones only.
 
     Raises:
-        UserError: a wrap class of the YAML is not in the model, or there is no repeated block to infer.
+        UserError: a wrap class of the YAML is not in the model, is all of it, or is called or read from outside a block; or
+            there is no repeated block to infer.
     """
     # By size, or not at all.
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:

@@ -114,7 +114,7 @@ def choose_seq2seq_columns(
 ) -> Columns:
     """As `choose_columns`, of a source text and its target, which are read in one way."""
     names = _name_two("source", config.source_column, "target", config.target_column)
-    check_columns(where, existing, names, way_out="set data.source_column and data.target_column to columns that exist")
+    check_columns(where, existing, names)
     return Columns("seq2seq", names)
 
 

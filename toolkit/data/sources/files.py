@@ -159,7 +159,12 @@ def name_kind(path: Path) -> str | None:
     return kind if kind in READERS else None
 
 
-def check_columns(where: object, existing: Sequence[str], wanted: Sequence[str], way_out: str) -> None:
+def check_columns(
+    where: object,
+    existing: Sequence[str],
+    wanted: Sequence[str],
+    way_out: str = "set data.source_column and data.target_column to columns that exist",
+) -> None:
     """Check that every wanted column exists exactly once; a `UserError` names the one at fault and those that exist."""
     for column in wanted:
         if (count := existing.count(column)) != 1:

@@ -52,9 +52,10 @@ def _compare_exports(run: WatchedRun, config: RecipeConfig, check: dict[str, tor
     if is_enabled(config.adapter):
         from peft import PeftModel
 
+        base = _load(config, config.model.name_or_path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns about transformers' names
-            adapted: Any = PeftModel.from_pretrained(_load(config, config.model.name_or_path), str(run.folder / "export")).eval()
+            adapted: Any = PeftModel.from_pretrained(base, str(run.folder / "export")).eval()
         coded = _quantize(adapted.base_model.model, load_about(run, "trained")["frozen"], config.adapter.base_dtype)
         yield "export", _compare_weights(run, "adapter and base", adapted.base_model.model, trained, coded)
         model = _load(config, run.folder / "merged")
