@@ -91,8 +91,8 @@ def wrong_start(patch: MonkeyPatch) -> None:
 
     shard_model = setup.shard_model
 
-    def changing(*args: Any) -> Any:
-        sharded = shard_model(*args)
+    def changing(*args: Any, **more: Any) -> Any:
+        sharded = shard_model(*args, **more)
         if isinstance(sharded.model, FSDPModule):
             with torch.no_grad():
                 next(p for p in sharded.model.parameters() if p.requires_grad).mul_(1 + 2**-20)
