@@ -18,6 +18,7 @@ STEP = re.compile(r"^(FROM|RUN|COPY|WORKDIR|ENV|CMD) (.*)$")
 @pytest.mark.timeout(1800)
 def test_the_steps_install_what_the_image_starts(tmp_path: Path) -> None:
     image = tmp_path / "image"
+    image.mkdir()
     environment = dict(os.environ)
     folder, done = image, []
     for line in (REPOSITORY / "Dockerfile").read_text().splitlines():
