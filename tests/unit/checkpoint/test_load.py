@@ -132,9 +132,7 @@ OTHER = {"rows": "b", "num_beams": 1}
 
 
 def test_a_resume_under_other_versions_names_them() -> None:
-    import torch
-
-    now = torch.__version__
+    now = version("torch")
     assert describe_versions({"versions": installed_versions()}) is None and describe_versions({}) is None
     assert describe_versions({"versions": {"toolkit": __version__, "torch": "2.0", "peft": "0.1"}}) == (
         f"the checkpoint was made with torch 2.0 ({now} now), peft 0.1 ({version('peft')} now): later losses may differ a little"
