@@ -15,6 +15,7 @@ if sys.platform != "linux":
 
 import logging
 import re
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,10 @@ _MODULES = {
 """Where public names live. They are imported at their first use: torch and its like take seconds."""
 
 # transformers imports torchao if it is installed, which would print four lines on each rank: about shared libraries of formats
-# that are not used here, and about its enums (until pytorch/ao#4848). Every import of ours runs this file first.
+# that are not used here, and about its enums (until pytorch/ao#4848); from Python 3.12 on, at its first import, a fifth about an
+# escape. Every import of ours runs this file first.
 logging.getLogger("torchao").addFilter(lambda record: not re.match(NOT_LOADED_BY_TORCHAO, record.getMessage()))
+warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*/torchao/")
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: _is_not_of_torchao(record))
 
 

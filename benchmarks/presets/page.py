@@ -135,7 +135,16 @@ def _code_of(path: Path) -> str:
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             node.body = [line for line in body if not _is_docstring(line)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
+    return str(_nodes(tree))
+
+
+def _nodes(node: Any) -> Any:
+    """What `ast.dump` shows, without empty fields: each version of Python adds some."""
+    if isinstance(node, list):
+        return [_nodes(part) for part in node]
+    if not isinstance(node, ast.AST):
+        return node
+    return [type(node).__name__, *((name, _nodes(value)) for name, value in ast.iter_fields(node) if value not in (None, []))]
 
 
 def _is_docstring(node: ast.AST) -> bool:
