@@ -143,8 +143,9 @@ def test_help_documents_every_key(config_class: Any, capsys: pytest.CaptureFixtu
     start, _, options = capsys.readouterr().out.partition("options:")
     assert start == "usage: start it\n       or so\n\nA recipe.\n\n"
     for key in known_keys(config_class)[0]:
-        # The flag, its metavariable, and then words before jsonargparse's own "(type: ...".
-        documented = re.search(rf"^  --{re.escape(key)} [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
+        # The flag, its metavariable (from Python 3.13 on, once for both flags of a list), and then words before jsonargparse's
+        # own "(type: ...".
+        documented = re.search(rf"^  --{re.escape(key)},? [^\n]*?\s+([A-Z`][^(]*)\(", options, re.MULTILINE)
         assert documented and len(documented[1].split()) >= 2, f"{key} has no docstring"
 
 
