@@ -28,16 +28,14 @@ def run_cell(family: str, recipe: str, settings: dict[str, Any], folder: Path, k
     import toolkit
     from toolkit.errors import exit_on_user_error
     from toolkit.launch.log import start_logging
-    from toolkit.tools.report import page, picture
     from toolkit.training import finetune
     from toolkit.training.run import leave
 
     is_first, run = os.environ["RANK"] == "0", folder / "runs" / settings["run.name"]
-    # Tests of the report draw its charts; each export is that of a resumed run.
-    undrawn = patch.object(page, "save_run_page", lambda _: None), patch.object(picture, "draw_curves", lambda *_: None)
-    with exit_on_user_error(), undrawn[0], undrawn[1]:
+    with exit_on_user_error():
         start_logging()
         config = toolkit.load_config(recipe, overrides=settings)
+        # Each export is that of a resumed run.
         with patch.object(finetune, "finish", lambda of_run: leave(of_run.trackers)):
             toolkit.finetune(config)
         before = train_lines(run) if is_first else []

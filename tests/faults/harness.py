@@ -21,6 +21,7 @@ from typing import Any
 from tests.faults.workers import faulty_recipe
 from tests.recipes.test_resume import curves
 from tests.support.launch import PEER_GRACE_S, LaunchResult, Running, start
+from tests.support.rank import PAGES
 from tests.support.workbench import FP32, Workbench, step_name
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.files.durable import seal
@@ -63,7 +64,8 @@ def start_with(
     """Start run `name` with faults in it; use it in a `with`. Training is all it does, unless it `exports`."""
     argv = arguments(bench, name, *faults, exports=exports, **changes)
     overrides = FP32 if overrides is None else overrides
-    return start(SCRIPT, argv, preset=preset, overrides=overrides, num_processes=num_processes)
+    env = PAGES if exports else None
+    return start(SCRIPT, argv, preset=preset, overrides=overrides, num_processes=num_processes, env=env)
 
 
 def arguments(bench: Workbench, name: str, *faults: Fault, exports: bool = False, **changes: Any) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.recipes.test_best_weights import WORSENING
 from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.rank import PAGES
 from tests.support.workbench import Workbench
 from toolkit.evaluation.generate import FLAWS
 from toolkit.files.json_lines import load_json_lines
@@ -25,7 +26,7 @@ def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_a
     }
     named = {name: [str(path) for path in paths] for name, paths in files.items()}
     of_run = {**WORSENING, "eval__generate": True, "eval__num_rows": None, "eval__batch_size_rows": 4}
-    printed = workbench.run("run", data__eval_files=named, eval__best_metric="mail/loss", **of_run)
+    printed = workbench.run("run", env=PAGES, data__eval_files=named, eval__best_metric="mail/loss", **of_run)
 
     # Early stop, pruning and export go by the loss of one set.
     lines = {line["step"]: line for line in workbench.lines("run", "eval")}

@@ -15,7 +15,7 @@ from benchmarks.presets.page import preset_header
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES, make_rows, save_jsonl, save_wikihow_csv
-from tests.support.rank import ALL_CHARTS
+from tests.support.rank import PAGES
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, RECIPES, Workbench
 from toolkit.files.json_lines import load_json_lines
@@ -127,8 +127,9 @@ def test_stdlib_configs_train_their_model_and_a_tokenizer(llm_workbench: Workben
     config = RUN_CONFIG_FOLDER / f"{name}.yaml"
     model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
-    llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
+    llm_workbench.run("run", env=PAGES, config=config, model=model, data__files=texts, optim__warmup_steps=1)
     check_whole_run(llm_workbench, generates=False)
+    assert "<h3>Loss</h3>" in (llm_workbench.runs / "run" / "report.html").read_text()
 
 
 def test_functions_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm_workbench: Workbench) -> None:
@@ -189,7 +190,7 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
     config, size_wrap = RUN_CONFIG_FOLDER / "mnist_digits.yaml", "fsdp2_size_wrap"
     flags = [f"--config={config}", f"--run.output_dir={tmp_path}", "--train.num_epochs=1"]
     on_cpu = GPU_PRESET_OVERRIDES_ON_CPU[size_wrap]
-    done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=on_cpu, env=ALL_CHARTS)
+    done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=on_cpu, env=PAGES)
     assert done.returncodes == [0, 0], done.stderr[-3000:]
     assert "1 Linear, " in done.stdout, "the large layer is a shard unit of its own"
     folder = tmp_path / "mnist_digits"
@@ -223,4 +224,3 @@ def check_whole_run(workbench: Workbench, *, generates: bool = True, exports: st
     assert {exports, "tokenizer.json"} <= {path.name for path in (workbench.runs / "run" / "export").iterdir()}
     record = json.loads((workbench.runs / "run" / "record.json").read_text())
     assert len(record["sources"]) == (3 if generates else 0) and record["data"]["splits"][1]["num_rows"] == 3
-    assert "<h3>Loss</h3>" in (workbench.runs / "run" / "report.html").read_text()

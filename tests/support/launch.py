@@ -6,8 +6,8 @@ tens of milliseconds where `accelerate launch` costs 5 to 10 s a process. The en
 
 What differs from `accelerate launch`, so that a test which is about one of these takes the real launcher:
 rank 0 hosts the TCP store (torch elastic's agent does otherwise); the interpreter is left by `os._exit` after threads and
-atexit handlers, so C++ destructors do not run; all ranks of all launches share one string-hash seed; a run draws one chart
-(`tests/support/rank.py`).
+atexit handlers, so C++ destructors do not run; all ranks of all launches share one string-hash seed; a run draws a page
+only for a launch that asks for it (`tests/support/rank.py`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ PRELOADED = [
     "accelerate", "accelerate.commands.launch", "transformers", "transformers.generation",
     "transformers.models.auto.modeling_auto", "transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart",
     "transformers.tokenization_utils_tokenizers", "datasets", "evaluate", "rouge_score.rouge_scorer", "tokenizers",
-    "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "docstring_parser",
-    "toolkit.training.finetune", "toolkit.tools.report.page", "toolkit.tools.report.picture",
+    "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "docstring_parser", "attrs",
+    "transformers.trainer", "toolkit.training.finetune", "toolkit.tasks.seq2seq", "toolkit.tasks.causal", "toolkit.tools.preview",
+    "toolkit.tools.preview.summary", "toolkit.tools.report.page", "toolkit.tools.report.picture", "toolkit.tools.report.terminal",
     "tests.support.frozen_libraries",  # the last
 ]  # fmt: skip
 READ_AT_IMPORT = (

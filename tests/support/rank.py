@@ -21,8 +21,8 @@ from tests.planting.plant import plant_in_rank
 
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 """Set before the imports, in the server: the libraries read these once."""
-ALL_CHARTS = {"TESTS_DRAW_ALL_CHARTS": "1"}
-"""Environment of a launch whose page and picture are looked at chart by chart."""
+PAGES = {"TESTS_DRAW_PAGES": "1"}
+"""Environment of a launch whose page or picture is looked at."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -66,7 +66,7 @@ def _exit_code(world: World, rank: int) -> int:
     try:
         _set_environment(world, rank)
         plant_in_rank()
-        _draw_first_charts()
+        _draw_nothing_unasked()
         if world.script is None:
             _call_function(world, rank)
         else:
@@ -115,17 +115,17 @@ def _set_environment(world: World, rank: int) -> None:
     numpy.random.seed()
 
 
-def _draw_first_charts() -> None:
-    """Of the charts of a run's page and of its picture, draw the first, unless the launch asks for `ALL_CHARTS`.
+def _draw_nothing_unasked() -> None:
+    """Leave out a run's page and picture, unless the launch asks for `PAGES`.
 
-    Fifteen charts take rank 0 longer than all else of a tiny run, and the other ranks wait for it.
+    They take rank 0 longer than a tiny run's evaluation, and the other ranks wait for it.
     """
-    if ALL_CHARTS.items() <= os.environ.items():
+    if PAGES.items() <= os.environ.items():
         return
     from toolkit.tools.report import page, picture
 
-    list_charts = page.list_charts
-    page.list_charts = picture.list_charts = lambda runs: list_charts(runs)[:1]
+    page.save_run_page = lambda _: None
+    picture.draw_curves = lambda *_: None
 
 
 def _accelerate_environment(world: World, rank: int) -> dict[str, str]:

@@ -64,10 +64,18 @@ class Workbench:
         }
         return as_flags(values)
 
-    def start(self, name: str, *, preset: str = "fsdp2_cpu", overrides: dict[str, Any] | None = None, **changes: Any) -> Running:
+    def start(
+        self,
+        name: str,
+        *,
+        preset: str = "fsdp2_cpu",
+        overrides: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        **changes: Any,
+    ) -> Running:
         """Start run `name` in fp32 and return at once; use it in a `with`."""
-        script = RECIPES / f"{self.recipe}.py"
-        return start(script, self.flags(name, **changes), preset=preset, overrides=FP32 if overrides is None else overrides)
+        where: dict[str, Any] = {"preset": preset, "overrides": FP32 if overrides is None else overrides, "env": env}
+        return start(RECIPES / f"{self.recipe}.py", self.flags(name, **changes), **where)
 
     def attempt(self, name: str, **changes: Any) -> LaunchResult:
         """Run to the end, good or bad."""
