@@ -56,7 +56,7 @@ NAMES = listed(
     ("transformers", "PreTrainedModel._supports_attention_backend PreTrainedModel._supports_flash_attn", "attention by document"),
     ("transformers.masking_utils", "causal_mask_function sliding_window_causal_mask_function", "attention by document"),
     ("transformers", "integrations.sdpa_attention.repeat_kv", "attention by document on a CPU"),
-    ("transformers.masking_utils", "find_packed_sequence_indices packed_sequence_compatibility_function", "packing rows"),
+    ("transformers.masking_utils", "find_packed_sequence_indices remap_positions_for_packed_sequence and_masks", "packing rows"),
     ("transformers.masking_utils", "_ignore_causal_mask_sdpa _ignore_bidirectional_mask_sdpa", "a mask without host reads"),
     ("transformers", "PreTrainedModel.warn_if_padding_and_no_attention_mask", "a mask without host reads"),
     ("transformers", "AutoModelForCausalLM._model_mapping", "telling the kinds of models apart"),

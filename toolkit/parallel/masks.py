@@ -135,19 +135,28 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
         mask_function.window = window
         return mask_function
 
-    def keep_documents_apart(mask_function: Any, *positions: torch.Tensor) -> Any:
-        packed = kept["packed_sequence_compatibility_function"](mask_function, *positions)
+    def remap_positions(mask_function: Any, position_ids_BT: torch.Tensor) -> Any:
+        remapped = kept["remap_positions_for_packed_sequence"](mask_function, position_ids_BT)
         window = getattr(mask_function, "window", None)
         if documents is not None and (window is not None or mask_function is causal):
-            packed.documents = dataclasses.replace(documents, window=window)
-        return packed
+            remapped.within = dataclasses.replace(documents, window=window)
+        return remapped
+
+    def keep_documents_apart(*mask_functions: Any) -> Any:
+        """A remapped function meets the one that keeps rows apart: before it in transformers 5.24, after it in 5.23."""
+        both = kept["and_masks"](*mask_functions)
+        for function in mask_functions:
+            if hasattr(function, "within"):
+                both.documents = function.within
+        return both
 
     known: dict[str, Callable[..., Any]] = {
         "find_packed_sequence_indices": find_packed,
         "_ignore_bidirectional_mask_sdpa": can_ignore_bidirectional,
         "_ignore_causal_mask_sdpa": can_ignore_causal,
         "sliding_window_causal_mask_function": slide_within,
-        "packed_sequence_compatibility_function": keep_documents_apart,
+        "remap_positions_for_packed_sequence": remap_positions,
+        "and_masks": keep_documents_apart,
     }
     kept = {name: private(name) for name in known}
     for name, function in known.items():

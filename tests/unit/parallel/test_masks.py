@@ -215,7 +215,7 @@ def test_what_was_replaced_is_put_back_after_an_error() -> None:
     "name",
     [
         "find_packed_sequence_indices", "_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa",
-        "sliding_window_causal_mask_function", "packed_sequence_compatibility_function", "causal_mask_function",
+        "sliding_window_causal_mask_function", "remap_positions_for_packed_sequence", "and_masks", "causal_mask_function",
     ],
 )  # fmt: skip
 def test_a_function_that_transformers_lacks_is_not_skipped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
