@@ -24,8 +24,6 @@ from toolkit.files.durable import written_beside
 from toolkit.optimizers import with_defaults
 from toolkit.optimizers.settings import OptimizerSettings
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
 ConfigT = TypeVar("ConfigT")
 
 
@@ -45,6 +43,8 @@ def load_config(
     Raises:
         UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, an ambiguous path.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    set_parsing_settings(docstring_parse_attribute_docstrings=bool({"--help", "-h"} & {*argv}))  # it takes a third of the time
     # No abbreviations: a misspelt flag would match another one, and perhaps a third in the next version.
     about, _, examples = (description or "").strip().partition("\n\n")
     usage = examples.replace("\n", "\n       ") or None  # instead of a line for each field, all of which follow
@@ -58,7 +58,7 @@ def load_config(
     parser.add_class_arguments(config_class, None)
 
     # Sort the arguments; index the YAML values by key, for error messages and relative paths.
-    files, flags = split_files_and_flags(sys.argv[1:] if argv is None else argv)
+    files, flags = split_files_and_flags(argv)
     flags = join_lists(flags, config_class)
     entries: dict[str, Entry] = {}
     file_arguments = [f"--config={file}" for file in files]
@@ -67,7 +67,8 @@ def load_config(
 
     # Parse the files alone first, so that an error is known to be theirs; then with the flags.
     try:
-        parser.parse_args(file_arguments)
+        if files:
+            parser.parse_args(file_arguments)
     except ArgumentError as error:
         if "arguments are required" not in str(error):  # flags may give them
             raise UserError(sentence(str(error), config_class, [], entries)) from None
