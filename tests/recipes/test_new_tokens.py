@@ -177,9 +177,9 @@ def test_plain_libraries_give_the_trained_models_logits(trained: Workbench, tmp_
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resume_is_the_same_run_bit_for_bit(trained: Workbench, name: str) -> None:
     model, settings = RUNS[name]
-    for num_steps in (2, NUM_STEPS):
-        trained.run(f"{name}-again", model=model, **settings | {"train__max_steps": num_steps})
     runs = [trained.runs / folder for folder in (name, f"{name}-again")]
+    shutil.copytree(*runs, ignore=shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export", "merged"))
+    assert "after step 2\n" in trained.run(f"{name}-again", model=model, **settings)
     whole, again = (next((run / "export").glob("*model.safetensors")).read_bytes() for run in runs)
     assert whole == again
     elsewhere = {"checkpoint__resume": runs[0] / "checkpoints" / "step-00000002", "overrides": FP32 | {"num_processes": 3}}
