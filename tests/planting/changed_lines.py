@@ -140,7 +140,7 @@ def openings_by_their_first_64_characters(patch: MonkeyPatch) -> None:
     """Rows with a long common beginning count as copies, and as one group."""
     from toolkit.data.rows import load
 
-    change(patch, load._hash64, ("text.encode()", "text[:64].encode()"))
+    change(patch, load.hash64, ("text.encode()", "text[:64].encode()"))
 
 
 def rows_in_the_order_of_the_file(patch: MonkeyPatch) -> None:

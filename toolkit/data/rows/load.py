@@ -206,19 +206,19 @@ class Splitter:
 
     def holds_out(self, row: Example, *, is_eval_row: bool) -> bool | None:
         """Whether a row is for evaluation, the same for all rows of a group, in any order. None: it equals an evaluation row."""
-        row_hash = _hash64(row.content)
+        row_hash = hash64(row.content)
         is_held_out = is_eval_row
         if is_eval_row:
             self._eval_rows.add(row_hash)
-            self._eval_openings.add(_hash64(row.opening))
+            self._eval_openings.add(hash64(row.opening))
         elif self._eval_fraction is None and row_hash in self._eval_rows:
             return None
         elif self._eval_fraction is None:
-            self._num_sharing += _hash64(row.opening) in self._eval_openings
+            self._num_sharing += hash64(row.opening) in self._eval_openings
         elif row.held_out is not None:
             is_held_out = row.held_out
         else:
-            is_held_out = _hash64(row.opening if row.group is None else row.group) < self._eval_fraction * 2**64
+            is_held_out = hash64(row.opening if row.group is None else row.group) < self._eval_fraction * 2**64
         (self._held_out_hashes if is_held_out else self._train_hashes).append(row_hash)
         return is_held_out
 
@@ -240,7 +240,7 @@ class Splitter:
         return sentences
 
 
-def _hash64(text: str) -> int:
+def hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.load import RecipeConfig
 from toolkit.data.rows.example import read_examples
-from toolkit.data.rows.load import TextRows
+from toolkit.data.rows.load import TextRows, hash64
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.evaluation.rows import EvaluationRows, even_places
 from toolkit.tools.report.record import LONGEST_TEXT, MOST_PREDICTIONS
@@ -142,8 +141,7 @@ def _find_duplicates(texts: TextRows) -> list[str]:
 
 def _hash_contents(part: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """The id of each row, and a 64-bit hash of what makes two rows duplicates."""
-    contents = (example.content.encode() for batch in part.iter(_ROWS_AT_ONCE) for example in read_examples(batch))
-    hashes = (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") for content in contents)
+    hashes = (hash64(example.content) for batch in part.iter(_ROWS_AT_ONCE) for example in read_examples(batch))
     return part.with_format("numpy")["row_id"][:], np.fromiter(hashes, dtype=np.uint64, count=len(part))
 
 
