@@ -48,12 +48,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def exists(case: Case) -> bool:
-    """Checkpointing is an option of FSDP. HSDP and FSDP1 are met by one family, in plain blocks; four ranks
-    compile one."""
+    """Checkpointing is an option of FSDP. HSDP and FSDP1 are met by one family, in plain blocks."""
     if isinstance(case["ranks"], str):
         return (case["family"], case["blocks"]) == ("mixtral", "plain")
-    if (case["ranks"], case["blocks"]) == (4, "compiled"):
-        return bool(case["family"] == "mixtral")
     return not (case["ranks"] == 1 and case["blocks"] == "checkpointed")
 
 

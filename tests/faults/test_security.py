@@ -21,6 +21,7 @@ from tests.recipes.bad_input import TIMEOUT_S, Case, check
 from tests.recipes.bad_input_cases import ROWS
 from tests.recipes.test_bad_input import WORKING_RUN
 from tests.support.launch import LaunchResult, launch
+from tests.support.rank import PAGES
 from tests.support.workbench import RECIPE
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
@@ -43,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResu
     """A folder with a run of two steps that had secrets in its environment; and how it went."""
     here = tmp_path_factory.mktemp("secure")
     WORKING_RUN.write(here, {"rows.jsonl": ROWS})
-    with patch.dict(os.environ, SECRETS):
+    with patch.dict(os.environ, SECRETS | PAGES):
         result = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --log_row_ids true", sentence=""))
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     return here, result
@@ -125,6 +126,7 @@ def test_secrets_of_the_environment_are_not_written_or_printed(finished: tuple[P
     written = {path: path.read_bytes() for path in (here / "runs/run").rglob("*") if path.is_file()}
     written |= {path: path.read_bytes() for path in (here / "cache").rglob("*") if path.is_file()}
     assert len(written) > 20 and any(b"t5" in content for content in written.values())
+    assert {"report.html", "curves.png"} <= {path.name for path in written}
     for secret in SECRETS.values():
         assert secret.encode() not in printed
         assert [path for path, content in written.items() if secret.encode() in content] == []

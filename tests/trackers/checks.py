@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.launch import run_on_ranks
+from tests.support.rank import PAGES
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, Workbench
 
@@ -28,7 +29,7 @@ SHORT: dict[str, Any] = {
 def run_two(bench: Workbench, tracker: str) -> None:
     """`one`, a run of 4 steps, and `killed`, which is killed after step 4 and goes on from its checkpoint at step 2 to step 5."""
     options: dict[str, Any] = {**SHORT, "tracking__log_with": [tracker], "tracking__project_name": "shelf"}
-    bench.run("one", train__max_steps=4, **options)
+    bench.run("one", env=PAGES, train__max_steps=4, **options)
     bench.run("killed", train__max_steps=4, **options)
     shutil.rmtree(bench.checkpoint("killed", 4))
     printed = bench.run("killed", train__max_steps=5, **options)

@@ -74,7 +74,7 @@ def test_two_runs_are_two_runs(logged: Workbench) -> None:
 
 def test_a_key_is_not_written_or_printed(logged: Workbench) -> None:
     files = [path for path in logged.runs.rglob("*") if path.is_file()]
-    assert any(path.suffix == ".wandb" for path in files)
+    assert any(path.suffix == ".wandb" for path in files) and any(path.name == "report.html" for path in files)
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 

@@ -24,6 +24,8 @@ from toolkit.files.durable import written_beside
 from toolkit.optimizers import with_defaults
 from toolkit.optimizers.settings import OptimizerSettings
 
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
 ConfigT = TypeVar("ConfigT")
 
 
@@ -44,7 +46,6 @@ def load_config(
         UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, an ambiguous path.
     """
     argv = sys.argv[1:] if argv is None else argv
-    set_parsing_settings(docstring_parse_attribute_docstrings=bool({"--help", "-h"} & {*argv}))  # it takes a third of the time
     # No abbreviations: a misspelt flag would match another one, and perhaps a third in the next version.
     about, _, examples = (description or "").strip().partition("\n\n")
     usage = examples.replace("\n", "\n       ") or None  # instead of a line for each field, all of which follow
@@ -55,7 +56,11 @@ def load_config(
         help="Run YAML. Flags win over it. Repeat a list flag to add items. Relative paths in the YAML are looked up in the "
         "working directory and beside the YAML (a match in both is an error), those in flags in the working directory only.",
     )
+    # Docstrings are shown by help only; to read them takes a third of the time.
+    shows_help = any(word.startswith(("-h", "--help", "--print_config")) for word in argv)
+    set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)
     parser.add_class_arguments(config_class, None)
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
     # Sort the arguments; index the YAML values by key, for error messages and relative paths.
     files, flags = split_files_and_flags(argv)
