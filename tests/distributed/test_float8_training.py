@@ -22,6 +22,7 @@ from tests.support.launch import run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES
 from tests.support.small_run import (
     NUM_STEPS,
+    T5_CONFIG,
     figures,
     run_recipe,
     run_recipes,
@@ -73,7 +74,7 @@ def take_step(family: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     from tests.support.model_folders import CAUSAL_FAMILIES
-    from tests.support.small_run import T5_CONFIG, whole_gradients
+    from tests.support.small_run import whole_gradients
     from toolkit.config.schema import OptimConfig
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import rank
@@ -145,7 +146,7 @@ def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_p
 
 def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: dict[str, Any], resume_tolerance: float) -> None:
     """A recipe in bf16, in float8, and in float8 from the checkpoint in the middle; `where` are overrides of the preset."""
-    write_inputs(folder)
+    write_inputs(folder, T5_CONFIG | {"feed_forward_proj": "relu"})
     flags = [
         *("--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--model.dropout", "0.1"),
         *("--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", str(SAVED_STEP), "--eval.generate", "false"),
@@ -159,7 +160,7 @@ def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: 
     resumed = run_recipe(folder, "resumed", **how)[0]
 
     curves = [figures(lines, "train") for lines in (of_bf16, whole, resumed)]
-    assert curves[1]["loss"][-1] < curves[1]["loss"][0] - 0.3
+    assert curves[1]["loss"][-1] < curves[1]["loss"][0] - 0.5
     np.testing.assert_allclose(curves[1]["loss"], curves[0]["loss"], rtol=0.01)
     assert (curves[1]["loss"] != curves[0]["loss"]).all()
     for figure in ("loss", "grad_norm"):

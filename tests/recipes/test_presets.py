@@ -60,6 +60,12 @@ RUN_CONFIGS = [
 """Each has a test below that runs it, made small by flags."""
 
 
+@pytest.fixture(autouse=True)
+def _every_run_draws_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PAGES.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_every_preset_is_here_or_has_a_check_on_gpus_that_says_so() -> None:
     files = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
     assert sorted([*PRESETS, *GPU_CHECKS]) == files
@@ -127,16 +133,13 @@ def test_stdlib_configs_train_their_model_and_a_tokenizer(llm_workbench: Workben
     config = RUN_CONFIG_FOLDER / f"{name}.yaml"
     model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
-    llm_workbench.run("run", env=PAGES, config=config, model=model, data__files=texts, optim__warmup_steps=1)
+    llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
     check_whole_run(llm_workbench, generates=False)
-    check_page(llm_workbench)
 
 
 def test_functions_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm_workbench: Workbench) -> None:
-    config = RUN_CONFIG_FOLDER / "llm_functions.yaml"
-    llm_workbench.run("run", env=PAGES, config=config, model="llama", optim__warmup_steps=1)
+    llm_workbench.run("run", config=RUN_CONFIG_FOLDER / "llm_functions.yaml", model="llama", optim__warmup_steps=1)
     check_whole_run(llm_workbench, exports="adapter_model.safetensors")
-    check_page(llm_workbench)
     merged = llm_workbench.runs / "run" / "merged"
     llm_workbench.run("merged", model=merged, train__max_steps=0)
     after, of_merged = (llm_workbench.lines(name, "eval")[-1] for name in ("run", "merged"))
@@ -169,14 +172,13 @@ def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_p
 
 
 def run_on_chats(workbench: Workbench, folder: Path, config: str, family: str = "llama", **changes: Any) -> str:
-    """A run of a config on chats and a model that knows them, with its page; returns what it printed."""
+    """A run of a config on chats and a model that knows them; returns what it printed."""
     model = folder / "chat-model"
     run_on_ranks(build_chat_model, preset="single", overrides=FP32, args=(model, family))
     turns = [(row["source"], row["target"]) for row in make_rows(60)]
     chats = [{"messages": say(question[:60], answer, question[:20], answer)} for question, answer in turns]
-    printed = workbench.run(
+    return workbench.run(
         "run",
-        env=PAGES,
         config=RUN_CONFIG_FOLDER / f"{config}.yaml",
         model=model,
         data__files=save_jsonl(folder / "chats.jsonl", chats),
@@ -185,8 +187,6 @@ def run_on_chats(workbench: Workbench, folder: Path, config: str, family: str = 
         data__max_length_tokens=96,
         **changes,
     )
-    check_page(workbench)
-    return printed
 
 
 def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
     config, size_wrap = RUN_CONFIG_FOLDER / "mnist_digits.yaml", "fsdp2_size_wrap"
     flags = [f"--config={config}", f"--run.output_dir={tmp_path}", "--train.num_epochs=1"]
     on_cpu = GPU_PRESET_OVERRIDES_ON_CPU[size_wrap]
-    done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=on_cpu, env=PAGES)
+    done = launch(RECIPES / "mnist.py", flags, preset=size_wrap, overrides=on_cpu)
     assert done.returncodes == [0, 0], done.stderr[-3000:]
     assert "1 Linear, " in done.stdout, "the large layer is a shard unit of its own"
     folder = tmp_path / "mnist_digits"
@@ -229,8 +229,4 @@ def check_whole_run(workbench: Workbench, *, generates: bool = True, exports: st
     assert {exports, "tokenizer.json"} <= {path.name for path in (workbench.runs / "run" / "export").iterdir()}
     record = json.loads((workbench.runs / "run" / "record.json").read_text())
     assert len(record["sources"]) == (3 if generates else 0) and record["data"]["splits"][1]["num_rows"] == 3
-
-
-def check_page(workbench: Workbench) -> None:
-    """A run that was to draw it has it."""
     assert "<h3>Loss</h3>" in (workbench.runs / "run" / "report.html").read_text()

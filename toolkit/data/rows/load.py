@@ -241,6 +241,7 @@ class Splitter:
 
 
 def hash64(text: str) -> int:
+    """By which rows are equal, and held out."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
