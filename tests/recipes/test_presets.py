@@ -24,8 +24,9 @@ RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
 PRESETS = {
     "single": "not sharded, 1 process, bf16",
-    "ddp_cpu": "DDP, 2 processes, bf16",
-    "fsdp2_cpu": "FSDP2, 2 processes, bf16",
+    "single_cpu": "not sharded, 1 process, fp32",
+    "ddp_cpu": "DDP, 2 processes, fp32",
+    "fsdp2_cpu": "FSDP2, 2 processes, fp32",
     "ddp": "DDP, 2 processes, bf16",
     "fsdp2_full_shard": "FSDP2, 2 processes, bf16",
     "fsdp2_shard_grad_op": "FSDP2, gathered until the backward, 2 processes, bf16",

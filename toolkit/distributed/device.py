@@ -14,6 +14,7 @@ import torch
 
 from toolkit.distributed.comm import gather_objects
 from toolkit.errors import UserError
+from toolkit.private import private
 from toolkit.variables import local_world_size
 
 GIB = 2**30
@@ -84,6 +85,16 @@ def _cpu_quota_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pro
                 quota, period = (group / "cpu.max").read_text().split()
                 quotas.append(int(quota) / int(period))  # "max" is not a number
     return min(quotas)
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has bf16 arithmetic (x86's AVX512_BF16 or AMX, ARM's bf16) that oneDNN may use (ONEDNN_MAX_CPU_ISA).
+
+    oneDNN alone says yes to any AVX-512.
+    """
+    features = torch.cpu.get_capabilities()
+    is_here = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return is_here and torch.backends.mkldnn.is_available() and private("_is_mkldnn_bf16_supported")()
 
 
 @contextlib.contextmanager

@@ -69,9 +69,9 @@ def _file_of_launcher() -> Path | None:
     return None
 
 
-def check_accelerate_yaml(path: Path) -> dict[str, Any]:
+def check_accelerate_yaml(path: Path, mixed_precision: str | None = None) -> dict[str, Any]:
     """Read the file and refuse everything that would be ignored, misread or fail later, by a `UserError` with the key and its
-    value; returns the parsed mapping."""
+    value; returns the parsed mapping. The launcher's flag `mixed_precision` replaces the file's."""
     import yaml
 
     if not path.is_file():
@@ -85,6 +85,7 @@ def check_accelerate_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a text file in UTF-8: {' '.join(str(error).split())}") from None
     if not isinstance(mapping, dict):
         raise UserError(f"{path}: holds no keys and values, as in `num_processes: 2`")
+    mapping |= {"mixed_precision": mixed_precision} if mixed_precision else {}
     check_mapping(mapping, str(path))
     return mapping
 

@@ -25,10 +25,12 @@ from toolkit.launch.environment import (
     asked_for_cpu,
     asked_for_fsdp,
     check_hardware,
+    launched_precision,
     num_openmp_threads,
     read_launch,
     set_unless_given,
     sets_allocator,
+    slow_bf16,
 )
 from toolkit.launch.same_run import compare_ranks, describe_launch
 from toolkit.private import private
@@ -77,6 +79,9 @@ def build_accelerator(
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 
     on_cpu = asked_for_cpu()
+    precision = mixed_precision or launched_precision()
+    if slow := slow_bf16({"mixed_precision": precision, "use_cpu": on_cpu or not torch.accelerator.is_available()}):
+        logger.warning(slow)
     if not on_cpu and torch.cuda.is_available() and not sets_allocator():
         # Rows differ in length from step to step: memory of fixed segments would fragment. This comes before any allocation.
         private("_accelerator_setAllocatorSettings")("expandable_segments:True")

@@ -11,13 +11,14 @@ import glob
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit import variables
+from toolkit.distributed.device import cpu_has_bf16
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, check_mapping, find_accelerate_yaml
 from toolkit.private import private
@@ -234,6 +235,17 @@ def check_hardware() -> None:
             f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "
             "accelerate config, or take a GPU of compute capability 8.0 or newer"
         )
+
+
+def slow_bf16(mapping: Mapping[str, Any]) -> str:
+    """A sentence if an accelerate YAML asks for bf16 on a CPU here that has to emulate it; else empty.
+
+    On two AVX2 cores, a T5 of 1.2 M parameters trained on 530 tokens/s in bf16 and on 10,600 in fp32.
+    """
+    on_cpu = mapping.get("use_cpu") or (mapping.get("distributed_type") == "NO" and not torch.accelerator.is_available())
+    if mapping.get("mixed_precision") != "bf16" or not on_cpu or cpu_has_bf16():
+        return ""
+    return "mixed_precision is bf16, which this CPU emulates: about 20 times slower than fp32, which --mixed_precision no takes"
 
 
 def check_capability() -> None:

@@ -62,8 +62,10 @@ def _add_check(jobs: Any) -> None:
 
 
 def _check(file: Path) -> None:
-    check_accelerate_yaml(file)
-    print(one_line(f"{file} is fine"))
+    from toolkit.launch.environment import slow_bf16
+
+    slow = slow_bf16(check_accelerate_yaml(file))
+    print(one_line(f"{file} is fine{f', but slow here: {slow}' if slow else ''}"))
 
 
 def _add_checkpoints(jobs: Any) -> None:
@@ -92,11 +94,15 @@ def _add_compare(jobs: Any) -> None:
     )
     add("--num-processes", type=int, metavar="N", help="number of ranks (default: each preset's, at most the GPUs)")
     add("--use-cpu", action="store_true", help="run GPU presets on CPU processes too")
-    add("--mixed-precision", choices=["no", "bf16"], help="precision of all runs (default: each preset's)")
+    _add_precision(add, "all runs (default: each preset's)")
     add("--steps", dest="num_steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)")
     add("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
     new = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
     add("--output", type=Path, default=new, metavar="FOLDER", help="a new folder (default: runs/compare-DATE-TIME)")
+
+
+def _add_precision(add: Any, of: str) -> None:
+    add("--mixed_precision", "--mixed-precision", choices=["no", "bf16"], help=f"precision of {of}")
 
 
 def _add_export(jobs: Any) -> None:
@@ -195,6 +201,7 @@ def _add_train(jobs: Any) -> None:
     add("--preset", metavar="NAME", help="name in accelerate_configs/ or a file (default: the fastest that fits)")
     add("--recipe", choices=["llm", "t5"], help="recipe to start (default: the run YAML's, else by the model)")
     add("--num-processes", type=int, metavar="N", help="number of ranks (default: one per GPU; with --preset on a CPU, its own)")
+    _add_precision(add, "the run (default: the preset's)")
     add("--dry-run", action="store_true", help="print the `accelerate launch` line, and start nothing")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -14,10 +15,13 @@ from toolkit.config.python import CONFIGS
 from toolkit.distributed.device import GIB
 from toolkit.errors import UserError, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
+from toolkit.launch.environment import slow_bf16
 from toolkit.tools.plan.plan import build_plan
 from toolkit.tools.preset_runs import find_preset
 from toolkit.tools.project import check_import, find_shipped
 from toolkit.tools.recipes import find_recipe
+
+logger = logging.getLogger("toolkit")
 
 FOR_ONE_GPU = ("single", "fsdp2_activation_checkpointing", "fsdp2_offload")
 FOR_SEVERAL_GPUS = ("ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload")
@@ -25,7 +29,14 @@ FOR_SEVERAL_GPUS = ("ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_act
 
 
 def train(
-    run_flags: list[str], *, config: str, preset: str | None, recipe: str | None, num_processes: int | None, dry_run: bool
+    run_flags: list[str],
+    *,
+    config: str,
+    preset: str | None,
+    recipe: str | None,
+    num_processes: int | None,
+    mixed_precision: str | None,
+    dry_run: bool,
 ) -> None:
     """Print the line that starts the run, and become it; the arguments are those of the command line.
 
@@ -41,11 +52,13 @@ def train(
     if preset is not None:
         path = find_preset(preset)
     elif gpus:
-        path = _choose_preset(model, arguments, recipe, min(gpus), num_processes or len(gpus))
+        path = _choose_preset(model, arguments, recipe, min(gpus), num_processes or len(gpus), mixed_precision)
     else:
-        path = find_preset("single")
+        path = find_preset("single_cpu")
         print("no GPU here: one process on the CPU; --preset fsdp2_cpu rehearses sharding on two", flush=True)
-    mapping = check_accelerate_yaml(path)
+    mapping = check_accelerate_yaml(path, mixed_precision)
+    if dry_run and (slow := slow_bf16(mapping)):  # a run says it itself
+        logger.warning(slow)
     is_one = mapping["distributed_type"] == "NO"
     if is_one and num_processes not in (None, 1):
         way_out = "leave it out, or name another preset by --preset"
@@ -56,17 +69,20 @@ def train(
     ranks = [*(["--quiet"] if is_one else []), *(["--num_processes", str(num_processes)] if num_processes else [])]
     program = find_shipped("recipes", f"{recipe}.py")
     check_import(program.parent)
+    ranks += ["--mixed_precision", mixed_precision] if mixed_precision else []
     line = ["--config_file", _shown(path), *ranks, _shown(program), "--config", config, *run_flags]
     print(one_line(f"accelerate launch {shlex.join(line)}"), flush=True)
     if not dry_run:
         os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *line])
 
 
-def _choose_preset(model: str, arguments: list[str], recipe: str, gpu_gib: float, num_gpus: int) -> Path:
+def _choose_preset(
+    model: str, arguments: list[str], recipe: str, gpu_gib: float, num_gpus: int, mixed_precision: str | None
+) -> Path:
     """The first preset whose memory plan fits; prints what each needs."""
     for name in FOR_ONE_GPU if num_gpus == 1 else FOR_SEVERAL_GPUS:
         path = find_preset(name)
-        plan = build_plan(model, path, num_gpus, arguments, recipe, gpu_gib, searches=False)
+        plan = build_plan(model, path, num_gpus, arguments, recipe, gpu_gib, searches=False, mixed_precision=mixed_precision)
         needs = f"{plan.total / GIB:.1f} of {plan.usable_bytes / GIB:.1f} usable GiB on each GPU"
         print(f"preset {name} {'fits' if plan.fits else 'does not fit'}: {needs}, {num_gpus} of {gpu_gib:.1f} GiB", flush=True)
         if plan.fits:

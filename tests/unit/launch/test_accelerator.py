@@ -202,3 +202,26 @@ def test_gpus_that_torch_cannot_use_are_named_with_their_driver_and_the_wheel_to
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert why_no_gpu(*places) == "" and why_no_gpu(str(tmp_path / "none*")) == ""
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "onednn", "has"),
+    [
+        ({"avx2": True}, False, False),
+        ({"avx512_f": True}, True, False),  # oneDNN alone says yes
+        ({"avx512_bf16": True}, True, True),
+        ({"amx_bf16": True}, True, True),
+        ({"bf16": True, "neon": True}, True, True),
+        ({"avx512_bf16": True}, False, False),  # oneDNN is kept from it
+    ],
+)
+def test_a_cpu_has_bf16_or_a_line_says_that_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], onednn: bool, has: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    slow = environment.slow_bf16({"mixed_precision": "bf16", "use_cpu": True, "distributed_type": "FSDP"})
+    what = "mixed_precision is bf16, which this CPU emulates"
+    assert slow == ("" if has else f"{what}: about 20 times slower than fp32, which --mixed_precision no takes")
+    for others in ({"mixed_precision": "no"}, {"use_cpu": False}):  # another precision; a preset for GPUs
+        assert not environment.slow_bf16({"mixed_precision": "bf16", "use_cpu": True, "distributed_type": "FSDP", **others})

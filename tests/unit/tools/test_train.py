@@ -50,7 +50,8 @@ def test_without_a_gpu_it_is_one_process(start: Callable[..., list[str]]) -> Non
     hint, line = start("--dry-run", "--optim.lr", "1e-3")
     assert hint == "no GPU here: one process on the CPU; --preset fsdp2_cpu rehearses sharding on two"
     assert (
-        line == f"accelerate launch --config_file {PRESETS}/single.yaml --quiet {RECIPES}/t5.py --config run.yaml --optim.lr 1e-3"
+        line
+        == f"accelerate launch --config_file {PRESETS}/single_cpu.yaml --quiet {RECIPES}/t5.py --config run.yaml --optim.lr 1e-3"
     )
 
 
@@ -102,7 +103,8 @@ def test_processes_that_the_preset_does_not_start_are_refused(
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         start("--dry-run", *preset, "--num-processes", "2", gpus=gpus)
-    sentence = f"--num-processes is 2, and {PRESETS}/single.yaml starts one: leave it out, or name another preset by --preset"
+    one = PRESETS / ("single.yaml" if preset else "single_cpu.yaml")
+    sentence = f"--num-processes is 2, and {one} starts one: leave it out, or name another preset by --preset"
     assert stop.value.code == 2 and capsys.readouterr().err == f"error: {sentence}\n"
 
 
@@ -127,3 +129,22 @@ def test_it_becomes_the_line_that_it_prints(start: Callable[..., list[str]], mon
     monkeypatch.setattr("os.execv", lambda program, argv: seen.append([program, *argv]))
     line = start()[-1]
     assert seen[0][2:4] == ["-m", "accelerate.commands.launch"] and f"accelerate launch {' '.join(seen[0][4:])}" == line
+
+
+def test_another_precision_reaches_the_plan_and_the_launcher(
+    start: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, build_plan = [], command.build_plan
+    monkeypatch.setattr(command, "build_plan", lambda *given, **more: plans.append(build_plan(*given, **more)) or plans[-1])
+    line = start("--dry-run", "--mixed_precision", "no", gpus=(16.0,))[-1]
+    assert [plan.strategy.compute_dtype for plan in plans] == [torch.float32]
+    assert line.startswith(f"accelerate launch --config_file {PRESETS}/single.yaml --quiet --mixed_precision no ")
+
+
+def test_a_dry_run_says_that_bf16_is_slow_here(
+    start: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for has_bf16, num_lines in ((True, 0), (False, 1)):
+        monkeypatch.setattr("toolkit.launch.environment.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
+        start("--dry-run", "--mixed-precision", "bf16")
+        assert caplog.text.count("mixed_precision is bf16, which this CPU emulates") == num_lines

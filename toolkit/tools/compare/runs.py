@@ -16,6 +16,7 @@ import torch
 
 from toolkit.errors import UserError, escape_controls, one_line, refusal_named
 from toolkit.launch.accelerate_yaml import SECTIONS, check_accelerate_yaml, check_mapping
+from toolkit.launch.environment import slow_bf16
 from toolkit.tools.compare import table
 from toolkit.tools.compare.table import Outcome
 from toolkit.tools.preset_runs import adapt_preset, find_preset, launch, reason_of_failure, save_preset
@@ -125,6 +126,8 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
         adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=use_cpu)
         adapted |= {"mixed_precision": conditions.mixed_precision} if conditions.mixed_precision else {}
         path = save_preset(adapted, output / f"{name}.yaml")
+        if slow := slow_bf16(adapted):
+            logger.warning(f"{preset}: {slow}")
         _check_devices(adapted)
     except UserError as error:
         failure = str(error)

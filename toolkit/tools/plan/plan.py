@@ -85,12 +85,14 @@ def build_plan(
     gpu_memory_gib: float,
     *,
     searches: bool = True,
+    mixed_precision: str | None = None,
 ) -> Plan:
     """Build a run's memory plan; downloads only the model's config.
 
     Args:
         run_arguments: `--config FILE` and dotted flags, as for a recipe; may be empty.
         searches: search for the largest micro-batch and for changes of the preset.
+        mixed_precision: replaces the preset's.
 
     Raises:
         UserError: whatever the run itself would raise, or the mesh has another number of ranks.
@@ -98,7 +100,7 @@ def build_plan(
     if not 0 < gpu_memory_gib < float("inf"):
         raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
     # What to plan for.
-    strategy = load_strategy(preset, num_processes, gpu_memory_gib)
+    strategy = load_strategy(preset, num_processes, gpu_memory_gib, mixed_precision)
     _show_progress(f"building {model}")
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)

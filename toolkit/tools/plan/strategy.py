@@ -54,15 +54,17 @@ class Strategy:
         return self.kind in ("fsdp1", "fsdp2")
 
 
-def load_strategy(path: Path, num_processes: int, gpu_memory_gib: float | None = None) -> Strategy:
-    """Read an accelerate YAML for `num_processes` on GPUs of this memory.
+def load_strategy(
+    path: Path, num_processes: int, gpu_memory_gib: float | None = None, mixed_precision: str | None = None
+) -> Strategy:
+    """Read an accelerate YAML for `num_processes` on GPUs of this memory; `mixed_precision` replaces the file's.
 
     Raises:
         UserError: the file is not valid, or its mesh has another number of ranks.
     """
     if num_processes < 1:
         raise UserError(f"--num-processes is {num_processes}: it must be at least 1")
-    mapping = check_accelerate_yaml(path)
+    mapping = check_accelerate_yaml(path, mixed_precision)
     num_machines = mapping.get("num_machines", 1)
     if num_processes % num_machines:
         raise UserError(

@@ -75,12 +75,15 @@ def test_presets_run_one_after_the_other_with_flags_of_their_own(
 
 
 def test_a_preset_that_fails_gets_its_sentence_and_the_rest_goes_on(
-    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("toolkit.launch.environment.cpu_has_bf16", lambda: False)
     presets = "fsdp1_full_shard,fsdp2_hsdp,fsdp1_hybrid_shard,fsdp2_cpu"
     assert run("--presets", presets, "--use-cpu", "--num-processes", 2, "--output", tmp_path) == 1
     assert len(launched) == 2, "what cannot run here is not launched"
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fsdp")]
+    printed = capsys.readouterr()
+    assert printed.err.count("mixed_precision is bf16, which this CPU emulates") == 1, "of the one that is launched with it"
+    rows = [line for line in printed.out.splitlines() if line.startswith("| fsdp")]
     own_changes = "fsdp_sync_module_states true → false; num_processes 8 → 2; use_cpu false → true"
     assert rows[0].endswith(f"| failed: it is wrong: write another; {own_changes} |")
     assert "failed: a mesh of replicas and shards needs an even number of processes, 4 or more, not 2" in rows[1]

@@ -1,0 +1,64 @@
+"""A rehearsal in bf16, asked for by the launcher's flag: what GPUs compute in, on CPU processes, whose presets take fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.test_quantized_base import build_models
+from tests.support.launch import run_on_ranks
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import Workbench
+
+LORA = {"model": "llm", "adapter__method": "lora", "adapter__rank": 8, "optim__lr": 1e-2}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"model": "t5", "recipe": "t5"},
+    "lora": LORA,
+    "nf4": LORA | {"adapter__base_dtype": "nf4"},
+    "mixture": {"model": "moe"},
+}
+PRESETS = ("single_cpu", "ddp_cpu", "fsdp2_cpu")
+
+
+@pytest.fixture(scope="module")
+def losses(bench: Workbench, llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Of training and evaluation, by kind, preset and precision; all kinds of a preset share a launch."""
+    models = tmp_path_factory.mktemp("bf16-models")
+    run_on_ranks(build_models, preset="single_cpu", args=(models,))
+    found = {}
+    for preset, precision in [("single_cpu", "no"), *((preset, "bf16") for preset in PRESETS)]:
+        runs = {f"{kind}-{preset}-{precision}": dict(how) for kind, how in KINDS.items()}
+        commands = []
+        for name, how in runs.items():
+            of = bench if how.pop("recipe", "llm") == "t5" else llm_bench
+            model, how["export__merge"] = models / how.pop("model"), "adapter__method" in how
+            commands.append((of.recipe, of.flags(name, model, model__dropout=0, **how)))
+        run_on_ranks(_train_all, preset=preset, overrides={"mixed_precision": precision}, args=(commands,))
+        for name in runs:
+            found[name] = [line["loss"] for kind in ("train", "eval") for line in bench.lines(name, kind)]
+    return found
+
+
+def _train_all(commands: list[tuple[str, list[str]]]) -> None:
+    for recipe, argv in commands:
+        run_in_this_process(recipe, argv)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_in_bf16_follows_the_one_in_fp32(bench: Workbench, losses: dict[str, list[float]], kind: str, preset: str) -> None:
+    """As closely as 8 bits of a number allow; an equal loss would not have been computed in bf16."""
+    of_fp32, of_bf16 = losses[f"{kind}-single_cpu-no"], losses[f"{kind}-{preset}-bf16"]
+    assert len(of_bf16) == 4 and all(np.not_equal(of_bf16, of_fp32))
+    np.testing.assert_allclose(of_bf16, of_fp32, rtol=2**-6)
+    exported = bench.runs / f"{kind}-{preset}-bf16" / ("merged" if kind in ("lora", "nf4") else "export")
+    assert (exported / "model.safetensors").exists()
+
+
+def test_a_cpu_that_emulates_bf16_says_so_before_anything_loads(workbench: Workbench) -> None:
+    where = {"preset": "single_cpu", "overrides": {"mixed_precision": "bf16"}, "env": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
+    with workbench.start("run", **where, model="nosuch") as running:
+        assert running.wait().returncodes == [2]
+        assert running.output("stderr").startswith("WARNING: mixed_precision is bf16, which this CPU emulates: ")
