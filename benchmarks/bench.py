@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.checkpoint import save_blocking
 from benchmarks.measuring import (
@@ -71,7 +72,7 @@ class Row:
 def main() -> None:
     options = parse_options()
     folder = Path(tempfile.gettempdir()) if options.small else RESULTS
-    about = f"""; bf16.
+    about = f"""; {"bf16" if torch.cuda.is_available() else "fp32"} on both sides.
 
 Median [quartiles] of {options.repetitions} turns after a first one that warms up; ratios are taken within a turn.
 Times are of training steps and evaluations, not of starts."""

@@ -72,10 +72,11 @@ def run_script(
     """`run_side` of a script that shares this machine's cores among its processes.
 
     Args:
-        preset: name of an accelerate YAML to launch it with; None runs it in plain python.
+        preset: name of an accelerate YAML to launch it with, in bf16 as on GPUs; None runs it in plain python.
         num_processes: of the launch; without a preset, how many such scripts share the cores.
     """
-    accelerate = ["-m", "accelerate.commands.launch", "--num_processes", str(num_processes), "--config_file"]
+    precision = ["--mixed_precision", "bf16"]  # of memory and bytes; CPU presets compute in fp32
+    accelerate = ["-m", "accelerate.commands.launch", *precision, "--num_processes", str(num_processes), "--config_file"]
     launch = [*accelerate, f"accelerate_configs/{preset}.yaml"] if preset else []
     return run_side([sys.executable, *launch, script, *arguments], num_threads=max(1, num_cores() // num_processes))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,8 @@ class PeerConfig:
     """`datasets.save_to_disk` folder with `input_ids` and `labels`."""
     work_folder: str
     """Where the Trainer may write."""
-    bf16: bool = True
+    bf16: bool = field(default_factory=torch.cuda.is_available)
+    """On CPUs both sides compute in fp32."""
     seed: int = 0
     batch_size_rows: int = 16
     lr: float = 1e-3

@@ -92,7 +92,7 @@ def build_trainer(config: PeerConfig) -> SFTTrainer:
         lr_scheduler_type="constant",
         per_device_train_batch_size=config.batch_size_rows,
         max_length=config.max_length_tokens,
-        bf16=True,
+        bf16=torch.cuda.is_available(),  # on CPUs both sides compute in fp32
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to="none",

@@ -93,6 +93,7 @@ def train_theirs(folder: Path, run: str, num_rows: int) -> float:
     config = {
         "task": "train",
         "mode": "default",
+        "bf16": True,
         "model_folder": folder / "model",
         "dataset_folder": folder / "tokens",
         "work_folder": folder / run,

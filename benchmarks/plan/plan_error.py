@@ -206,6 +206,7 @@ def _write_inputs(case: Case, folder: Path, num_processes: int) -> tuple[Path, P
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(case.model))
     mapping = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{case.preset}.yaml").read_text())
+    mapping["mixed_precision"] = "bf16"  # unless the case says otherwise
     for key, value in (case.changes | {"num_processes": num_processes}).items():
         mapping[key] = mapping[key] | value if isinstance(value, dict) else value
     preset = model / "preset.yaml"

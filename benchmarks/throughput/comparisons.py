@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.throughput.rows import MAX_LENGTH_TOKENS, MAX_SOURCE_TOKENS, MAX_TARGET_TOKENS, write_llm_data, write_t5_data
 from benchmarks.turns import Side
 
@@ -77,7 +79,7 @@ class _Start:
         }
         flags = {name: str(value) if isinstance(value, Path) else value for name, value in (shared | flags).items()}
         config = {"task": "train", "recipe": recipe, "flags": flags, **config}
-        return self(f"benchmarks/throughput/{script}.py", config, preset="single")
+        return self(f"benchmarks/throughput/{script}.py", config, preset="single" if torch.cuda.is_available() else "single_cpu")
 
 
 def t5_training(folder: Path, num_threads: int, *, num_rows: int, default_steps: int) -> Comparison:
@@ -95,8 +97,8 @@ def t5_training(folder: Path, num_threads: int, *, num_rows: int, default_steps:
         title="T5, training",
         about=f"""8.4 M parameters from random weights, dropout 0.1; {num_rows} docstrings, sources cut to
 {MAX_SOURCE_TOKENS} tokens, batch {BATCH_SIZE_ROWS}. A turn is an epoch, or {default_steps} steps of the defaults, whose batches
-are random. Matched: grouped by length, fused AdamW, bf16, with transformers' own attention (sdpa), and with eager, which is
-faster on a CPU and is what our run chooses there.""",
+are random. Matched: grouped by length, fused AdamW, with transformers' own attention (sdpa), and with eager, which is faster on a
+CPU and is what our run chooses there.""",
         unit="rows",
         sides={
             T5_DEFAULTS: peer("default", steps_per_turn=default_steps),
