@@ -4,7 +4,10 @@ VENV ?= .venv
 PYTHONS ?= python3.11 python3.12 python3.13
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.yaml
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# On a terminal pip shows what it loads.
+INSTALL := echo "Installing the pinned packages into $(VENV): a minute or two where the network is fast" && \
+  $(BIN)/python -m pip install $$([ -t 2 ] || echo --quiet) --disable-pip-version-check -c constraints.txt
+INSTALLED = @touch $@ && echo "Installed: $@"
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 TRACKERS := tensorboard wandb trackio mlflow
@@ -28,15 +31,15 @@ moe: $(VENV)/.installed
 	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_moe.yaml
 
 # The unit tests, a process for each core; then the tests that start ranks, two at a time: ranks that wait for each other leave a
-# core idle. Those that measure GPUs or a tracker run alone.
+# core idle. Those that measure GPUs or a tracker run alone. All of them run; what failed is named at the end.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile tests/unit
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/recipes tests/distributed tests/families
-	$(BIN)/python -m pytest tests/gpu tests/trackers $(foreach tracker,wandb trackio mlflow,--ignore=tests/trackers/test_$(tracker).py)
+	$(BIN)/python -m tests.run "--numprocesses logical --maxprocesses 8 --dist loadfile tests/unit" \
+	  "--numprocesses 2 --dist loadfile tests/recipes tests/distributed tests/families" \
+	  "tests/gpu tests/trackers $(foreach tracker,wandb trackio mlflow,--ignore=tests/trackers/test_$(tracker).py)"
 
 # Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each, two tests at a time.
 test-faults: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/faults
+	$(BIN)/python -m tests.run "--numprocesses 2 --dist loadfile tests/faults"
 
 # The pages of `report` and `preview` in Chromium, which is installed from the system's packages if it is not there.
 test-browser: $(VENV)/.installed-browser
@@ -51,7 +54,7 @@ test-slurm: $(VENV)/.installed-test
 
 # Unit tests and invariants at both ends of the version ranges, and on each of PYTHONS; uv keeps 15 GB of packages. Not in CI.
 test-versions: $(VENV)/.installed
-	$(INSTALL) 'uv>=0.9'
+	@$(INSTALL) 'uv>=0.9'
 	$(BIN)/python -m tests.versions $(PYTHONS)
 
 # The Dockerfile's steps on a copy of the checkout, without Docker. As root on Debian; PyPI.
@@ -114,25 +117,25 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(INSTALL) -e .
-	touch $@
+	@$(INSTALL) -e .
+	$(INSTALLED)
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(INSTALL) -e '.[test]'
-	touch $@
+	@$(INSTALL) -e '.[test]'
+	$(INSTALLED)
 
 $(VENV)/.installed-browser: $(VENV)/.installed-test
-	$(INSTALL) -e '.[browser]'
-	touch $@
+	@$(INSTALL) -e '.[browser]'
+	$(INSTALLED)
 
 $(patsubst %,$(VENV)/.installed-%,$(TRACKERS) $(READERS) docs): $(VENV)/.installed-%: $(VENV)/.installed-test
-	$(INSTALL) -e '.[$*]'
-	touch $@
+	@$(INSTALL) -e '.[$*]'
+	$(INSTALLED)
 
 # trackio takes no pillow 13 yet, which nothing else here minds.
 $(VENV)/.installed-trackio: private INSTALL := grep -v '^pillow==' constraints.txt >$(VENV)/trackio.txt && \
   $(subst constraints.txt,$(VENV)/trackio.txt,$(INSTALL))
 
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(INSTALL) -e '.[bench]'
-	touch $@
+	@$(INSTALL) -e '.[bench]'
+	$(INSTALLED)
