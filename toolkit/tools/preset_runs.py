@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +94,25 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
             env=environment_of_runs(PACKAGE_FOLDER.parent),
         )
         try:
-            return launcher.wait()
+            with _taking_ctrl_c():
+                return launcher.wait()
         except BaseException:  # Ctrl-C
             _stop(launcher)
             raise
+
+
+@contextlib.contextmanager
+def _taking_ctrl_c() -> Iterator[None]:
+    """Take SIGINT as the launcher and its ranks do, also where a shell has started this command in the background and has it
+    ignored: they would stop, and the next run would begin."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _stop(launcher: subprocess.Popen[bytes]) -> None:
