@@ -42,8 +42,15 @@ class World:
     args: tuple[Any, ...] = ()
 
 
+def as_in_a_terminal() -> None:
+    """Take signals as a process that a terminal has started: with `nohup` or in the background, the tests have some ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 def run_rank(world: World, rank: int) -> None:
     """Body of a rank: become what `accelerate launch` would have started, run, and leave as a real process does."""
+    as_in_a_terminal()
     os.setsid()
     # The server is this process's parent and ends with pytest: no rank outlives an interrupted test run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

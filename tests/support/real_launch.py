@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launch import REPOSITORY, write_accelerate_yaml
-from tests.support.rank import SERVER_ENVIRONMENT
+from tests.support.rank import SERVER_ENVIRONMENT, as_in_a_terminal
 
 
 def accelerate_launch(
@@ -38,11 +38,11 @@ def accelerate_launch(
     # This checkout, installed or not, behind what the rehearsal of `make gpu` puts there.
     python_path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)]))
     environment = os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": python_path} | (env or {})
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": as_in_a_terminal}
     return subprocess.Popen([*command, script, *argv], cwd=REPOSITORY, env=environment, **pipes)
 
 
-def finish(launcher: subprocess.Popen[str], timeout_s: float = 200) -> str:
+def finish(launcher: subprocess.Popen[str], timeout_s: float = 600) -> str:
     """What the launcher and its ranks have printed when they end; one that hangs is stopped, and its ranks with it."""
     try:
         return launcher.communicate(timeout=timeout_s)[0]

@@ -8,12 +8,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.unit.distributed.test_watchdog import Bitten
 from toolkit.distributed.activity import Activity
 
 WINDOW_S = 0.3
@@ -59,26 +57,6 @@ def test_threads_that_do_not_count() -> None:
     activity.restart(before_s)
     compute()
     assert not activity.has_worked(time.thread_time())
-
-
-def test_a_watchdog_sees_work_of_a_child_while_its_own_thread_waits(tmp_path: Path) -> None:
-    code = COMPUTE.format(seconds=1.5)
-    with Bitten(0.6, tmp_path) as watchdog:
-        watchdog.at("tokenizing", works=True)
-        with subprocess.Popen([sys.executable, "-S", "-c", code]) as child:
-            child.wait()
-            assert not watchdog.bitten.is_set()
-            assert watchdog.bitten.wait(10)
-    assert "rank 0 stopped moving: in tokenizing, for " in watchdog.sentence
-
-
-def test_a_strict_phase_does_not_take_work_for_movement(tmp_path: Path) -> None:
-    """A host that waits for a GPU takes a whole core."""
-    with Bitten(0.5, tmp_path) as watchdog:
-        watchdog.at("evaluation", 3)
-        exec(COMPUTE.format(seconds=1.2))
-        assert watchdog.bitten.is_set()
-    assert "rank 0 stopped moving: in step 3, evaluation" in watchdog.sentence
 
 
 def test_a_child_counts_where_the_system_hides_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
