@@ -17,17 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.faults.workers import faulty_recipe
 from tests.recipes.test_resume import curves
-from tests.support.launch import PEER_GRACE_S, LaunchResult, Running, start
+from tests.support import launch
+from tests.support.launch import LaunchResult, Running, start
 from tests.support.rank import PAGES
 from tests.support.workbench import FP32, Workbench, step_name
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.files.durable import seal
 
 SCRIPT = faulty_recipe.__file__
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """How long a test waits for what is to come at once."""
 
 Fault = Callable[[], None]
@@ -74,9 +76,9 @@ def arguments(bench: Workbench, name: str, *faults: Fault, exports: bool = False
     return [pickle.dumps(every).hex(), bench.recipe, *bench.flags(name, **changes)]
 
 
-def attempt_with(bench: Workbench, name: str, *faults: Fault, timeout_s: float = 120, **changes: Any) -> Outcome:
-    """Run to the end, good or bad."""
-    with start_with(bench, name, *faults, **changes) as running:
+def attempt_with(bench: Workbench, name: str, *faults: Fault, timeout_s: float = 2 * PATIENCE_S, **changes: Any) -> Outcome:
+    """Run to the end, good or bad. Nobody ends a rank whose peer has gone: it does so itself, however slow the machine is."""
+    with patch.object(launch, "PEER_GRACE_S", PATIENCE_S), start_with(bench, name, *faults, **changes) as running:
         result = running.wait(timeout_s)
         return Outcome(result.returncodes, result.stdout, result.stderr, end_s=time.time())
 
@@ -197,4 +199,4 @@ def check_survivors_ended_by_themselves(outcome: Outcome) -> None:
     assert outcome.injected, "nothing was injected"
     for code in outcome.returncodes:
         assert code in (1, -signal.SIGKILL), outcome.stderr[-6000:]
-    assert outcome.seconds_after < PEER_GRACE_S, f"{outcome.seconds_after:.1f} s"
+    assert outcome.seconds_after < PATIENCE_S, f"{outcome.seconds_after:.1f} s"

@@ -108,7 +108,7 @@ def signals_until_the_end(signals: Sequence[str], every_s: float) -> None:
 
 def wait_for_signal(step: int, file: str) -> None:
     """Each rank says in `file`-<rank> that it has begun a step, and waits there until a signal is noted, or its launcher is gone
-    (20 s at most)."""
+    (two minutes at most)."""
     from toolkit.distributed.comm import rank
     from toolkit.distributed.signals import StopRequests, launcher_is_gone
     from toolkit.training import loop
@@ -119,7 +119,7 @@ def wait_for_signal(step: int, file: str) -> None:
     def wait(_: str, __: int, step_now: int, *___: int) -> None:
         if step_now == step:
             Path(f"{file}-{rank()}").touch()
-            give_up_at = time.monotonic() + 20
+            give_up_at = time.monotonic() + 120
             while not stops[0].noted and not launcher_is_gone() and time.monotonic() < give_up_at:
                 time.sleep(0.02)
 

@@ -132,8 +132,6 @@ CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "fsdp2, gradient": (bad_gradient("nan", 1, 4, rank=1), [1, 4], {}),
     "fsdp2, bf16, loss": (bad_loss("nan", (2, 0, 1)), [2], BF16),
     "ddp, gradient of one replica": (bad_gradient("inf", 1, 2, rank=1), [1, 2], {"preset": "ddp_cpu"}),
-    "ddp, bf16, loss": (bad_loss("inf", (1, 1, 0)), [1], {"preset": "ddp_cpu", **BF16}),
-    "fsdp1, loss": (bad_loss("-inf", (3, 0, 0)), [3], FSDP1),
     "fsdp1, gradient": (bad_gradient("nan", 1, rank=0), [1], FSDP1),
     "single, loss": (bad_loss("nan", (1, 0, 1), (5, 0, 0)), [1, 5], {"preset": "single"}),
 }  # fmt: skip
@@ -189,7 +187,6 @@ RESUMED: dict[str, tuple[list[Fault], dict[str, Any], list[int]]] = {
     "skips on both sides": ([bad_loss("nan", (3, 1, 0), (5, 0, 1))], {"log_every_steps": 4}, [3, 5]),
     "skip in the last step": ([bad_loss("inf", (4, 0, 0))], {"preset": "ddp_cpu"}, [4]),
     "spike after a window with a NaN in it": ([SPIKE, bad_loss("nan", (2, 1, 0))], GUARDED | {"log_every_steps": 2}, [2, 6]),
-    "spikes let through": ([SPIKE], {}, []),
 }
 
 
@@ -215,11 +212,9 @@ TOO_MANY = {"optim__max_skipped_steps": 3}
 BAD_STEPS = bad_loss("nan", (2, 1, 0), (3, 0, 0), (4, 1, 1), (5, 0, 0), (6, 0, 0))
 
 
-@pytest.mark.parametrize("log_every_steps", [1, 4])
-def test_too_many_in_a_row_stop_the_run(bench: Workbench, log_every_steps: int) -> None:
-    name = f"too-many-{log_every_steps}"
-    result = attempt_with(bench, name, BAD_STEPS, **CHANGES, **TOO_MANY, log_every_steps=log_every_steps)
-    check_too_many(bench, name, result.returncodes, result.stderr, "up to step 4 ", [2, 3, 4])
+def test_too_many_in_a_row_stop_the_run(bench: Workbench) -> None:
+    result = attempt_with(bench, "too-many", BAD_STEPS, **CHANGES, **TOO_MANY, log_every_steps=4)
+    check_too_many(bench, "too-many", result.returncodes, result.stderr, "up to step 4 ", [2, 3, 4])
 
 
 def test_too_many_in_a_row_stop_the_run_though_the_next_one_is_good(bench: Workbench) -> None:

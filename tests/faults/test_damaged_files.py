@@ -82,11 +82,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         partial(flip, "manifest.json", behind=b'"num_evaluations_without_gain": '),
         f"{NEWEST}/manifest.json .*",
     ),
-    "flipped byte in a hash in the manifest": (partial(flip, "manifest.json", behind=b'"sha256": "'), f"{NEWEST}/.*"),
-    "flipped byte in the manifest's config": (
-        partial(flip, "manifest.json", behind=b'"train.seed": '),
-        f"{NEWEST}/manifest.json .*",
-    ),
     "half a manifest": (partial(cut, "manifest.json"), rf"{NEWEST}/manifest.json cannot be read \(.+\)"),
     "missing shard": (partial(remove, SHARDS[1]), f"{NEWEST} lacks {SHARDS[1]}"),
 }
@@ -102,10 +97,9 @@ def test_the_one_before_is_taken(faulty_bench: Workbench, name: str) -> None:
     check_like_whole(faulty_bench, name, SAVED)
 
 
-@pytest.mark.parametrize("name", ["truncated shard of rank 1", "flipped byte in a random state", "half a manifest"])
-def test_without_a_valid_one_nothing_is_done(faulty_bench: Workbench, name: str) -> None:
-    damage, reason = DAMAGES[name]
-    run = stopped_after(faulty_bench, f"only {name}", step=4)
+def test_without_a_valid_one_nothing_is_done(faulty_bench: Workbench) -> None:
+    damage, reason = DAMAGES["half a manifest"]
+    run = stopped_after(faulty_bench, "only half a manifest", step=4)
     for step in (2, 4):
         damage(run / "checkpoints" / step_name(step))
     before = contents(run)

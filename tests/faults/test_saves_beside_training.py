@@ -118,10 +118,9 @@ def refused_at(rank: int, event: str, path: str) -> None:
     ("fault", "failed", "stands"),
     [
         (partial(refused_at, 1, "open", r"{6}.tmp/state/__1_0\.distcp w "), 6, 4),
-        (partial(refused_at, 0, "os.rename", "{6}.tmp "), 6, 4),
         (partial(fail_when_next_is_asked, 4), 4, 2),
     ],
-    ids=["the last save fails", "the last rename fails", "the last but one fails late"],
+    ids=["the last save fails", "the last but one fails late"],
 )
 def test_a_run_whose_end_is_not_saved_has_not_succeeded(
     faulty_bench: Workbench, fault: Fault, failed: int, stands: int, request: pytest.FixtureRequest
@@ -157,7 +156,6 @@ def test_a_stop_that_cannot_save_does_not_say_it_has(faulty_bench: Workbench) ->
 
 PRUNING: dict[str, tuple[str, str, str]] = {
     "the rename is refused": ("os.rename", r"{2} .*{2}\.removing", ""),
-    "the first removal is refused": ("shutil.rmtree", r"{2}\.removing", ""),
     "a later removal is refused": ("os.rmdir", "^state ", f"{step_name(2)}.removing"),
 }
 

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import SCRIPT, Fault, arguments, attempt_with, check_same, read_manifest, run_with, start_with
+from tests.faults.harness import (
+    PATIENCE_S,
+    SCRIPT,
+    Fault,
+    arguments,
+    attempt_with,
+    check_same,
+    read_manifest,
+    run_with,
+    start_with,
+)
 from tests.faults.signals import (
     signal_in_generation,
     signal_in_phase,
@@ -29,8 +39,6 @@ from tests.support.workbench import FP32, Workbench, new_bench
 from toolkit.errors import EXIT_STOPPED
 
 NUM_STEPS = 6
-GRACE_S = 30
-"""After SIGTERM torch elastic gives a rank so long."""
 CHANGES: dict[str, Any] = {
     "model__dropout": 0.1,
     "train__max_steps": NUM_STEPS,
@@ -72,17 +80,14 @@ def in_save(step: int, ranks: list[int], *signals: str) -> Fault:
 # Name: fault, steps it may end after, whether it then owes an evaluation.
 MOMENTS: dict[str, tuple[Fault, set[int], bool]] = {
     "loading rows": (phase("loading rows", 1, [1], "SIGTERM"), {2}, False),
-    "forward and backward": (phase("forward and backward", 4, [0], "SIGUSR1"), {5}, False),
     "between two micro-batches": (phase("forward and backward", 1, [1], "SIGINT", nth=2), {2}, False),
     "update": (phase("update", 2, [0, 1], "SIGTERM"), {3}, True),
-    "just before an evaluation": (phase("update", 3, [0], "SIGTERM"), {3}, True),
     "evaluation, loss": (phase("evaluation", 3, [1], "SIGTERM", nth=2), {3}, True),
     "evaluation, texts": (in_generation(1, [0], "SIGINT"), {3}, True),
     "evaluation, last batch": (in_generation(3, [0, 1], "SIGUSR1"), {5}, False),
     "before a save": (phase("saving", 2, [1], "SIGTERM"), {3}, True),
     "save under way": (in_save(4, [1], "SIGTERM"), {5, 6}, False),
     "last step": (phase("loading rows", 6, [0], "SIGTERM"), {6}, True),
-    "last evaluation, last batch": (in_generation(6, [1], "SIGINT"), {6}, False),
     "last save": (in_save(6, [0], "SIGTERM"), {6}, False),
     "other signals behind it": (phase("forward and backward", 1, [0, 1], "SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"), {2}, False),
     "signals until the end": (partial(signals_until_the_end, ["SIGTERM", "SIGINT"], every_s=0.01), {0, 1, 2}, False),
@@ -93,7 +98,7 @@ MOMENTS: dict[str, tuple[Fault, set[int], bool]] = {
 def test_stopped_run_goes_on_bit_for_bit(bench: Workbench, moment: str) -> None:
     fault, steps, evaluation_due = MOMENTS[moment]
     name = moment.replace(" ", "-").replace(",", "")
-    step = check_stopped(bench, name, attempt_with(bench, name, fault, timeout_s=2 * GRACE_S, **CHANGES))
+    step = check_stopped(bench, name, attempt_with(bench, name, fault, **CHANGES))
     assert step in steps
     if step:
         due = read_manifest(bench.checkpoint(name, step))["state"]["evaluation_due"]
@@ -128,14 +133,9 @@ def check_stopped(bench: Workbench, name: str, result: LaunchResult) -> int:
 # The same alone, and with loader workers, who get the signal of a terminal too.
 VARIANTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "single, step": (phase("forward and backward", 1, [0], "SIGINT", nth=2), {"preset": "single"}),
-    "single, evaluation": (phase("evaluation", 3, [0], "SIGTERM", nth=2), {"preset": "single"}),
     "single, save": (in_save(2, [0], "SIGUSR1"), {"preset": "single"}),
     "loader workers": (
         phase("forward and backward", 2, [0, 1], "SIGINT", "SIGINT", to_group=True),
-        {"data__num_loader_workers": 2},
-    ),
-    "loader workers, TERM": (
-        phase("forward and backward", 2, [1], "SIGTERM", to_group=True),
         {"data__num_loader_workers": 2},
     ),
 }  # fmt: skip
@@ -150,7 +150,7 @@ def test_alone_and_with_loader_workers(bench: Workbench, variant: str) -> None:
         whole = f"whole-{settings['preset']}"
         if not (bench.runs / whole).exists():
             run_with(bench, whole, **CHANGES, **settings)
-    check_stopped(bench, name, attempt_with(bench, name, fault, timeout_s=2 * GRACE_S, **CHANGES, **settings))
+    check_stopped(bench, name, attempt_with(bench, name, fault, **CHANGES, **settings))
     run_with(bench, name, **CHANGES, **settings)
     check_same(bench, name, whole, NUM_STEPS)
 
@@ -175,14 +175,11 @@ def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench: Workbench, whe
     with start_with(bench, name, *faults, **changes) as running:
         running.wait_for_output("got SIGSTOP")
         before = bench.checkpoints(name)
-        start_s = time.monotonic()
         os.kill(running.pids[dead], signal.SIGKILL)
         os.kill(running.pids[1 - dead], signal.SIGTERM)
         result = running.wait()
-        seconds = time.monotonic() - start_s
     assert result.returncodes[dead] == -signal.SIGKILL
     assert result.returncodes[1 - dead] not in (0, EXIT_STOPPED), result.returncodes
-    assert seconds < 5, "waited for a rank that has gone"
     assert "stopped by" not in result.stdout
     assert result.stdout.count("saving step ") == result.stdout.count("saving step 2\n") == 2, "tried to save"
     assert bench.checkpoints(name) == before == ["step-00000002"]
@@ -206,28 +203,20 @@ def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench: Workbe
     with subprocess.Popen(["sleep", "1000"]) as caller:
         fault = partial(wait_for_signal, 4, str(tmp_path / "waits"))
         launcher = launch(bench, name, preset, fault, env={"TOOLKIT_STARTED_BY": str(caller.pid)})
-        give_up_at, num_ranks = time.monotonic() + 90, 1 if preset == "single" else 2
+        give_up_at, num_ranks = time.monotonic() + PATIENCE_S, 1 if preset == "single" else 2
         while len(list(tmp_path.glob("waits-*"))) < num_ranks:
             assert launcher.poll() is None and time.monotonic() < give_up_at, finish(launcher)
             time.sleep(0.05)
-        start_s = time.monotonic()
         launcher.send_signal(number)
         if not number:
             caller.kill()
         printed = finish(launcher)  # until the last rank has closed its output
         caller.kill()
-    assert launcher.returncode != 0
-    assert time.monotonic() - start_s < GRACE_S and "terminate called" not in printed, "killed, not ended"
+    assert launcher.returncode != 0 and "terminate called" not in printed, printed
     sentence = f"stopped by {said} after step 5, with a checkpoint: the same command goes on from there\n"
     assert printed.count(sentence) == 1, printed
     newest, refused = newest_folder(bench.runs / name)
     assert (newest, refused) == (bench.runs / name / "checkpoints" / "step-00000005", [])
-    if end != "terminated":
-        return
-    launcher = launch(bench, name, preset)
-    printed = finish(launcher)
-    assert launcher.returncode == 0 and "after step 5\n" in printed, printed
-    check_same(bench, name, "whole", NUM_STEPS)
 
 
 def outlive_launcher() -> None:

@@ -24,7 +24,7 @@ from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500  # of a namespace, where nobody else is
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 CHANGES: dict[str, Any] = {"model__dropout": 0, "checkpoint__every_steps": 2}
 
 

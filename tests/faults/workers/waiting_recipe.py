@@ -25,7 +25,7 @@ from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.export.model_files import ModelFiles
 from toolkit.models import load as models
-from toolkit.training import model, setup
+from toolkit.training import setup
 
 TIMEOUT_S = 4
 """Of the watchdog."""
@@ -39,7 +39,6 @@ PLACES: dict[str, tuple[Any, str]] = {
     "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
     "after tokenizing": (prepare, "on_all_ranks"),  # where rank 1 has nothing to tokenize
     "loading the model": (models, "load_model"),
-    "hashing frozen weights": (model, "hash_frozen"),
     "loading the checkpoint": (checkpoint, "load_tensors"),
     "saving": (checkpoint_writer, "describe_files"),  # in the thread that writes the first checkpoint
     "export": (ModelFiles, "add"),  # on rank 0 alone, between two gathers
