@@ -1,0 +1,204 @@
+"""README's commands run in their order, in a folder with what a clone has and nothing else: on the CPU, and small.
+
+The lines are those of its code blocks, then those of its table of commands, with what it asks the reader to fill in. Changed is
+only what makes them fit: a tiny model in the place of one of the Hub, two CPU processes in the place of GPUs, fewer steps where a
+line names their number, a few rows and words in evaluations. What `make` would train for minutes takes two steps, on other rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.chats import CHATML, build_chat_tokenizer
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, start_on_ranks
+from tests.support.model_folders import MORE_CAUSAL, build_model_folders, make_rows, save_jsonl
+from tests.support.workbench import FP32, save_rows
+
+IN_A_CLONE = (
+    "Makefile", "README.md", "constraints.txt", "pyproject.toml", "accelerate_configs", "benchmarks", "docs", "recipes", "tests",
+    "toolkit",
+)  # fmt: skip
+FEW_EVALUATED = ("--eval.num_rows=4", "--eval.max_new_tokens=4")
+ROWS_OF_DEMOS = {"t5_functions": "rows.jsonl", "llm_stdlib": "texts.jsonl", "llm_functions": "prompts.jsonl"}
+"""In the place of what `make` reads: to parse all that is installed takes a minute."""
+FILLED_IN = {
+    "RUN.yaml": "runs/rehearsal/config.yaml",
+    "FILE.yaml": "accelerate_configs/fsdp2_cpu.yaml",
+    "PRESET.yaml": "accelerate_configs/fsdp2_full_shard.yaml",
+    "FOLDER_OR_ID": "runs/t5_functions/export",
+    "MODEL_OR_RUN": "runs/rehearsal",
+    "RUN_FOLDER": "runs/rehearsal",
+    "FILE.csv": "rehearsal_articles.csv",
+    "OUT.jsonl": "out.jsonl",
+}
+"""What a reader writes for the placeholders of the table."""
+RUN_ELSEWHERE = {"compare": "tests/recipes/test_compare.py", "verify": "tests/faults/test_verify_faults.py"}
+"""Rows of the table that start several launches; `tests/unit/test_docs.py` parses them."""
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A folder in which commands are typed, and what stands in for what is not there."""
+
+    folder: Path
+    stand_ins: Path
+    """Folders `t5` and `llm` of tiny models, the rows of the demos, and the cache."""
+
+    def type(self, line: str) -> None:
+        """Do what a shell would do with a line of README; AssertionError with the line and its output if it fails."""
+        words = shlex.split(line, comments=True)
+        match words:
+            case ["make", target]:
+                self.make(target)
+            case ["source", ".venv/bin/activate"]:
+                pass  # the tests run in that environment
+            case ["echo" | "for", *_]:
+                subprocess.run(["bash", "-ec", line], cwd=self.folder, check=True)
+            case ["accelerate", "launch", *rest]:
+                self.launch(rest)
+            case ["python", "-m", "toolkit", *rest]:
+                self.call_toolkit(rest)
+            case _:
+                pytest.fail(f"no way is known here to run {line}")
+
+    def make(self, target: str) -> None:
+        """The launches that make would start, with two steps each. `make test` has none: it is what runs this."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        command = ["make", "--dry-run", target]
+        planned = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=True).stdout
+        for line in planned.replace("\\\n", " ").splitlines():
+            words = shlex.split(line)
+            if words[:2] == [".venv/bin/accelerate", "launch"]:
+                demo = Path(words[words.index("--config") + 1]).stem
+                rows = ["--data.source=jsonl", f"--data.files={self.stand_ins / ROWS_OF_DEMOS[demo]}"]
+                self.launch(words[2:], small=[*rows, "--train.max_steps=2", "--optim.warmup_steps=1"])
+            elif words[1:3] == ["-m", "toolkit"]:
+                self.call_toolkit(words[3:])
+
+    def launch(self, words: list[str], small: Sequence[str] = ()) -> None:
+        """`accelerate launch`, on CPU processes in fp32.
+
+        Args:
+            small: flags that the line's own override.
+        """
+        place = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        option, preset, *others = words[:place]
+        assert option == "--config_file" and set(others) <= {"--quiet"}, words
+        flags = [*small, f"--data.cache_dir={self.stand_ins / 'cache'}", *words[place + 1 :], *FEW_EVALUATED]
+        if "--train.max_steps" in words and not small:
+            flags.append("--train.max_steps=2")
+        flags += self.stand_in_for_the_hub(flags[flags.index("--config") + 1], words)
+        overrides = GPU_PRESET_OVERRIDES_ON_CPU.get(Path(preset).stem, {}) | FP32
+        self.run(run_script, words[place], flags, preset=preset, overrides=overrides)
+
+    def call_toolkit(self, words: list[str]) -> None:
+        """`python -m toolkit`; a run that it would start is planned, and its line typed."""
+        job = words[0]
+        if job == "train":
+            words = [*words, *self.stand_in_for_the_hub(words[1], words), "--dry-run"]
+            printed = self.run(run_toolkit, words, env={"CUDA_VISIBLE_DEVICES": ""})
+            self.type(printed.splitlines()[-1])
+        elif job == "generate":
+            self.run(run_toolkit, [*words, "--max-new-tokens", "4"])
+        elif job not in RUN_ELSEWHERE:
+            self.run(run_toolkit, words)
+
+    def stand_in_for_the_hub(self, config: str, words: Sequence[str]) -> list[str]:
+        """The flag that names a tiny model, if the line or its run YAML names one of the Hub."""
+        named = yaml.safe_load((self.folder / config).read_text())["model"]["name_or_path"]
+        if "--model.name_or_path" in words:
+            named = words[words.index("--model.name_or_path") + 1]
+        kind = Path(config).stem.split("_")[0]
+        return [f"--model.name_or_path={self.stand_ins / kind}"] if re.fullmatch(r"[\w-]+/[\w.-]+", named) else []
+
+    def run(self, function, *args, preset: str = "accelerate_configs/single_cpu.yaml", overrides=None, env=None) -> str:
+        """What it prints, called in the folder on the ranks of a preset; they must end with 0."""
+        given = {"preset": self.folder / preset, "overrides": overrides, "env": env, "args": (self.folder, *args)}
+        with start_on_ranks(function, **given) as running:
+            done = running.wait()
+            assert not any(done.returncodes), f"{args}\n{running.last_words()}"
+        return done.stdout
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    """A new one: no runs, no rows."""
+    for name in IN_A_CLONE:
+        (tmp_path / "clone").mkdir(exist_ok=True)
+        (tmp_path / "clone" / name).symlink_to(REPOSITORY / name)
+    made = Clone(tmp_path / "clone", tmp_path / "stand_ins")
+    made.stand_ins.mkdir()
+    made.run(build_models, made.stand_ins)
+    save_rows(made.stand_ins)
+    save_jsonl(made.stand_ins / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
+    return made
+
+
+def test_the_commands_of_readme_run_in_their_order(clone: Clone) -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    in_table = re.findall(r"^\| `(python -m toolkit [^`]*)` \|", readme, re.MULTILINE)
+    assert len(lines) >= 12 and len(in_table) == 10
+    for line in lines:
+        clone.type(line)
+    # Nothing of the reader's was written over: whatever a line wrote has a name that a rehearsal chose.
+    written = {path.name for path in clone.folder.iterdir()} - {*IN_A_CLONE}
+    assert written == {"rehearsal_articles.csv", "rehearsal_chats.jsonl", "runs", "summaries.jsonl"}
+    articles = list(csv.DictReader((clone.folder / "rehearsal_articles.csv").open()))
+    assert len(articles) == 400 and articles[6] == {"article": "A long article about the number 7.", "summary": "About 7"}
+    chats = [json.loads(line) for line in (clone.folder / "rehearsal_chats.jsonl").open()]
+    assert len(chats) == 200 and chats[6]["messages"][1] == {"role": "assistant", "content": "def add(x): return x + 7"}
+    summaries = [json.loads(line) for line in (clone.folder / "summaries.jsonl").open()]
+    assert [summary["row"] for summary in summaries] == list(range(1, 401))
+    for run in ("t5_csv", "rehearsal", "my_run", "chat_rehearsal", "llm_chat_lora"):
+        assert (clone.folder / "runs" / run / "export" / "README.md").is_file(), run
+    assert (clone.folder / "runs/llm_chat_lora/merged/config.json").is_file()
+    for line in in_table:
+        filled = re.sub("|".join(map(re.escape, FILLED_IN)), lambda found: FILLED_IN[found[0]], line)
+        clone.type(filled)
+
+
+def build_models(_: Path, parent: Path) -> None:
+    """`t5`, and `llm`: a chat model with a template of its own and positions for long rows."""
+    import transformers
+
+    build_model_folders(parent, ("t5",))
+    tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
+    class_name, settings = MORE_CAUSAL["qwen2"]
+    config = getattr(transformers, class_name)(**settings | {"max_position_embeddings": 4096}, vocab_size=len(tokenizer))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(parent / "llm")
+    tokenizer.save_pretrained(parent / "llm")
+
+
+def run_script(folder: Path, script: str, flags: list[str]) -> None:
+    """`python SCRIPT FLAGS` in the folder."""
+    os.chdir(folder)
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_toolkit(folder: Path, words: list[str]) -> None:
+    """`python -m toolkit WORDS` in the folder, in a shell without a launcher; of a chat, with one turn."""
+    from toolkit.tools.main import main
+
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_"))]:
+        del os.environ[name]
+    os.chdir(folder)
+    sys.argv, sys.stdin = ["toolkit", *words], io.StringIO("Write a function that adds 4.\n")
+    main()
