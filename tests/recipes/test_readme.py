@@ -1,8 +1,9 @@
 """README's commands run in their order, in a folder with what a clone has and nothing else: on the CPU, and small.
 
 The lines are those of its code blocks, then those of its table of commands, with what it asks the reader to fill in. Changed is
-only what makes them fit: a tiny model in the place of one of the Hub, two CPU processes in the place of GPUs, fewer steps where a
-line names their number, a few rows and words in evaluations. What `make` would train for minutes takes two steps, on other rows.
+only what makes them fit: a tiny model in the place of one of the Hub, two CPU processes in the place of GPUs, two steps where a
+line names their number and else one epoch, a few rows and words in evaluations. What `make` would train for minutes takes two
+steps, on other rows.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -38,16 +40,18 @@ ROWS_OF_DEMOS = {"t5_functions": "rows.jsonl", "llm_stdlib": "texts.jsonl", "llm
 FILLED_IN = {
     "RUN.yaml": "runs/rehearsal/config.yaml",
     "FILE.yaml": "accelerate_configs/fsdp2_cpu.yaml",
-    "PRESET.yaml": "accelerate_configs/fsdp2_full_shard.yaml",
-    "FOLDER_OR_ID": "runs/t5_functions/export",
     "MODEL_OR_RUN": "runs/rehearsal",
     "RUN_FOLDER": "runs/rehearsal",
     "FILE.csv": "rehearsal_articles.csv",
     "OUT.jsonl": "out.jsonl",
 }
 """What a reader writes for the placeholders of the table."""
-RUN_ELSEWHERE = {"compare": "tests/recipes/test_compare.py", "verify": "tests/faults/test_verify_faults.py"}
-"""Rows of the table that start several launches; `tests/unit/test_docs.py` parses them."""
+RUN_ELSEWHERE = {
+    "compare": "tests/recipes/test_compare.py",
+    "plan": "tests/unit/tools/plan/test_plan.py",
+    "verify": "tests/faults/test_verify_faults.py",
+}
+"""Rows of the table that take long, and whose test runs them; `tests/unit/test_docs.py` parses these lines."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,8 @@ class Clone:
         option, preset, *others = words[:place]
         assert option == "--config_file" and set(others) <= {"--quiet"}, words
         flags = [*small, f"--data.cache_dir={self.stand_ins / 'cache'}", *words[place + 1 :], *FEW_EVALUATED]
-        if "--train.max_steps" in words and not small:
-            flags.append("--train.max_steps=2")
+        if not small:
+            flags.append("--train.max_steps=2" if "--train.max_steps" in words else "--train.num_epochs=1")
         flags += self.stand_in_for_the_hub(flags[flags.index("--config") + 1], words)
         overrides = GPU_PRESET_OVERRIDES_ON_CPU.get(Path(preset).stem, {}) | FP32
         self.run(run_script, words[place], flags, preset=preset, overrides=overrides)
@@ -125,10 +129,11 @@ class Clone:
         kind = Path(config).stem.split("_")[0]
         return [f"--model.name_or_path={self.stand_ins / kind}"] if re.fullmatch(r"[\w-]+/[\w.-]+", named) else []
 
-    def run(self, function, *args, preset: str = "accelerate_configs/single_cpu.yaml", overrides=None, env=None) -> str:
+    def run(
+        self, function: Callable[..., None], *args: Any, preset: str = "accelerate_configs/single_cpu.yaml", **where: Any
+    ) -> str:
         """What it prints, called in the folder on the ranks of a preset; they must end with 0."""
-        given = {"preset": self.folder / preset, "overrides": overrides, "env": env, "args": (self.folder, *args)}
-        with start_on_ranks(function, **given) as running:
+        with start_on_ranks(function, preset=self.folder / preset, args=(self.folder, *args), **where) as running:
             done = running.wait()
             assert not any(done.returncodes), f"{args}\n{running.last_words()}"
         return done.stdout
