@@ -2,8 +2,8 @@
 
 The lines are those of its code blocks, then those of its table of commands, with what it asks the reader to fill in. Changed is
 only what makes them fit: a tiny model in the place of one of the Hub, two CPU processes in the place of GPUs, two steps where a
-line names their number and else one epoch, a few rows and words in evaluations. What `make` would train for minutes takes two
-steps, on other rows.
+line names their number and else one epoch, a few rows and words in evaluations. What `make` would train for minutes, to an export
+that a later line reads, takes two steps on other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +29,36 @@ from tests.support.chats import CHATML, build_chat_tokenizer
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, start_on_ranks
 from tests.support.model_folders import MORE_CAUSAL, build_model_folders, make_rows, save_jsonl
 from tests.support.workbench import FP32, save_rows
+from toolkit.files.json_lines import load_json_lines
 
 IN_A_CLONE = (
     "Makefile", "README.md", "constraints.txt", "pyproject.toml", "accelerate_configs", "benchmarks", "docs", "recipes", "tests",
     "toolkit",
 )  # fmt: skip
 FEW_EVALUATED = ("--eval.num_rows=4", "--eval.max_new_tokens=4")
-ROWS_OF_DEMOS = {"t5_functions": "rows.jsonl", "llm_stdlib": "texts.jsonl", "llm_functions": "prompts.jsonl"}
+ROWS_OF_DEMOS = {"t5_functions": "rows.jsonl", "llm_stdlib": "texts.jsonl"}
 """In the place of what `make` reads: to parse all that is installed takes a minute."""
 FILLED_IN = {
     "RUN.yaml": "runs/rehearsal/config.yaml",
     "FILE.yaml": "accelerate_configs/fsdp2_cpu.yaml",
-    "MODEL_OR_RUN": "runs/rehearsal",
     "RUN_FOLDER": "runs/rehearsal",
-    "FILE.csv": "rehearsal_articles.csv",
-    "OUT.jsonl": "out.jsonl",
 }
 """What a reader writes for the placeholders of the table."""
 RUN_ELSEWHERE = {
+    "train": "the blocks",
+    "generate": "the blocks",
     "compare": "tests/recipes/test_compare.py",
     "plan": "tests/unit/tools/plan/test_plan.py",
     "verify": "tests/faults/test_verify_faults.py",
 }
-"""Rows of the table that take long, and whose test runs them; `tests/unit/test_docs.py` parses these lines."""
+"""Rows of the table that the blocks have too, or that take long; `tests/unit/test_docs.py` parses all of them."""
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = {
+    section.partition("\n")[0]: "".join(re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+    for section in README.split("\n## ")
+    if "\n```sh\n" in section
+}
+"""By section, what a reader types."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,15 @@ class Clone:
     folder: Path
     stand_ins: Path
     """Folders `t5` and `llm` of tiny models, the rows of the demos, and the cache."""
+    typed: list[str] = field(default_factory=list)
+    """Sections, in their order."""
+
+    def type_until(self, section: str) -> None:
+        """Type the blocks of the sections up to this one, those before it if no test has."""
+        for name in list(BLOCKS)[len(self.typed) : list(BLOCKS).index(section) + 1]:
+            for line in BLOCKS[name].replace("\\\n", " ").splitlines():
+                self.type(line)
+            self.typed.append(name)
 
     def type(self, line: str) -> None:
         """Do what a shell would do with a line of README; AssertionError with the line and its output if it fails."""
@@ -80,7 +96,7 @@ class Clone:
                 pytest.fail(f"no way is known here to run {line}")
 
     def make(self, target: str) -> None:
-        """The launches that make would start, with two steps each. `make test` has none: it is what runs this."""
+        """Those launches of it whose export README names, with two steps each. `make test` has none: it is what runs this."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         command = ["make", "--dry-run", target]
         planned = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=True).stdout
@@ -88,10 +104,9 @@ class Clone:
             words = shlex.split(line)
             if words[:2] == [".venv/bin/accelerate", "launch"]:
                 demo = Path(words[words.index("--config") + 1]).stem
-                rows = ["--data.source=jsonl", f"--data.files={self.stand_ins / ROWS_OF_DEMOS[demo]}"]
-                self.launch(words[2:], small=[*rows, "--train.max_steps=2", "--optim.warmup_steps=1"])
-            elif words[1:3] == ["-m", "toolkit"]:
-                self.call_toolkit(words[3:])
+                if f"runs/{demo}/export" in README:
+                    rows = ["--data.source=jsonl", f"--data.files={self.stand_ins / ROWS_OF_DEMOS[demo]}"]
+                    self.launch(words[2:], small=[*rows, "--train.max_steps=2", "--optim.warmup_steps=1"])
 
     def launch(self, words: list[str], small: Sequence[str] = ()) -> None:
         """`accelerate launch`, on CPU processes in fp32.
@@ -111,15 +126,12 @@ class Clone:
 
     def call_toolkit(self, words: list[str]) -> None:
         """`python -m toolkit`; a run that it would start is planned, and its line typed."""
-        job = words[0]
-        if job == "train":
+        if words[0] == "train":
             words = [*words, *self.stand_in_for_the_hub(words[1], words), "--dry-run"]
             printed = self.run(run_toolkit, words, env={"CUDA_VISIBLE_DEVICES": ""})
             self.type(printed.splitlines()[-1])
-        elif job == "generate":
-            self.run(run_toolkit, [*words, "--max-new-tokens", "4"])
-        elif job not in RUN_ELSEWHERE:
-            self.run(run_toolkit, words)
+        else:
+            self.run(run_toolkit, [*words, *(["--max-new-tokens", "4"] if words[0] == "generate" else [])])
 
     def stand_in_for_the_hub(self, config: str, words: Sequence[str]) -> list[str]:
         """The flag that names a tiny model, if the line or its run YAML names one of the Hub."""
@@ -139,29 +151,25 @@ class Clone:
         return done.stdout
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Clone:
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     """A new one: no runs, no rows."""
+    made = Clone(tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("stand_ins"))
     for name in IN_A_CLONE:
-        (tmp_path / "clone").mkdir(exist_ok=True)
-        (tmp_path / "clone" / name).symlink_to(REPOSITORY / name)
-    made = Clone(tmp_path / "clone", tmp_path / "stand_ins")
-    made.stand_ins.mkdir()
+        (made.folder / name).symlink_to(REPOSITORY / name)
     made.run(build_models, made.stand_ins)
     save_rows(made.stand_ins)
     save_jsonl(made.stand_ins / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
     return made
 
 
-def test_the_commands_of_readme_run_in_their_order(clone: Clone) -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    blocks = "".join(re.findall(r"^```sh\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL))
-    lines = blocks.replace("\\\n", " ").splitlines()
-    in_table = re.findall(r"^\| `(python -m toolkit [^`]*)` \|", readme, re.MULTILINE)
-    assert len(lines) >= 12 and len(in_table) == 10
-    for line in lines:
-        clone.type(line)
-    # Nothing of the reader's was written over: whatever a line wrote has a name that a rehearsal chose.
+@pytest.mark.parametrize("section", BLOCKS)
+def test_the_blocks_run_in_their_order(clone: Clone, section: str) -> None:
+    clone.type_until(section)
+
+
+def test_the_blocks_write_what_they_say_and_over_no_file_of_the_readers(clone: Clone) -> None:
+    clone.type_until(list(BLOCKS)[-1])
     written = {path.name for path in clone.folder.iterdir()} - {*IN_A_CLONE}
     assert written == {"rehearsal_articles.csv", "rehearsal_chats.jsonl", "runs", "summaries.jsonl"}
     articles = list(csv.DictReader((clone.folder / "rehearsal_articles.csv").open()))
@@ -173,9 +181,47 @@ def test_the_commands_of_readme_run_in_their_order(clone: Clone) -> None:
     for run in ("t5_csv", "rehearsal", "my_run", "chat_rehearsal", "llm_chat_lora"):
         assert (clone.folder / "runs" / run / "export" / "README.md").is_file(), run
     assert (clone.folder / "runs/llm_chat_lora/merged/config.json").is_file()
-    for line in in_table:
-        filled = re.sub("|".join(map(re.escape, FILLED_IN)), lambda found: FILLED_IN[found[0]], line)
-        clone.type(filled)
+
+
+def test_the_rows_of_the_table_run(clone: Clone) -> None:
+    clone.type_until(list(BLOCKS)[-1])
+    rows = re.findall(r"^\| `(python -m toolkit (\w+)[^`]*)` \|", README, re.MULTILINE)
+    assert {job for _, job in rows} > {*RUN_ELSEWHERE}
+    for line, job in rows:
+        if job not in RUN_ELSEWHERE:
+            clone.type(re.sub("|".join(map(re.escape, FILLED_IN)), lambda found: FILLED_IN[found[0]], line))
+
+
+def test_the_listings_of_a_script_of_ones_own_run(clone: Clone) -> None:
+    """A run YAML and a script of docs/python_api.md, rows and a metric of docs/configuration.md, together."""
+    python, configuration = ((REPOSITORY / "docs" / name).read_text() for name in ("python_api.md", "configuration.md"))
+    listings = re.findall(r"```(?:python|yaml)\n(.*?)```", python + configuration, re.DOTALL)
+    names = {
+        "name_or_path: FOLDER": "run.yaml",
+        "finetune(load_config(": "my_run.py",
+        "def load_rows": "my_rows.py",
+        "(evaluate.Metric)": "my_metric.py",
+    }
+    (clone.folder / "own").mkdir()
+    for words, name in names.items():
+        (listing,) = (text for text in listings if words in text)
+        (clone.folder / "own" / name).write_text(listing)
+    run = yaml.safe_load((clone.folder / "own/run.yaml").read_text())
+    run["model"]["name_or_path"] = str(clone.stand_ins / "llm")
+    run["data"] = {"source": "my_rows.py:load_rows", "files": "questions.jsonl", "cache_dir": str(clone.stand_ins / "cache")}
+    run["train"] |= {"num_epochs": 1, "global_batch_size_rows": 8}
+    run |= {"eval": {"metrics": ["./my_metric"], "max_new_tokens": 4}, "run": {"name": "own"}}
+    (clone.folder / "own/run.yaml").write_text(yaml.safe_dump(run))
+    rows = [{"question": row["source"], "answer": row["target"] if place else ""} for place, row in enumerate(make_rows(24))]
+    save_jsonl(clone.folder / "own/questions.jsonl", rows)
+    (clone.folder / "own/my_metric").mkdir()
+    (clone.folder / "own/my_metric.py").rename(clone.folder / "own/my_metric/my_metric.py")
+    with start_on_ranks(run_script, preset="fsdp2_cpu", args=(clone.folder / "own", "my_run.py", [])) as running:
+        assert not any(running.wait().returncodes), running.last_words()
+    lines = load_json_lines(clone.folder / "own/runs/own/metrics.jsonl")
+    assert "my_metric/equal" in [line for line in lines if line["kind"] == "eval"][-1]
+    record = json.loads((clone.folder / "own/runs/own/record.json").read_text())
+    assert sum(split["num_rows"] for split in record["data"]["splits"]) == 23, "a row without an answer is left out"
 
 
 def build_models(_: Path, parent: Path) -> None:
