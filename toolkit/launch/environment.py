@@ -232,7 +232,7 @@ def check_hardware() -> None:
         )
     if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
-            f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: no in the "
+            f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has no bf16: set mixed_precision: 'no' in the "
             "accelerate config, or take a GPU of compute capability 8.0 or newer"
         )
 

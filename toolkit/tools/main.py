@@ -153,7 +153,7 @@ def _add_plan(jobs: Any) -> None:
     add("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
     add("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch")
     add("--num-processes", type=int, required=True, help="number of ranks, one per GPU")
-    add("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of 1,024 tokens)")
+    add("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of the recipe's default length)")
     add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
     add("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
     add("--json", dest="as_json", action="store_true", help="print the memory plan as JSON")
