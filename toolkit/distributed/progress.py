@@ -81,8 +81,8 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, start_step: int, every_steps: int) -> None:
-        self._num_steps, self._start_step, self._every_steps = num_steps, start_step, every_steps
-        self._start_s = time.monotonic()
+        self._num_steps, self._every_steps = num_steps, every_steps
+        self._first: tuple[float, int] | None = None  # time and step of the first update: an evaluation came before, maybe
         self._bar: Any = None
         if rank() == 0 and sys.stderr.isatty():
             # Without steps/s, so that 80 columns hold the figures.
@@ -91,6 +91,7 @@ class Progress:
 
     def update(self, step: int, *, loss: float, learning_rate: float, speed: dict[str, float]) -> None:
         """Report `step` as done. Loss in nats per label token; speed by its names in `metrics.jsonl`, without padding."""
+        self._first = self._first or (time.monotonic(), step)
         num, of_rank = (f"{speed[name]:,.0f}" for name in ("tokens_per_s", "tokens_per_s_per_rank"))
         figures = f"loss {loss:.4f}, lr {learning_rate:.2e}, {num} tokens/s" + (f" ({of_rank} a rank)" if of_rank != num else "")
         figures += f", MFU {speed['mfu_percent']:.1f} %" if "mfu_percent" in speed else ""
@@ -98,8 +99,7 @@ class Progress:
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(step - self._bar.n)
         elif rank() == 0 and (step == self._num_steps or step % self._every_steps == 0):
-            left = _time_left(self._start_s, self._start_step, step, self._num_steps)
-            logger.info(f"step {step}/{self._num_steps}, {figures}{left}")
+            logger.info(f"step {step}/{self._num_steps}, {figures}{_time_left(*self._first, step, self._num_steps)}")
 
     def close(self) -> None:
         """End the bar; it stays on the terminal."""
@@ -108,7 +108,7 @@ class Progress:
 
 
 def _time_left(start_s: float, done_before: int, done: int, total: int) -> str:
-    """At the mean pace since the start, whatever else was done meanwhile; empty where there is none."""
+    """At the mean pace since `start_s`, whatever else was done meanwhile; empty where there is none."""
     if not done_before < done < total:
         return ""
     pace_s = (time.monotonic() - start_s) / (done - done_before)

@@ -145,7 +145,7 @@ def test_a_line_at_the_stated_steps_and_at_the_last_one(
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
     progress = Progress(num_steps=4003, start_step=1000, every_steps=1000)
     for step in (1001, 2000, 2200, 3000, 4000, 4003):  # checks, evaluations and saves read the figures too
-        now_s = 9.0 * (step - 1000)
+        now_s = 3600 + 9.0 * (step - 1000)  # an evaluation of an hour came first, which the time left does not count again
         progress.update(step, **FIGURES)
         if step == 2200:
             logging.getLogger("toolkit").info("saved")
