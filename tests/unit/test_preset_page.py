@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.presets import choice
-from benchmarks.presets.page import CHOICE_FILE, END, TABLE_BEGIN, choice_table, preset_header, preset_table, update_page
+from benchmarks.presets.page import CHOICE_FILE, update_page
 from toolkit.errors import UserError
 from toolkit.tools.plan.peak import estimate_peak
 from toolkit.tools.plan.trace import fake_ranks
@@ -41,14 +41,6 @@ def test_the_planner_still_finds_what_the_page_says(way: str, num_gpus: int, gpu
         assert estimate_peak(subject, strategy, rows=1) == pytest.approx(cell["peak_bytes"], rel=1e-3)  # other versions of torch
 
 
-def test_more_gpus_and_less_to_train_never_fit_worse() -> None:
-    fits = {place: cell["preset"] is not None for place, cell in PLACES.items()}
-    for (model, way, num, gib), does in fits.items():
-        if does:
-            assert all(fits[model, way, *more] for more in choice.GPUS if more[0] >= num and more[1] >= gib)
-            assert all(fits.get((model, less, num, gib), True) for less in ("LoRA", "QLoRA")[way == "QLoRA" :])
-
-
 def test_a_page_that_is_out_of_date_is_reported_with_the_command(presets: Path) -> None:
     update_page(presets, write=False)
     page = presets / "README.md"
@@ -65,29 +57,3 @@ def test_a_page_that_is_out_of_date_is_reported_with_the_command(presets: Path) 
     preset.write_text(preset.read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'"))
     with pytest.raises(UserError, match=r"has changed: run `python -m benchmarks.presets.page --write --plan "):
         update_page(presets, write=False)
-
-
-def test_a_preset_without_a_header_field_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("# What it shards: nothing.\nuse_cpu: true\n")
-    with pytest.raises(UserError, match="no `# When to pick it: …` line"):
-        preset_header(path)
-
-
-def test_the_table_is_written_between_its_marks_in_a_folder_without_planned_results(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    with pytest.raises(UserError, match="README.md: has no lines <!-- begin"):
-        update_page(tmp_path, write=True)
-    (tmp_path / "ddp.yaml").write_text((PRESETS / "ddp.yaml").read_text())
-    readme.write_text(f"above\n{TABLE_BEGIN}old\n{END}\nbelow\n")
-    with pytest.raises(UserError, match="presets' headers is out of date; run `python -m benchmarks.presets.page --write "):
-        update_page(tmp_path, write=False)
-    update_page(tmp_path, write=True)
-    assert readme.read_text() == f"above\n{TABLE_BEGIN}{preset_table(tmp_path)}{END}\nbelow\n"
-    assert "| [ddp](ddp.yaml) | nothing;" in readme.read_text()
-    update_page(tmp_path, write=False)
-
-
-def test_what_does_not_fit_is_said_so() -> None:
-    cells = [{"model": "m", "way": "full", "num_gpus": 1, "gpu_gib": 80, "preset": None, "peak_bytes": None, "rows": None}]
-    assert choice_table(cells).splitlines()[-1] == "| m | full | does not fit |"

@@ -130,7 +130,8 @@ def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(
 
 
 def test_a_gpu_that_the_table_does_not_name_has_no_peak() -> None:
-    assert find_peak_tflops("NVIDIA H100 80GB HBM3") == 989 and find_peak_tflops("NVIDIA GeForce RTX 3090") == 71
+    peaks = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA GeForce RTX 3090": 71}
+    assert {gpu: find_peak_tflops(gpu) for gpu in peaks} == peaks
     assert find_peak_tflops("Tesla T4") is None
     assert seconds_at_peak(sharded("cpu", copy_on_meta(build("llama"))), CausalCollator(0), *LENGTHS) is None
 
@@ -154,6 +155,6 @@ def test_a_model_that_pads_by_itself_has_no_mfu(a100: None, caplog: pytest.LogCa
     assert "could not be counted (a row's are not a polynomial of its lengths)" in caplog.text
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 4090 Laptop GPU", "NVIDIA RTX 3090 Ti"])
+@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 3090 Ti", "NVIDIA L40", "NVIDIA A10G"])
 def test_a_part_of_a_gpu_or_another_of_its_name_has_no_known_peak(gpu: str) -> None:
     assert find_peak_tflops(gpu) is None
