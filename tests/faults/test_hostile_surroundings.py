@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 from functools import partial
@@ -23,15 +22,6 @@ from tests.support.workbench import Workbench, new_bench
 CHANGES: dict[str, Any] = {"train__max_steps": 2, "log_row_ids": True}
 TITLE = "\x1b]0;owned\x07"
 """A terminal that prints it has another title."""
-
-
-def no_capabilities() -> None:
-    """Root may read everything, unless it has given that up."""
-    import ctypes
-
-    version_3_of_this_thread = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    if ctypes.CDLL(None, use_errno=True).capset(version_3_of_this_thread, (ctypes.c_uint32 * 6)()) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
 
 
 def kill_tokenizing_process() -> None:
@@ -91,25 +81,6 @@ def test_names_of_files_and_columns_are_one_line_and_can_be_written(bench: Workb
     assert "<img" not in card and r"\[x\](javascript" in card and "<img src=x>" not in page
     # The same command goes on from there: the names that it has written are the names that it reads.
     assert "nothing left to train" in run_with(bench, "names", **changes)
-
-
-def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_damaged(bench: Workbench) -> None:
-    run = shutil.copytree(bench.runs / "whole", bench.runs / "unread")
-    (closed := run / "checkpoints/step-00000002/rng-00001.safetensors").chmod(0)
-    changes = CHANGES | {"data__files": bench.runs / "rows.jsonl", "train__max_steps": 3}
-    result = attempt_with(bench, "unread", no_capabilities, **changes)
-    refused(bench, result, f"{closed} cannot be read (Permission denied): ask its owner, or chmod")
-    assert "remove" not in result.stderr + result.stdout
-    closed.chmod(0o600)
-    assert bench.checkpoints("unread") == ["step-00000002"]
-
-
-def test_an_export_on_another_disk_is_refused_before_the_run(bench: Workbench) -> None:
-    (run := bench.runs / "linked").mkdir()
-    (run / "export").symlink_to(bench.runs)
-    result = attempt_with(bench, "linked", **CHANGES, exports=True)
-    refused(bench, result, f"{run}/export is a link, and an export replaces a folder of the run's own file system: remove it, …")
-    assert "rows" not in result.stdout and not (run / "config.yaml").exists()
 
 
 def test_a_tokenizing_process_that_is_killed(bench: Workbench) -> None:

@@ -211,33 +211,6 @@ def test_what_the_system_refuses_is_one_sentence(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_under_the_real_launcher_a_rank_that_loses_the_refused_one_ends_with_2(tmp_path: Path) -> None:
-    """The folder of temporary files is cleaned before."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, shutil, time\n"
-        "import torch.distributed as dist\n"
-        "from toolkit.errors import exit_on_user_error\n"
-        "with exit_on_user_error():\n"
-        "    dist.init_process_group('gloo')\n"
-        "    dist.barrier()\n"
-        "    if os.environ['LOCAL_RANK'] == '1':\n"
-        "        shutil.rmtree(os.environ['TMPDIR'])\n"
-        "        raise OSError(5, 'Input/output error', 'weights')\n"
-        "    dist.barrier()\n"
-    )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    ended = run_python(*LAUNCHED, str(script), TMPDIR=str(temporary))
-    sentence = (
-        "error: the system refuses: Input/output error (weights); check that disk or network file system, and start the same"
-    )
-    assert ended.stderr.count("exitcode  : 2") == 2, ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith(sentence), ended.stderr
-    assert "gloo" not in ended.stderr, ended.stderr
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank: str) -> None:
     script = (
