@@ -39,8 +39,8 @@ HOSTILE_ROWS = (
     "--config chats.yaml --data.files hostile.jsonl --data.eval_fraction 0 --data.max_length_tokens 256 "
     "--train.global_batch_size_rows 8 --rows 9"
 )
-LONG = "hello there " * 90_000 + "end"
-"""More than a megabyte."""
+LONG = "hello there " * 10_000 + "end"
+"""More than a hundred thousand characters."""
 LONG_ROW = "--config chats.yaml --data.files long.jsonl --data.eval_fraction 0 --data.loss_on all"
 
 SENTENCES = ["what is two and two", "it is four", "be brief", "hello there", "thanks", "welcome"]

@@ -12,7 +12,6 @@ import pytest
 from tests.support.checkpoint_files import LOSS, make_checkpoint
 from toolkit import __version__
 from toolkit.checkpoint import load as checkpoint
-from toolkit.checkpoint import manifest
 from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.load import best_of_run, check_identity, check_settings, describe_versions, forget_unequal
 from toolkit.checkpoint.manifest import Checkpoint
@@ -70,17 +69,6 @@ def test_precision_and_model_config_belong_to_a_run() -> None:
         check_identity(saved(), identity("other"))
 
 
-def test_a_resume_reads_a_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its choice to the state that it takes over."""
-    make_checkpoint(tmp_path, 3)
-    read, real = [], manifest.read_manifest
-    monkeypatch.setattr(manifest, "read_manifest", lambda folder: read.append(folder) or real(folder))
-    chosen = checkpoint.choose_checkpoint(tmp_path, "auto", {})
-    ours: Any = Identity({}, None, "d", {})  # type: ignore[arg-type]  # the checkpoint names no model
-    assert chosen is not None and chosen.settings == {} and check_identity(chosen, ours).step == 3
-    assert read == [chosen.folder]
-
-
 def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
     ours, moved, reweighted = (
         {"data.mix": [{"source": "jsonl", "weight": weight, "files": files}]}
@@ -91,11 +79,6 @@ def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
     check_settings(saved(ours), named)  # of a version that had fewer keys
     with pytest.raises(UserError, match="^data.mix is "):
         check_settings(saved(ours), reweighted)
-
-
-def test_ways_to_read_the_same_rows_may_change() -> None:
-    """A run from before they were settings, and one whose columns fit two readings now, go on."""
-    check_settings(saved(), SETTINGS | {"data.format": "text", "data.csv_delimiter": ";", "data.encoding": "cp1252"})
 
 
 @pytest.mark.parametrize("unset", ["", None])

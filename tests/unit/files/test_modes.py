@@ -168,13 +168,6 @@ def test_an_export_that_may_not_be_read_is_not_said_to_be_absent(shared: Path) -
         find_adapter(str(shared))
 
 
-def test_a_cache_that_may_not_be_read_is_one_sentence(shared: Path) -> None:
-    rows = shared / "rows"
-    rows.mkdir(mode=0)
-    with another_user(), pytest.raises(UserError, match=f"^data.cache_dir: {rows}.* cannot be read .*: ask its owner, or chmod"):
-        find_or_build("the cache of rows", rows / "a", lambda folder: {})
-
-
 @pytest.mark.parametrize("closed", ["train/data.arrow", "train", ""])
 def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared: Path, closed: str) -> None:
     def write(folder: Path) -> dict[str, str]:

@@ -100,12 +100,6 @@ def test_an_unknown_ending_is_refused() -> None:
     assert refusal("a" * 300 + ".csv").startswith("data.files: 'aaa")
 
 
-def test_an_array_is_read_whatever_is_around_it() -> None:
-    for number, text in enumerate((ARRAY, json.dumps(ROWS), "\ufeff \r\n" + ARRAY + "\n ")):
-        Path(f"{number}.json").write_text(text, encoding="utf-8")
-        assert pairs(t5(f"{number}.json")) == ROWS
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -173,11 +167,6 @@ def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str)
 def test_a_wrong_encoding_or_delimiter_is_one_sentence(content: bytes, settings: dict[str, Any], sentence: str) -> None:
     Path("rows.csv").write_bytes(b"source,target\n" + content if settings.get("source") != "tsv" else b"source\ttarget\na\tb\n")
     assert refusal("rows.csv", **settings).startswith(sentence)
-
-
-def test_an_encoding_that_nothing_uses_is_refused() -> None:
-    write_all()
-    assert refusal("rows.parquet", encoding="cp1252") == "data.encoding is cp1252, but no text file is read: leave it out"
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv"])

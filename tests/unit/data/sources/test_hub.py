@@ -128,13 +128,3 @@ def test_unreachable_hub_is_reported(config, monkeypatch):
         source="someone/some-dataset",
     )
     refuse(config, "data.source cvs is not one of csv, tsv", source="cvs")
-
-
-def test_unknown_dataset_is_refused(config, monkeypatch):
-    import datasets
-
-    def fail(path, **kwargs):
-        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub or cannot be accessed.")
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
-    refuse(config, "data.source someone/nothing is not one of csv", "no dataset that the hub shows you", source="someone/nothing")

@@ -86,14 +86,3 @@ def test_a_folder_with_such_a_name_is_read_and_nothing_beside_it(tmp_path: Path,
     Path("text", "rows.csv").write_text("text\nnamed by the user\n")
     assert llm(tmp_path, source=source.format(here=Path.cwd())) == ["named by the user"]
     assert any("rows.csv" in path for path in opened) and not [path for path in opened if "secrets" in path]
-
-
-@pytest.mark.parametrize("file", ["../secrets.csv", "{here}/secrets.csv", "file://{here}/secrets.csv"])
-def test_a_readme_that_names_files_outside_its_folder(tmp_path: Path, opened: list[str], file: str) -> None:
-    given = file.format(here=Path.cwd())
-    Path("fold", "rows.csv").write_text("text\nnamed by the user\n")
-    Path("fold", "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {given}\n---\n")
-    assert refusal(lambda: llm(tmp_path, source="fold")) == (
-        f"data.source fold names a file outside of it in its README, {given}: give that in data.files"
-    )
-    assert not [path for path in opened if "secrets" in path]

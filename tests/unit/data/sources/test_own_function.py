@@ -74,17 +74,6 @@ def test_rows_to_skip_are_counted_by_their_reason() -> None:
     assert rows.remarks == ["skipped 1 of 2 rows of my_rows.py:load_rows with a broken page (row 2)"]
 
 
-def test_a_dataset_and_the_column_settings() -> None:
-    code = """
-        from datasets import Dataset
-        def load_rows(config):
-            return Dataset.from_dict({"article": ["a", "b"], "summary": ["c", None], "id": [1, 2]})
-    """
-    rows = t5(code, source_column="article", target_column="summary")
-    assert (rows.train["prompt"][:], rows.train["completion"][:]) == (["a"], ["c"])
-    assert rows.remarks == ["skipped 1 of 2 rows of my_rows.py:load_rows with an empty target (row 2)"]
-
-
 def test_the_kind_of_an_llm_row_follows_from_its_columns() -> None:
     rows = llm("""
         def load_rows(config):
@@ -300,8 +289,3 @@ def test_what_is_wrong_with_the_name_is_one_sentence(source: str, sentence: str)
 )
 def test_what_is_wrong_with_an_llm_row_is_one_sentence(rows: str, sentence: str) -> None:
     assert sentence in refusal(llm, returns(rows))
-
-
-def test_an_error_in_a_library_names_the_line_of_the_file() -> None:
-    with pytest.raises(UserError, match=r"line 2 of the file raised JSONDecodeError: Expecting value: line 1 column 1"):
-        t5("import json\nrows = json.loads('')")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 
@@ -131,13 +130,6 @@ def test_a_weight_of_0_beside_a_loss_on_all_tokens_is_refused(prepare, tmp_path)
     )
 
 
-def test_llama_2_turns_count_with_their_spaces(prepare):
-    rows = prepare(chats(*CHATS), chat_template=LLAMA2)
-    assert counted(rows, 0) == [" it is four </s>", " welcome </s>"]
-    assert rows.train[0]["target"] == "welcome"
-    assert rows.tokenizer.decode(rows.train[0]["input_ids"]).startswith("<s>[INST] <<SYS>>\nbe brief\n<</SYS>>\n\nhello")
-
-
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, MARKED])
 def test_the_prompt_is_what_generation_gets_from_the_template(prepare, template):
     rows = prepare(chats(*CHATS, say("hello", "\n\nit is")), chat_template=template)
@@ -196,12 +188,6 @@ def test_a_template_that_refuses_a_chat_is_reported_with_the_row(prepare, tmp_pa
         prepare(chats(CHATS[1]), chat_template="{{ 1 / (messages | length - 2) }}" + CHATML)
 
 
-def test_a_template_that_leaves_out_a_turn_is_refused(prepare):
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    with pytest.raises(UserError, match=r"row 1: the chat template leaves out the tool call of message 2, 'add', which"):
-        prepare(chats([*say("a"), call]), chat_template=MARKED)
-
-
 def test_context_that_the_template_leaves_out_is_counted_by_split_and_kind(prepare, tmp_path):
     (tmp_path / "held_out.jsonl").write_text(json.dumps(chats(say("other", "welcome", system="be brief"))[0]) + "\n")
     rows = prepare(
@@ -218,15 +204,6 @@ def test_context_that_the_template_leaves_out_is_counted_by_split_and_kind(prepa
         f"WARNING: the chat template leaves out context in 1 of 1 evaluation rows: system turn (first: "
         f"{tmp_path / 'held_out.jsonl'}, row 1); set data.chat_template to a template that prints it",
     ]
-
-
-def test_broken_and_missing_templates_are_refused(prepare, tmp_path):
-    with pytest.raises(UserError, match="chat template is broken in line 2"):
-        prepare(chats(*CHATS), chat_template="{{ bos_token }}\n{% for %}")
-    bare = tmp_path / "bare"
-    build_chat_tokenizer().save_pretrained(bare)
-    with pytest.raises(UserError, match="has no chat template, which chats need: set data.chat_template"):
-        prepare(chats(*CHATS), model=ModelConfig(name_or_path=str(bare)))
 
 
 def test_turns_without_an_end_token_are_reported(prepare):
@@ -319,16 +296,6 @@ def test_chats_that_lose_their_completion_are_left_out_and_counted(prepare):
         prepare(chats(long), max_length_tokens=80)
 
 
-def test_rows_that_are_no_chats_lose_their_completion_as_rows(prepare):
-    pairs = [{"prompt": "hello there " * 50, "completion": "it is"}, {"prompt": "hello", "completion": " there"}]
-    rows = prepare(pairs, max_length_tokens=80)
-    assert rows.remarks[1].startswith("1 of 2 rows lost their whole completion to data.max_length_tokens = 80")
-    with pytest.raises(
-        UserError, match="all 1 training rows lost their whole completion to data.max_length_tokens = 80: raise it"
-    ):
-        prepare(pairs[:1], max_length_tokens=80)
-
-
 def test_a_run_goes_on_if_only_the_held_out_rows_are_lost(prepare, tmp_path):
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"messages": say("hello there " * 50, "it is four")}) + "\n")
     rows = prepare(chats(*CHATS), max_length_tokens=80, eval_files=str(tmp_path / "held_out.jsonl"))
@@ -372,33 +339,6 @@ def test_what_ends_a_turn_stops_generation(prepare, tmp_path, template, loss_on)
     assert text.stop_token_ids == (rows.tokenizer.eos_token_id,)
 
 
-def test_a_conversational_pair_trains_on_its_completion_only(prepare):
-    rows = prepare([{"prompt": CHATS[0][:4], "completion": CHATS[0][4:]}])
-    assert counted(rows) == ["welcome<|im_end|>"]
-    assert rows.train[0]["input_ids"] == prepare(chats(CHATS[0])).train[0]["input_ids"]
-
-
-def test_every_kind_of_file_and_a_hub_folder_give_the_same_rows(prepare, tmp_path, monkeypatch):
-    import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
-    conversations = [*CHATS, [*say("2 + 2"), call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "four"}]]
-    expected = prepare(chats(*conversations)).train
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["messages"], *([json.dumps(messages)] for messages in conversations)])
-    (tmp_path / "hub").mkdir()
-    pq.write_table(pa.table({"messages": conversations}), tmp_path / "hub" / "train.parquet")
-    for settings in (
-        {"source": "csv", "files": str(tmp_path / "rows.csv")},
-        {"source": "parquet", "files": str(tmp_path / "hub" / "train.parquet")},
-        {"source": str(tmp_path / "hub")},
-    ):
-        assert prepare(**settings).train[:] == expected[:]
-
-
 def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"hello {i}"}) + "\n" for i in range(5)))
     (tmp_path / "b.csv").write_text("prompt,completion\n" + "".join(f"what {i},it is {i}\n" for i in range(5)))
@@ -426,13 +366,6 @@ def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
         prepare(mix=mix, eval_files=str(tmp_path / "held_out.dat"))
     with pytest.raises(UserError, match=r"data.mix\[1\].files: there is no file"):
         prepare(mix=[mix[0], MixEntry(source="csv", files="nowhere.csv")])
-
-
-def test_rows_are_held_out_by_prompt(prepare):
-    conversations = [say(f"hello {i % 40}", f"it is {i}") for i in range(120)]
-    rows = prepare(chats(*conversations), eval_fraction=0.3)
-    assert 0 < len(rows.evaluation) < 80 and len(rows.train) + len(rows.evaluation) == 120
-    assert not set(rows.train["lead_text"]) & set(rows.evaluation["lead_text"])
 
 
 def test_functions_bring_their_split(prepare, tmp_path):
@@ -491,13 +424,6 @@ def test_tokenizers_that_cannot_do_it_are_refused(prepare, tmp_path):
     endless.save_pretrained(tmp_path / "endless")
     with pytest.raises(UserError, match="endless has no end token to put after texts: set eos_token"):
         prepare([{"text": "a"}], model=ModelConfig(name_or_path=str(tmp_path / "endless")))
-
-
-def test_the_second_run_reads_the_cache(prepare, monkeypatch):
-    first = prepare(chats(*CHATS))
-    monkeypatch.setattr(preparing, "tokenize_rows", None)  # called again, it would raise
-    second = prepare(chats(*CHATS))
-    assert second.train[:] == first.train[:] and second.fingerprint == first.fingerprint
 
 
 def test_the_fingerprint_is_of_template_mask_and_length(prepare, tmp_path):

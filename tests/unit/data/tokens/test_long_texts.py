@@ -13,7 +13,7 @@ from toolkit.data.tokens import offsets as spans
 from toolkit.data.tokens.cuts import describe_cut, split_text
 from toolkit.errors import UserError
 
-BOOK_CHARACTERS = 200_000
+BOOK_CHARACTERS = 40_000
 PIECE = 10**10
 
 
@@ -53,7 +53,7 @@ def test_every_token_of_four_books_is_a_label(prepare, kind, num_prefix):
     num_labels = [
         assert_every_token_is_a_label(rows.train, book, tokenizer, number, num_prefix, 1024) for number, book in enumerate(books)
     ]
-    assert sum(num_labels) == sum(rows.train["num_label_tokens"]) > 4 * 20_000
+    assert sum(num_labels) == sum(rows.train["num_label_tokens"]) > 4 * 4_000
     assert len(set(rows.train["row_id"])) == len(rows.train)
     expected = f"split 4 of 4 training rows, plain text longer than data.max_length_tokens = 1024, into {len(rows.train):,} rows"
     assert rows.remarks == [f"{expected} that hold every token"]
@@ -90,16 +90,16 @@ def test_a_limit_without_room_for_a_label_is_refused(prepare):
     assert_every_token_is_a_label(rows.train, "the word", rows.tokenizer, 0, 1, 3)
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 30))
 @pytest.mark.parametrize(("num_prefix", "limit"), [(0, 2), (0, 7), (1, 3), (2, 9)])
-def test_pieces_of_any_length(num_tokens, num_prefix, limit):
-    ids = np.arange(num_prefix + num_tokens, dtype=np.int32)
-    pieces = list(split_text(ids, num_prefix, limit))
-    labels = np.concatenate([piece.labels for piece in pieces])
-    assert labels[labels != -100].tolist() == ids[1:].tolist()
-    assert [piece.begin for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]] and pieces[-1].end == len(ids)
-    assert all(len(piece.input_ids) <= limit for piece in pieces)
-    assert all((piece.labels != -100).any() for piece in pieces if len(ids) > 1)
+def test_pieces_of_any_length(num_prefix, limit):
+    for num_tokens in range(1, 30):
+        ids = np.arange(num_prefix + num_tokens, dtype=np.int32)
+        pieces = list(split_text(ids, num_prefix, limit))
+        labels = np.concatenate([piece.labels for piece in pieces])
+        assert labels[labels != -100].tolist() == ids[1:].tolist()
+        assert [piece.begin for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]] and pieces[-1].end == len(ids)
+        assert all(len(piece.input_ids) <= limit for piece in pieces)
+        assert all((piece.labels != -100).any() for piece in pieces if len(ids) > 1)
 
 
 def test_the_share_of_tokens_that_a_cut_loses_is_reported(prepare):

@@ -49,20 +49,9 @@ def test_byte_level_tokenizer_is_the_same_each_time(tmp_path: Path) -> None:
     assert hash_tokenizer(loaded) == hash_tokenizer(tokenizer)
 
 
-def test_byte_level_tokenizer_needs_room_for_the_bytes() -> None:
-    assert len(train_byte_level_tokenizer(TEXTS, vocab_size=258)) == 258
-    with pytest.raises(UserError, match="^the model has 257 token embeddings, fewer than the 258 that a byte-level tokenizer"):
-        train_byte_level_tokenizer(TEXTS, vocab_size=257)
-
-
 def test_without_a_padding_token_the_end_token_pads(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>"), vocab_size=3)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
-
-
-def test_a_padding_token_is_kept(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>", pad_token="<pad>"), vocab_size=3)
-    assert tokenizer.pad_token_id == 0
 
 
 def test_neither_padding_nor_end_token_is_refused(tmp_path: Path) -> None:

@@ -62,17 +62,6 @@ def test_sharegpt_and_alpaca_are_read_as_for_training(tmp_path: Path) -> None:
     assert row.messages is None and str(row.prompt).endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
 
 
-def test_a_system_column_beside_a_system_turn_gives_no_second_one(tmp_path: Path) -> None:
-    turns = [{"from": "system", "value": "first"}, {"from": "human", "value": "hi"}]
-    file = write(tmp_path, "a.json", json.dumps([{"conversations": turns, "system": "second"}]))
-    try:
-        [(_, row)], _ = read_rows(file)
-    except UserError as error:  # as in training
-        assert "row 1" in str(error) and "system" in str(error)
-    else:
-        assert [message["role"] for message in row.messages or []] == ["system", "user"]
-
-
 def test_standard_input_has_a_text_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = io.TextIOWrapper(io.BytesIO("one\r\n zwei ü".encode()), "cp1252")
     monkeypatch.setattr("sys.stdin", texts)
@@ -80,15 +69,6 @@ def test_standard_input_has_a_text_a_line(monkeypatch: pytest.MonkeyPatch) -> No
         others: dict = {"texts": [], "plain": False, "output": None, "batch_size_rows": None, "dtype": None, "settings": {}}
         rows = open_rows(Options(model="", file="-", column=None, **others), Usage(encoding="cp1252"))
     assert rows.num_rows is None and [row.prompt for _, row in rows.read()] == ["one", " zwei ü"]
-
-
-def test_a_byte_of_standard_input_that_is_not_text_is_named_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its position in the block of 8 KiB that was read said nothing of where it stands."""
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n" * 5000 + b"M\xfcller\n")))
-    with pytest.raises(
-        UserError, match=r"standard input, row 5001: byte 0xfc is not valid UTF-8: give --encoding, or convert it"
-    ):
-        read_rows("-")
 
 
 @pytest.mark.parametrize(("name", "given"), [("column", "body"), ("csv_delimiter", ";")])
@@ -127,11 +107,6 @@ def test_what_only_a_file_has_is_refused_for_standard_input(name: str, given: st
 def test_a_file_without_texts_is_refused(tmp_path: Path, name: str, text: str, column: str | None, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         read_rows(write(tmp_path, name, text), column)
-
-
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(UserError, match=r"--file gone.csv does not exist"):
-        read_rows("gone.csv")
 
 
 def test_a_chat_is_read_as_for_training(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.locks import lock_held
 from toolkit.errors import UserError
 from toolkit.tools.generate.generate import Options
 from toolkit.tools.generate.output import append_texts, begin_output, end_output
@@ -176,11 +175,3 @@ def test_an_output_that_is_removed_meanwhile_does_not_lose_its_first_texts(tmp_p
         append_texts(output, 1, ["two"], "")
     assert not output.exists() and begin_output(options(output)) == 0
     end_output(output)
-
-
-def test_a_start_that_is_refused_removes_no_lock_of_another(tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    with lock_held(tmp_path / "out.jsonl.lock"):
-        with pytest.raises(UserError, match="^another process is writing"):
-            begin_output(options(output))
-        assert os.listdir(tmp_path) == ["out.jsonl.lock"]

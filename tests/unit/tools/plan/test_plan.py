@@ -40,7 +40,7 @@ from toolkit.tools.plan.trace import (
 )
 
 PRESETS = Path(__file__).parents[4] / "accelerate_configs"
-HIDDEN, INNER, VOCAB, LAYERS, HEADS = 256, 512, 2048, 3, 4
+HIDDEN, INNER, VOCAB, LAYERS, HEADS = 256, 512, 2048, 2, 4
 LLAMA = {
     "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCAB,
     "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 1024, "tie_word_embeddings": False,
@@ -54,8 +54,6 @@ BART = {
     "decoder_attention_heads": HEADS, "encoder_ffn_dim": INNER, "decoder_ffn_dim": INNER, "vocab_size": VOCAB,
     "max_position_embeddings": 512, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
-PEGASUS = BART | {"model_type": "pegasus", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-GPT2 = {"model_type": "gpt2", "n_embd": HIDDEN, "n_layer": 1, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": 512}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
 BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
 END = VOCAB * HIDDEN
@@ -147,11 +145,10 @@ def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shard
         assert highest(traced, kind) == highest(fewer, kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("num_shards", "remark"), [(3, ""), (4, ", each expert cut by rows"), (7, "")])
-def test_experts_that_ranks_cannot_share_evenly_are_cut_by_rows(num_shards: int, remark: str, dtype: torch.dtype) -> None:
+def test_experts_that_ranks_cannot_share_evenly_are_cut_by_rows(num_shards: int, remark: str) -> None:
     """6 on 4 ranks: with whole experts, two ranks would hold a quarter less, and the first ones a third more than their share."""
-    strategy = with_(num_shards=num_shards, compute_dtype=dtype)
+    strategy = with_(num_shards=num_shards)
     subject = _subject(model_folder(MIXTRAL), strategy, UNPACKED)
     with fake_ranks(num_shards):
         traced, sharded = trace_rank(subject, strategy, subject.skeleton, 1)
@@ -170,22 +167,6 @@ def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to() -> 
     )
     sizes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (plain, quantized)]
     assert sizes[0] == sizes[1] and sum(parameter.numel() for parameter in quantized.parameters()) == NUM_PARAMETERS
-
-
-def test_more_ranks_than_rows_of_a_weight_pad_it_and_take_no_longer_to_plan() -> None:
-    traced = trace(LLAMA, with_(num_shards=2048), UNPACKED)
-    # One row of a matrix at least, and of a norm one element, in 512 bytes at least.
-    weights = LAYERS * 7 + 2
-    largest_row = LAYERS * INNER + weights * HIDDEN
-    assert traced.peak[SHARDED_PARAMETERS] <= 4 * largest_row + 512 * (2 * LAYERS + 1)
-    assert traced.gathered_bytes > trace(LLAMA, FSDP2, UNPACKED).gathered_bytes
-
-
-def test_one_rank_under_fsdp2_unshards_casts_alone() -> None:
-    traced = trace(LLAMA, with_(num_shards=1), UNPACKED)
-    assert traced.gathered_bytes == 0
-    assert 2 * END <= highest(traced, UNSHARDED) <= 2 * (END + 3 * BLOCK)
-    assert highest(traced, ACTIVATIONS) == highest(trace(LLAMA, FSDP2, UNPACKED), ACTIVATIONS)
 
 
 def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once() -> None:
@@ -230,8 +211,7 @@ def test_why_packed_rows_keep_their_mask_is_a_note(edited: Any) -> None:
     named = plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0], "--model.attn_implementation=sdpa")
     for planned, reason in ((named, "model.attn_implementation is sdpa"), (plan(LLAMA, one_graph, 4, UNPACKED[0]), "dynamo_use")):
         assert f"keeps packed rows apart by a dense mask, because {reason}" in plan_as_text(planned)
-    by_document = plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0])
-    assert "dense mask" not in plan_as_text(by_document) and by_document.total < named.total
+    assert "dense mask" not in plan_as_text(plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0]))
 
 
 def test_checkpointing_keeps_a_block_s_input_alone() -> None:
@@ -245,14 +225,6 @@ def test_checkpointing_keeps_a_block_s_input_alone() -> None:
     assert (checkpointed.gathered_bytes, checkpointed.reduced_bytes) == (whole.gathered_bytes, whole.reduced_bytes)
 
 
-def test_checkpointing_takes_away_equally_much_with_each_block() -> None:
-    few, more = (
-        trace(LLAMA | {"num_hidden_layers": layers}, with_(activation_checkpointing=True), UNPACKED) for layers in (4, 6)
-    )
-    grown = [high[ACTIVATIONS] - low[ACTIVATIONS] for low, high in zip(few.peaks, more.peaks, strict=True)]
-    assert max(grown) == 2 * TOKENS * HIDDEN * 2  # two more inputs in bf16
-
-
 def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() -> None:
     traced = trace(LLAMA, FSDP2, (*UNPACKED, *LORA))
     assert traced.peak[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS * 2 + NUM_LORA * 4) / 4, rel=0.01)
@@ -263,20 +235,13 @@ def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() ->
     assert traced.gathered_bytes == pytest.approx(2 * (2 * (LAYERS * BLOCK + NUM_LORA) + 2 * END), rel=0.002)
 
 
-def test_whole_logits_are_kept_as_bf16_and_as_fp32() -> None:
-    lengths = ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens=128")
-    # At the loss: logits, their fp32 copy, its log-softmax, and on the way back the gradient of the last.
-    assert highest(trace(T5, FSDP2, lengths, rows=3), LOGITS) == 3 * 128 * VOCAB * (4 + 4 + 4)
-
-
 @pytest.mark.parametrize(
     ("model", "rows"),
     [
         (LLAMA, ("--data.max_length_tokens={n}", "--data.packing=false")),
         (T5, ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens={n}")),
-        (BART | {"max_position_embeddings": 1024}, ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens={n}")),
     ],
-    ids=["llama", "t5", "bart"],
+    ids=["llama", "t5"],
 )
 def test_chunked_logits_do_not_grow_beyond_a_chunk(
     model: dict[str, Any], rows: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -287,27 +252,6 @@ def test_chunked_logits_do_not_grow_beyond_a_chunk(
     short, long = (trace(model | {"vocab_size": vocab_size}, FSDP2, length) for length in lengths)
     assert 0 < highest(long, LOGITS) <= 128 * vocab_size * 12
     assert highest(long, LOGITS) == pytest.approx(highest(short, LOGITS), rel=0.02)
-
-
-def test_chunks_of_logits_follow_the_memory_of_the_gpu() -> None:
-    model = LLAMA | {"vocab_size": 65536}
-    on = [dataclasses.replace(FSDP2, gpu_bytes=gib * 2**30) for gib in (1, 16)]
-    small, large = (
-        highest(trace(model, strategy, ("--data.max_length_tokens=1024", "--data.packing=false")), LOGITS) for strategy in on
-    )
-    assert 0 < small <= 2**24 * 12 and large == pytest.approx(2 * small, rel=0.02)
-
-
-def test_autocast_keeps_a_copy_of_linear_weights_and_an_fp32_residual_stream() -> None:
-    """The figures of docs/planning.md: what grows with the tokens, and what does not."""
-    kept = {}
-    for strategy in (with_(kind="single", num_shards=1), with_(num_shards=1)):
-        rows = (("--data.packing=false", f"--data.max_length_tokens={n}") for n in (TOKENS, 2 * TOKENS))
-        short, long = (highest(trace(LLAMA, strategy, row), ACTIVATIONS) for row in rows)
-        kept[strategy.kind] = long - short, 2 * short - long
-    num_cast = NUM_PARAMETERS - VOCAB * HIDDEN - (2 * LAYERS + 1) * HIDDEN  # all but embeddings and norms
-    assert kept["single"][1] == pytest.approx(2 * num_cast, rel=0.01) and kept["fsdp2"][1] < 2**12
-    assert 1.2 < kept["single"][0] / kept["fsdp2"][0] < 1.4
 
 
 def test_gradients_are_there_from_the_start_where_they_accumulate() -> None:
@@ -321,11 +265,9 @@ def test_gradients_are_there_from_the_start_where_they_accumulate() -> None:
     [
         (T5 | {"num_layers": 1}, ()),
         (BART, ()),
-        (PEGASUS, ()),
-        (GPT2, UNPACKED),
         (LLAMA, (*UNPACKED, "--adapter.method=dora", *LORA[1:])),
     ],
-    ids=["t5", "bart", "pegasus", "gpt2", "dora"],
+    ids=["t5", "bart", "dora"],
 )
 def test_every_family_is_sharded_by_what_trains(settings: dict, arguments: tuple[str, ...]) -> None:
     traced = trace(settings, FSDP2, arguments)
@@ -338,22 +280,9 @@ def test_every_family_is_sharded_by_what_trains(settings: dict, arguments: tuple
     assert traced.reduced_bytes == pytest.approx(4 * trainable, rel=0.01)
 
 
-def test_the_sum_of_position_bias_and_padding_is_counted_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sdpa is given as a T5's mask (rows, heads, queries, keys); without it the bias alone would be left."""
-    from transformers.integrations import sdpa_attention
-
-    rows, source, target = 4, 256, 8
-    lengths = (f"--data.max_source_length_tokens={source}", f"--data.max_target_length_tokens={target}")
-    counted = highest(trace(T5, FSDP2, lengths, rows), ACTIVATIONS)
-    monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", lambda bias, *_: bias)
-    without = highest(_trace.__wrapped__(model_folder(T5), FSDP2, lengths, rows), ACTIVATIONS)
-    masks_of_an_encoder = T5["num_layers"] * rows * T5["num_heads"] * source * source * torch.bfloat16.itemsize
-    assert counted - without == pytest.approx(masks_of_an_encoder, rel=0.1)
-
-
 @pytest.mark.parametrize(("settings", "kind"), [(LLAMA, "fsdp2"), (T5, "fsdp2"), (LLAMA, "ddp")], ids=["llama", "t5", "ddp"])
 def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
-    deep = settings | {"num_hidden_layers" if settings is LLAMA else "num_layers": 7}
+    deep = settings | {"num_hidden_layers" if settings is LLAMA else "num_layers": 5}
     strategy = with_(kind=kind, num_shards=4 if kind == "fsdp2" else 1, num_replicas=1 if kind == "fsdp2" else 4)
     arguments = UNPACKED if settings is LLAMA else ()
     whole = trace(deep, strategy, arguments, rows=4)
@@ -363,23 +292,20 @@ def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "attention", "dtype", "is_cpu", "smoothing"),
+    ("settings", "attention", "dtype", "is_cpu"),
     [
-        (LLAMA, "sdpa", torch.bfloat16, True, 0.0),
-        (LLAMA, "sdpa", torch.bfloat16, False, 0.0),  # fused kernels of the CPU keep what CUDA's do
-        (LLAMA, "sdpa", torch.bfloat16, True, 0.1),  # which is planned as if there was none
-        (LLAMA, "documents", torch.bfloat16, True, 0.0),
-        (LLAMA, "eager", torch.bfloat16, True, 0.0),  # packed, with a dense mask
-        (MIXTRAL, "sdpa", torch.float32, True, 0.0),
-        (T5, "sdpa", torch.bfloat16, True, 0.0),
+        (LLAMA, "sdpa", torch.bfloat16, False),  # fused kernels of the CPU keep what CUDA's do
+        (LLAMA, "documents", torch.bfloat16, True),
+        (MIXTRAL, "sdpa", torch.float32, True),
+        (T5, "sdpa", torch.bfloat16, True),
     ],
-    ids=["sdpa-cpu", "sdpa-cuda", "smoothed", "packed", "dense", "experts", "t5"],
+    ids=["sdpa-cuda", "packed", "experts", "t5"],
 )
 def test_the_trace_is_what_a_real_micro_batch_allocates(
-    settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, smoothing: float, request: pytest.FixtureRequest
+    settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, request: pytest.FixtureRequest
 ) -> None:
     strategy = dataclasses.replace(CPU, compute_dtype=dtype, is_cpu=is_cpu)
-    is_packed, by_document = attention in ("documents", "eager"), attention == "documents"
+    is_packed = by_document = attention == "documents"
     own = () if by_document else (f"--model.attn_implementation={attention}",)
     lengths = ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32")
     rows = UNPACKED[: 1 if is_packed else 2] if settings is not T5 else lengths
@@ -397,16 +323,16 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     assert (batch.get("position_ids") is not None, "document_lengths" in batch) == (is_packed, by_document)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *tensors))
-    expected = at_start + _allocated_peak(model, batch, dtype, smoothing)
+    expected = at_start + _allocated_peak(model, batch, dtype)
     assert sum(traced.peak.values()) - traced.peak[OPTIMIZER] == pytest.approx(expected, rel=0.002)
 
 
-def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype, smoothing: float) -> int:
+def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> int:
     """Most bytes beyond those there before, as the CPU's allocator reports them, in a forward (autocast) and backward."""
 
     def forward() -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return summed_loss(model, batch, smoothing)[0]
+            return summed_loss(model, batch)[0]
 
     forward().backward()  # lazily made things
     model.zero_grad(set_to_none=True)
@@ -465,8 +391,7 @@ def test_a_quantized_base_is_planned_in_its_codes(base_dtype: str, bytes_of_64: 
     gathered = (BLOCK - 2 * HIDDEN) * bytes_of_64 / 64 + (2 * HIDDEN + num_lora // LAYERS) * 2
     assert block["gather_bytes"] == gathered
     assert planned.largest_gather_bytes == END * 2
-    for preset, num_processes in {"single": 1, "fsdp2_full_shard": 4}.items():
-        assert plan(LLAMA, preset, num_processes, *UNPACKED, *all_linear).host_bytes["while loading"] == 12 * PIECE_BYTES
+    assert planned.host_bytes["while loading"] == 12 * PIECE_BYTES
     with pytest.raises(UserError, match=f"adapter.base_dtype is {base_dtype}, but FSDP1 keeps frozen and trainable"):
         plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *all_linear)
 

@@ -177,13 +177,13 @@ def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys
     assert call_preview(LONG_ROW) == 0
     shown = capsys.readouterr().out
     assert len(shown) < 20_000
-    assert re.search(r"… 1,[0-9,]{7} characters are not shown: --row 0 shows all …", shown)
-    assert re.search(r"48 of [0-9]{3},[0-9]{3} tokens, [0-9]{3},[0-9]{3} lost", shown)
+    assert re.search(r"… 1[0-9]{2},[0-9]{3} characters are not shown: --row 0 shows all …", shown)
+    assert re.search(r"48 of [0-9]{2},[0-9]{3} tokens, [0-9]{2},[0-9]{3} lost", shown)
     assert len(re.findall(r"… [0-9,]+ tokens are not shown: --row 0 shows all …", shown)) == 1
     assert call_preview(f"{LONG_ROW} --row 0 --html {tmp_path / 'row.html'}") == 0
     page = Page((tmp_path / "row.html").read_text(encoding="utf-8"))
     assert all(LONG in shown.replace("⏎", "") for shown in (*page.texts["text"], *page.texts["tokens"]))
-    assert page.attributes.count(("class", "part")) == -(-page.tags.count("i") // TOKENS_OF_A_BLOCK) > 100
+    assert page.attributes.count(("class", "part")) == -(-page.tags.count("i") // TOKENS_OF_A_BLOCK) > 10
     print_preview(collect([*shlex.split(LONG_ROW)], None, None, 0, 0), Console())
     assert LONG in capsys.readouterr().out
 

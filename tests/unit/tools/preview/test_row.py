@@ -113,22 +113,6 @@ def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
     assert {*uses(rows.view(0))} == {"counts, as data.loss_on is all"}
 
 
-def test_a_pair_counts_its_completion(tmp_path: Path) -> None:
-    row = Rows(tmp_path, [{"prompt": "hello there ", "completion": "it is four"}], True).view(0)
-    assert kinds(row.sides[0].tokens) == [(CONTEXT, "hello there "), (LOSS, "it is four</s>")]
-    assert row.sides[0].text == "hello there it is four" and row.turns == []
-
-
-def test_a_long_text_is_split_and_loses_nothing(tmp_path: Path) -> None:
-    rows = Rows(tmp_path, [{"text": "hello there " * 20}], True, max_length_tokens=16)
-    pieces = [rows.view(int(row_id)) for row_id in rows.rows.train["row_id"]]
-    assert [piece.piece for piece in pieces] == [(i + 1, len(pieces)) for i in range(len(pieces))]
-    assert all(side.num_lost == 0 for piece in pieces for side in piece.sides)
-    counted = "".join(text for piece in pieces for kind, text in kinds(piece.sides[0].tokens) if kind == LOSS)
-    assert counted.count("there") == 20 and counted.endswith("there </s>")
-    assert find_cut_row(rows.rows, rows.config, rows.model) is None
-
-
 def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Path) -> None:
     pair = {"source": "hello there thanks welcome", "target": "what is two and two"}
     rows = Rows(tmp_path, [pair], False, prefix="so ", max_source_length_tokens=6, max_target_length_tokens=4)

@@ -86,18 +86,15 @@ def test_figures_of_other_rows_share_no_axis(tmp_path: Path) -> None:
     assert describe_unlike([runs[0], runs[3]]) == describe_unlike(runs[3:]) == ""
 
 
-@pytest.mark.parametrize("step", [10**400, -1, True, "3", 1.5, None, [1], 2**60], ids=repr)
-@pytest.mark.parametrize("kind", ["train", "eval", "checkpoint", "baseline"])
-def test_a_line_of_no_step_is_left_out(tmp_path: Path, step: Any, kind: str) -> None:
-    lines = [train(1), evaluation(1, loss=2.0), {**evaluation(1, loss=7.0), "kind": kind, "step": step}]
-    run = save_run(tmp_path / "run", *lines, {**train(2), "kind": [kind]})
+def test_a_line_of_no_step_is_left_out(tmp_path: Path) -> None:
+    steps, kinds = [10**400, -1, True, "3", 1.5, None, [1], 2**60], ["train", "eval", "checkpoint", "baseline"]
+    wrong = [{**evaluation(1, loss=7.0), "kind": kind, "step": step} for step in steps for kind in kinds]
+    run = save_run(tmp_path / "run", train(1), evaluation(1, loss=2.0), *wrong, *({**train(2), "kind": [kind]} for kind in kinds))
     assert [line["step"] for line in read_runs([run])[0].lines] == [1, 1]
     assert b"report" in render_page(read_runs([run]))
 
 
-@pytest.mark.parametrize(
-    "value", [10**400, -(10**400), math.nan, math.inf, "2.0", True, [2.0], {"a": 2.0}], ids=lambda v: str(v)[:5]
-)
+@pytest.mark.parametrize("value", [10**400, math.nan, "2.0", True, [2.0]], ids=lambda v: str(v)[:5])
 def test_a_value_that_is_no_number_is_not_drawn(tmp_path: Path, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", train(1), train(2, value), evaluation(1, loss=2.0), evaluation(2, loss=value))
     [chart] = [chart for chart in list_charts(read_runs([run])) if chart.title == "Loss"]

@@ -119,14 +119,6 @@ def test_names_and_settings_stay_text(tmp_path: Path) -> None:
     assert len(page.scripts) == 4 and not any(tag in ("img", "b") or "onload" in attributes for tag, attributes in page.tags)
 
 
-def test_the_key_of_each_baseline_has_the_dashes_of_its_line(tmp_path: Path) -> None:
-    names = ("lead sentence", "nearest training row", "constant")
-    lines = [{"kind": "baseline", "step": 1, "name": name, "rougeL": 1.0, "measured_on": {"rows": "a"}} for name in names]
-    page = write(tmp_path, save_run(tmp_path / "run", evaluation(1, loss=1.0, rougeL=2.0), *lines))
-    keys = [dict(attributes)["stroke-dasharray"] for tag, attributes in page.tags if tag == "svg"]
-    assert keys == ["none", "none", "2 4", "6 4 2 4", "6"], "of the loss, of ROUGE-L, and of its baselines"
-
-
 def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
     lines = [evaluation(0, loss=3.0), train(1), evaluation(1, loss=2.0, rougeL=9.0)]
     one = save_run(tmp_path / "one", *lines, lr=0.1, predictions={1: ["a", "b"]})
@@ -140,14 +132,6 @@ def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
     predictions = page.data("predictions")
     assert predictions["columns"] == ["one: after step 1", "two: after step 1"]
     assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", None]]
-
-
-def test_runs_of_other_rows_are_said_to_be_and_are_apart(tmp_path: Path) -> None:
-    runs = [save_run(tmp_path / rows, evaluation(0, loss=3.0, measured_on={"rows": rows})) for rows in "ab"]
-    page = write(tmp_path, *runs)
-    assert "The figures of a and of b were measured on other rows: they do not compare, and share no axis." in page.texts["p"]
-    assert [cell for cell in page.texts["td"] if "training" in cell] == ["a, before training", "b, before training"]
-    assert page.texts["h3"].count("Loss") == 2
 
 
 def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Path) -> None:

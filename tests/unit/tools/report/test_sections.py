@@ -12,7 +12,7 @@ import pytest
 from tests.support.report_runs import save_distinct_run
 from toolkit.tools.report.facts import RunFacts, read_runs
 from toolkit.tools.report.parts import load_template
-from toolkit.tools.report.sections import Section, describe_checkpoints, describe_commands, describe_memory, describe_summary
+from toolkit.tools.report.sections import Section, describe_checkpoints, describe_commands, describe_summary
 
 
 @pytest.fixture
@@ -36,17 +36,6 @@ def test_the_best_is_the_first_evaluation_with_the_last_checkpoints_best_value(r
         *("step-00000004", "3.0", "1", "30.0000", "complete, the best"),
         *("step-00000006", "0.0", "1", "29.0000", "complete"),
     ]
-
-
-def test_a_checkpoint_that_lacks_a_file_is_not_complete(run: RunFacts) -> None:
-    (run.folder / "checkpoints" / "step-00000004" / "rng-00000.safetensors").unlink()
-    [run] = read_runs([run.folder])
-    assert [cell.partition(":")[0] for cell in cells(shown(describe_checkpoints, run))[4::5]] == [
-        "complete",
-        "not valid",
-        "complete",
-    ]
-    assert f"export {run.folder} --checkpoint 6" in shown(describe_commands, run)
 
 
 def test_where_a_run_stands(run: RunFacts) -> None:
@@ -86,20 +75,3 @@ def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run: Run
     [run] = read_runs([run.folder])
     assert f"export {run.folder} --checkpoint 6" in shown(describe_commands, run)
     assert "after step 4, whose checkpoint is not kept" in shown(describe_summary, run)
-
-
-def test_memory_is_that_of_training_beside_its_plan_on_gpus(run: RunFacts) -> None:
-    run.memory = {"device": "cuda", "peak_gib": [1.0, 1.5]}
-    run.planned_bytes = 3 * 2**30
-    page = shown(describe_memory, run)
-    assert re.findall(r"width:([\d.]+)%", page) == ["33.3", "50.0", "100.0"]
-    assert re.findall(r"<span class=number>([\d.]+)<", page) == ["1.00", "1.50", "3.00"]
-    assert "The plan differs by +100 % from the rank with most." in page
-
-
-def test_resident_memory_of_a_cpu_stands_beside_no_plan(run: RunFacts) -> None:
-    """It is mostly that of libraries: "-94 %" said nothing of the plan."""
-    run.memory = {"device": "cpu", "peak_gib": [2.0, 3.0]}
-    for run.planned_bytes in (3 * 2**30, None):
-        page = shown(describe_memory, run)
-        assert "mostly libraries, and is not shown" in page and "plan" not in page and not re.search(r"\d\.\d", page)

@@ -91,21 +91,6 @@ def test_a_name_that_would_turn_the_line_around_is_escaped_and_keeps_the_columns
     assert [row.partition(",")[0] for row in rows] == ["a\\u202eb", "other\\nline"]
 
 
-def test_scores_of_words_that_are_not_english(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0, rouge_tokenizer="unicode"))
-    lines = [{"reference": "还桨。", "prediction": "还桨\n不"}, {"reference": "Return the oar.", "prediction": ""}]
-    (run / "predictions-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert printed(capsys, run)[1][-1][-2:] == ["50.00", "50.00"]
-
-
-def test_evaluations_of_other_rows_are_counted_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = ({"loss": 2.0, "measured_on": {"rows": name}} for name in "ab")
-    run = save_run(tmp_path / "run", *(evaluation(step, **figures) for step, figures in enumerate(rows)))
-    before, table, _ = printed(capsys, run)
-    assert "1 evaluation is not shown: measured on other rows or with other settings." in before
-    assert [" ".join(row) for row in table[1:]] == ["after step 1 2.00"]
-
-
 def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = {"one": "a", "two": "b\nrows", "three": "a"}
     runs = (save_run(tmp_path / name, evaluation(0, loss=2.0, measured_on={"rows": of})) for name, of in measured.items())
@@ -114,26 +99,12 @@ def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: py
     assert before.splitlines()[-1].startswith("The figures of one, three and of two were measured on other rows")
 
 
-@pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
-def test_predictions_with_any_line_separator_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], character: str) -> None:
-    """Written by a version that did not escape them."""
-    run = save_run(tmp_path / "run", evaluation(0, rougeL=50.0))
-    row = {"reference": f"Return{character}the oar.", "prediction": f"Return the{character}oar."}
-    (run / "predictions-0.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert printed(capsys, run)[1][-1][-2:] == ["50.00", "100.00"]
-
-
 def test_a_folder_that_is_no_runs_is_refused_and_a_young_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="nothing is not a run folder"):
         show_runs([tmp_path / "nothing"])
     before, table, memory = printed(capsys, save_run(tmp_path / "young", {"kind": "train", "step": 1}))
     assert before.splitlines() == ["1 steps.", "There is no evaluation."] and not table
     assert "memory.json is not in the folder" in memory
-
-
-def test_emptied_predictions_have_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = save_run(tmp_path / "run", evaluation(1, rougeL=50.0), predictions={1: []})
-    assert printed(capsys, run)[1][0] == ["rougeL"]
 
 
 def test_a_run_without_its_figures_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,15 +186,6 @@ def test_why_there_is_no_plan_is_reported(run_folder: Path, capsys: pytest.Captu
     assert "memory.json is not in the folder" in printed(capsys, run_folder)[2]
 
 
-def test_predictions_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = save_run(tmp_path / "run", evaluation(0, loss=9.0))
-    (run / "predictions-0.jsonl").mkdir()
-    show_runs([run])
-    assert (
-        "This cannot be shown of run, as one of its files is not what a run writes (IsADirectoryError" in capsys.readouterr().out
-    )
-
-
 def test_samples_are_printed_without_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from datasets import Dataset
 
@@ -246,8 +208,3 @@ def test_predictions_that_are_gone_or_changed(tmp_path: Path, capsys: pytest.Cap
         path.write_text(content)
     _print_samples(path, Dataset.from_dict({"lead_text": ["a"]}))
     assert capsys.readouterr().out == f"no samples: {path} is missing, or is not what the evaluation wrote\n\n"
-
-
-def test_names_in_a_table_are_one_line_each() -> None:
-    table = format_table({"a\nb\u202e": {"mine/x\n1": 2.0}}, ["mine/x\n1"])
-    assert [line.split() for line in table.split("\n")] == [[r"mine/x\n1"], [r"a\nb\u202e", "2.00"]]
