@@ -24,7 +24,7 @@ LAUNCHED = ["-m", "accelerate.commands.launch", "--config_file", f"{REPOSITORY}/
 
 def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
-    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize(

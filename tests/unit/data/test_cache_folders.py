@@ -20,7 +20,7 @@ from toolkit.data.cache_folders import IDLE_S, find_or_build
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 
-PATIENCE_S = 60
+PATIENCE_S = 600
 ANOTHER = """
 import logging, sys
 from pathlib import Path

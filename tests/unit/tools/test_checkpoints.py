@@ -147,7 +147,7 @@ def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path: Path, mon
 
 def test_it_starts_without_torch() -> None:
     code = "import sys, toolkit.tools.main, toolkit.checkpoint.find; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
 def test_figures_that_are_no_equals_are_noted(

@@ -31,7 +31,7 @@ def test_a_standard_output_that_fails(tmp_path: Path, options: list[str], where:
         os.close(reading)
     program = [sys.executable, *options, "-m", "toolkit", command, *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, timeout=600)
     os.close(output)
     assert (done.returncode, done.stderr) == expected
 
