@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import REPOSITORY
 from toolkit.config.data import DataConfig, LLMDataConfig
-from toolkit.config.load import load_config
-from toolkit.config.schema import SummarizationConfig
 from toolkit.config.validate import FILE_SOURCES
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.files import READERS
@@ -84,13 +81,6 @@ def test_every_ending_and_gzip_give_the_same_rows() -> None:
     assert tuple(READERS) == FILE_SOURCES
 
 
-def test_the_run_yaml_for_files_of_ones_own_takes_every_ending() -> None:
-    for name in write_all():
-        columns = ["--data.source_column=source", "--data.target_column=target", "--data.eval_fraction=0"]
-        flags = [f"--config={REPOSITORY}/recipes/configs/t5_csv.yaml", f"--data.files={name}", "--data.cache_dir=cache", *columns]
-        assert pairs(load_rows(load_config(SummarizationConfig, flags).data)) == ROWS, name
-
-
 def test_an_unknown_ending_is_refused() -> None:
     Path("rows.dat").write_text("a")
     assert refusal("rows.dat").startswith(
@@ -107,14 +97,11 @@ def test_an_unknown_ending_is_refused() -> None:
             '[\n{"source": "a"},\n{"source" "b"}\n]',
             "rows.json, line 3: not JSON (Expecting ':' delimiter): write one object per line, or",
         ),
-        ('[\n{"source": "a"}\n{"source": "b"}\n]', "rows.json, line 3: not JSON (no comma or closing bracket after a value)"),
         ('[\n{"source": "a"},\n"b"]', "rows.json, line 3: 'b' is not a JSON object: write {"),
         ('[{"source": "a"}]\n{"source": "b"}', "rows.json, line 2: not JSON (text after the end of the array)"),
         ('[{"source": "a"},\n{"source": "b', "rows.json, line 2: not JSON (Unterminated string starting at)"),
         ('[{"source": "a"},\n' + "[" * 100_000, "rows.json, line 2: not JSON (maximum recursion depth"),
         ('[{"source": "a"},\n{"source": ' + "1" * 5000 + "}]", "rows.json, line 2: not JSON (Exceeds the limit"),
-        ("[]", "rows.json holds no rows"),
-        ('[{"source": "a", "target": 3}]', "rows.json, row 1, column target: 3 is of type int"),
     ],
 )
 def test_a_broken_array_is_refused_by_line(text: str, sentence: str) -> None:

@@ -135,7 +135,7 @@ def test_a_tsv_with_line_breaks_in_cells_is_refused_by_line() -> None:
     assert "line 3: 1 cells where" in refusal("rows.tsv")
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_the_csv_module_writes_comes_back_and_no_line_is_swallowed(seed: int) -> None:
     random = Random(seed)
     texts = ["".join(random.choices('ab"\t ', k=random.randint(1, 5))) + "." for _ in range(40)]
