@@ -49,7 +49,7 @@ def _wait(command: list[str]) -> int:
 
 def _read_report(report: Path, counts: Counter[str]) -> list[str]:
     """Add to the counts of what the tests came to; returns a line for each that did not pass."""
-    lines = []
+    lines: list[str] = []
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         kinds = [part.tag for part in case if part.tag in ("failure", "error", "skipped")] or ["passed"]
         counts.update({"failure": "failed"}.get(kind, kind) for kind in kinds)

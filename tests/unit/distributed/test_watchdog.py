@@ -139,7 +139,12 @@ def test_work_is_movement_only_in_a_phase_that_says_so(
 ) -> None:
     """A host that waits for a GPU takes a whole core."""
     watchdog = Bitten(1.0, tmp_path)
-    clock = Clock(watchdog, monkeypatch, lambda look: watchdog.at("evaluation", 3, works=works) if look == 1 else None)
+
+    def enter(look: int) -> None:
+        if look == 1:
+            watchdog.at("evaluation", 3, works=works)
+
+    clock = Clock(watchdog, monkeypatch, enter)
     activity: Any = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: clock.num_looks <= 20)
     vars(watchdog)["_activity"] = activity
     assert bites_at <= clock.run() <= bites_at + 1
