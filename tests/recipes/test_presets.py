@@ -134,8 +134,9 @@ def test_stdlib_configs_train_their_model_and_a_tokenizer(llm_workbench: Workben
     config = RUN_CONFIG_FOLDER / f"{name}.yaml"
     model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
-    llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
+    printed = llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
     check_whole_run(llm_workbench, generates=False)
+    assert "\nunigram " in printed and "\ninterpolated bigram " in printed
 
 
 def test_functions_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm_workbench: Workbench) -> None:

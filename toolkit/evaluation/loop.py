@@ -94,21 +94,25 @@ class _LossSums:
     def figures(self) -> dict[str, float]:
         """Token-weighted over all ranks, of all rows and of each set. Collective."""
         totals = reduce_on_cpu(self.sums.to("cpu", copy=True), dist.ReduceOp.SUM)  # of all ranks, in one collective
-        figures = _figures_of(totals.sum(0).tolist())
+        figures = _figures_with_accuracy(totals.sum(0).tolist())
         for name, of_set in zip(self.data.set_names, totals.tolist(), strict=True):
             if name in self.data.sets:
-                figures |= {f"{name}/{key}": value for key, value in _figures_of(of_set).items()}
+                figures |= {f"{name}/{key}": value for key, value in _figures_with_accuracy(of_set).items()}
         return figures
 
 
-def _figures_of(sums: list[float]) -> dict[str, float]:
+def _figures_with_accuracy(sums: list[float]) -> dict[str, float]:
     """The figures of summed loss, correct tokens, label tokens and bytes."""
     total_loss, total_correct, total_tokens, total_bytes = sums
+    return figures_of(total_loss, total_tokens, total_bytes) | {"token_accuracy": 100 * total_correct / total_tokens}
+
+
+def figures_of(total_loss: float, total_tokens: float, total_bytes: float) -> dict[str, float]:
+    """`loss`, `perplexity` and `bits_per_byte` of a loss summed over label tokens, whose text has so many bytes."""
     loss = total_loss / total_tokens
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, LONGEST_LOG)),
         # rows of one token have no label bytes
         "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,
-        "token_accuracy": 100 * total_correct / total_tokens,
     }

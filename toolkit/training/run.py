@@ -202,7 +202,7 @@ def finish(run: Run) -> Path | None:
             load_weights(best.folder, run.sharded)
             step = best.step
     working("showing the results")
-    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on
+    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on, config.model.from_scratch
     baselines = on_all_ranks(lambda: measure_baselines(*measured))
     # The folders, and what to do with them.
     if exports:

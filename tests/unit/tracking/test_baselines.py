@@ -1,21 +1,26 @@
-"""Baselines, lead sentence and best constant, are measured at the end of a run: the figures that a model has to beat."""
+"""Baselines, of texts and of counted tokens, are measured at the end of a run: the figures that a model has to beat."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
+from toolkit.loss import IGNORED_LABEL
 from toolkit.tracking import baselines
-from toolkit.tracking.baselines import _baselines, best_constant, lead_sentence, measure_baselines
+from toolkit.tracking.baselines import _text_baselines, _token_baselines, best_constant, lead_sentence, measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog
 
 VERBS, NOUNS = ["Return", "Opens", "Raise", "Closing"], ["the file", "a list of files", "the", "error errors", "value, if any"]
@@ -35,7 +40,7 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
     assert list(first) == ["lead sentence", 'constant "Return the oar."'] and first["lead sentence"]["rougeL"] == 50.0
     lines = [line for line in load_json_lines(log.path, skip_torn_end=True) if line["kind"] == "baseline"]
     assert [(line["name"], line["step"], line["measured_on"]) for line in lines] == [(name, 4, on) for name in first]
-    monkeypatch.setattr(baselines, "_baselines", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(baselines, "_text_baselines", lambda *_: pytest.fail("measured again"))
     again = measure_baselines(log, 4, rows, data, on)
     assert {name: line["rougeL"] for name, line in again.items()} == {name: line["rougeL"] for name, line in first.items()}
     # On other rows, and a line that cannot be written, as on a full disk.
@@ -52,7 +57,7 @@ def test_a_long_constant_is_named_by_its_start_in_quotes() -> None:
 
     rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
     data = EvaluationRows(rows, tokenizer=None, collator=None)  # type: ignore[arg-type]
-    assert list(_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
+    assert list(_text_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
 
 
 def test_a_set_has_baselines_of_its_own_rows() -> None:
@@ -63,8 +68,58 @@ def test_a_set_has_baselines_of_its_own_rows() -> None:
     rows = Dataset.from_dict({"row_id": range(3), "target": targets, "lead_text": leads})
     inputs = ((2, "news"), (1, "mail"))
     data = EvaluationRows(rows, tokenizer=None, collator=None, inputs=inputs)  # type: ignore[arg-type]
-    lead = _baselines(rows, data)["lead sentence"]
+    lead = _text_baselines(rows, data)["lead sentence"]
     assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]
+
+
+def token_rows(*rows: tuple[list[int], int, int]) -> Any:
+    """Rows of a causal model: their tokens, the number of the prompt's or of the first token, and the bytes of the rest."""
+    from datasets import Dataset
+
+    columns = {"input_ids": [ids for ids, _, _ in rows], "target_bytes": [num_bytes for *_, num_bytes in rows]}
+    columns["labels"] = [[IGNORED_LABEL] * start + ids[start:] for ids, start, _ in rows]
+    return Dataset.from_dict(columns | {"num_tokens": list(map(len, columns["input_ids"])), "row_id": list(range(len(rows)))})
+
+
+TRAINED_ON = token_rows(([0, 1, 2], 1, 9), ([0, 1, 1], 1, 9))
+"""Labels 1, 2, 1, 1: in a vocabulary of 4, p is 4/8 for 1, 2/8 for 2, 1/8 for the others. After 0 comes 1 twice; after 1 come 2
+and 1 once each."""
+HELD_OUT = token_rows(([0, 1, 3, 2], 1, 4), ([2, 3, 0, 1], 3, 2))
+"""The last three tokens of the first, the last of the second."""
+
+
+def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it() -> None:
+    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, inputs=((1, "a"), (1, "b")))  # type: ignore[arg-type]
+    found = _token_baselines(TRAINED_ON, data)
+    after_0, after_1, after_3 = (2 + 1 / 2) / 3, (0 + 2 / 8) / 4, 1 / 4  # 3 was never before a label
+    likelihoods = {
+        "unigram": [[1 / 2, 1 / 8, 1 / 4], [1 / 2]],
+        "interpolated bigram": [[after_0, after_1, after_3], [after_0]],
+    }
+    assert list(found) == list(likelihoods)
+    for name, (of_a, of_b) in likelihoods.items():
+        for of_set, values, num_bytes in (("", of_a + of_b, 6), ("a/", of_a, 4), ("b/", of_b, 2)):
+            nats = -sum(map(math.log, values))
+            assert found[name][f"{of_set}loss"] == pytest.approx(nats / len(values))
+            assert found[name][f"{of_set}bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes)
+
+
+def test_more_tokens_than_are_counted_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None)  # type: ignore[arg-type]
+    of_first = _token_baselines(TRAINED_ON.select([0]), data)
+    monkeypatch.setattr(baselines, "MAX_COUNTED_TOKENS", 5)
+    assert _token_baselines(TRAINED_ON, data) == of_first
+
+
+def test_tokens_are_counted_for_a_causal_model_from_scratch_alone(tmp_path: Path) -> None:
+    log, on = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True), {"rows": "a"}
+    causal = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=CausalCollator(0))  # type: ignore[arg-type]
+    assert measure_baselines(log, 3, TRAINED_ON, causal, on, from_scratch=True) == {}  # no evaluation
+    log.write("eval", 3, loss=1.0, measured_on=on)
+    assert measure_baselines(log, 3, TRAINED_ON, causal, on) == {}
+    other = replace(causal, collator=None)  # type: ignore[arg-type]
+    assert measure_baselines(log, 3, TRAINED_ON, other, on, from_scratch=True) == {}
+    assert list(measure_baselines(log, 3, TRAINED_ON, causal, on, from_scratch=True)) == ["unigram", "interpolated bigram"]
 
 
 def small_headlines(num_rows: int, seed: int) -> list[str]:

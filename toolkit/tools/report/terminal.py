@@ -59,7 +59,7 @@ def show_results(
     prompted = evaluation.rows.select(evaluation.prompted)
     table = list_by_set({**baselines, **dict(sorted(named.items()))}, measured_on.get("sets", {}))
     own = own_figures(evaluation.metrics, evaluations[-1])
-    words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if baselines else ""
+    words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if "rougeL" in evaluations[-1] else ""
     print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table, (*SHOWN_FIGURES, *own))}\n", flush=True)
     if "rougeL" in evaluations[-1]:
         _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
