@@ -31,8 +31,8 @@ def load_rows(config: object) -> list[dict[str, str]]:
 
     A row has `text`, `group` (the module) and `split` (`train` or `eval`). The order is fixed and mixes the modules, so that the
     first rows are a fair sample. Each part of a class that is cut begins with the `class` line. Long tables are left out.
-    Only rows with a docstring are training rows: in the same number of steps, a small model then reads these, with the kind of
-    prose that it must write later, two or three times instead of all code about once.
+    Only rows with a docstring are training rows: in the same number of steps, a small model then reads all of these, with the
+    kind of prose that it must write later, instead of less than half of all code.
     """
     rows = [
         {"text": text, "group": module.name, "split": "eval" if is_held_out(module.name) else "train"}
