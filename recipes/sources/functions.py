@@ -27,10 +27,9 @@ from docstrings import (  # the file beside this one
     parse_standard_library,
 )
 
-# The toolkit's dependencies with most functions. Like all of PACKAGES they are installed wherever a recipe runs.
-ALL_PACKAGES = (*PACKAGES, "pandas", "sympy", "torch", "transformers")
-# A third of all that is parsed is transformers', for 7 % of the training rows.
-T5_PACKAGES = tuple(package for package in ALL_PACKAGES if package != "transformers")
+# The toolkit's dependencies with most functions. Like all of PACKAGES they are installed wherever a recipe runs. transformers would
+# be a third of all that is parsed, for 7 % of the training rows.
+ALL_PACKAGES = (*PACKAGES, "pandas", "sympy", "torch")
 CODE_CHARACTERS = range(30, 141)
 MAX_RETURN_CHARACTERS = 40
 MAX_ITEMS = 4
@@ -55,11 +54,6 @@ class _Function(NamedTuple):
 def load_rows(config: object) -> list[dict[str, str]]:
     """The rows of a run, for its `data.source`."""
     return read_functions()
-
-
-def load_t5_rows(config: object) -> list[dict[str, str]]:
-    """The rows of the embedded T5, which are there sooner: without `transformers`. The evaluation rows are the same."""
-    return read_functions(T5_PACKAGES)
 
 
 def identify(config: object) -> str:

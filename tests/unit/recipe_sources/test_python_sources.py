@@ -133,16 +133,6 @@ def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(libra
     assert "boats_for_tests" not in sys.modules
 
 
-def test_the_embedded_t5_has_packages_of_its_own(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
-    write_package(library, "def row(boat, seconds):\n    boat.move(seconds, by=OARS)\n    return boat\n")
-    monkeypatch.setattr(functions, "T5_PACKAGES", ("boats_for_tests",))
-    assert sorted((row["group"], row["split"]) for row in functions.load_t5_rows(None)) == [
-        ("boats_for_tests", "train"),
-        (HELD_OUT_MODULE, "eval"),
-    ]
-
-
 @pytest.mark.parametrize("change", [("take_oar", "give_oar"), ("OARS.take(number)", "find(number, OARS)")])
 def test_held_out_functions_that_the_base_has_read_elsewhere_are_not_evaluated(library: Path, change: tuple[str, str]) -> None:
     """The same code under another name, and other code with the same summary."""
