@@ -31,6 +31,7 @@ ARGUMENTS = [
     "--data.source=not/read", "--data.max_length_tokens=128", "--train.num_epochs=1", "--train.micro_batch_size_rows=2",
     "--train.global_batch_size_rows=4",
 ]  # fmt: skip
+BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapter.rank=8"]
 
 
@@ -72,9 +73,9 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [
-        ({}, []),
-        ({"mixed_precision": "no", "fsdp_config": {"fsdp_reshard_after_forward": False}}, []),
-        ({"fsdp_config": {"fsdp_activation_checkpointing": True}}, LORA),
+        (BF16, []),
+        ({"fsdp_config": {"fsdp_reshard_after_forward": False}}, []),
+        (BF16 | {"fsdp_config": {"fsdp_activation_checkpointing": True}}, LORA),
     ],
     ids=["bf16", "fp32-shard-grad-op", "lora-checkpointing"],
 )

@@ -21,7 +21,8 @@ def test_in_bf16_what_trains_and_sums_of_gradients_are_fp32(tmp_path: Path, kind
     """By their values: a tensor of fp32 may hold what was rounded before."""
     flags = ["--train.micro_batch_size_rows=8", "--train.max_steps=2", "--optim.warmup_steps=1"]
     flags += ["--eval.generate=false", "--eval.at_start=false"]
-    for shares in run_ranks(kind, preset, tmp_path, GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {}), flags, train_and_measure):
+    overrides = GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {}) | {"mixed_precision": "bf16"}
+    for shares in run_ranks(kind, preset, tmp_path, overrides, flags, train_and_measure):
         assert shares["weights"] < LARGEST_SHARE, "weights are rounded to bf16"
         assert shares["gradients"] < LARGEST_SHARE, "gradients are rounded to bf16"
 

@@ -105,7 +105,7 @@ def launch_cell(folder: Path, family: str, cell: str) -> str:
     recipe = "t5" if family in ENCODER_DECODERS else "llm"
     args = (family, recipe, settings_of(folder, family, cell), folder, cell.removesuffix(PACKED))
     with start_on_ranks(run_cell, preset="fsdp2_cpu", overrides=FP32, args=args) as running:
-        ended = running.wait(timeout_s=600)
+        ended = running.wait()
         refusals = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
         if set(ended.returncodes) == {2} and refusals:
             reasons = [reason for reason, (words, _) in REASONS.items() if words in refusals[0]]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.launch import REPOSITORY
+from tests.support.launch import REPOSITORY, TIMEOUT_S
 
 
 def test_presets_side_by_side(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_presets_side_by_side(tmp_path: Path) -> None:
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     assert "Traceback" not in done.stderr

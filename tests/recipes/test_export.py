@@ -21,7 +21,7 @@ import yaml
 
 from tests.recipes.test_best_weights import WORSENING
 from tests.support.hub_server import hub_server
-from tests.support.launch import REPOSITORY, run_on_ranks, start
+from tests.support.launch import REPOSITORY, TIMEOUT_S, run_on_ranks, start
 from tests.support.workbench import FP32, Workbench, new_bench, step_name
 
 FROZEN = re.compile(r"encoder\.block\.0\..*")
@@ -102,7 +102,7 @@ def test_an_export_goes_to_the_hub_too(run: Path, tmp_path: Path) -> None:
     with hub_server() as hub:
         environment = os.environ | given | {"HF_ENDPOINT": hub.url}
         command = [sys.executable, "-m", "toolkit", *map(str, words)]
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith(f"uploaded to {hub.url}/mine/run\n")
     assert hub.repositories["mine/run"] == contents(tmp_path / "out") and hub.private == {"mine/run"}

@@ -105,7 +105,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, 
     found = {}
     for preset in PRESETS:
         folder = tmp_path_factory.mktemp(preset)
-        ranks = run_on_ranks(run_examples, preset=preset, overrides=FP32, args=(folder, model_folders["llama"]), timeout_s=400)
+        ranks = run_on_ranks(run_examples, preset=preset, overrides=FP32, args=(folder, model_folders["llama"]))
         found[preset] = folder, ranks[0]
     return found
 

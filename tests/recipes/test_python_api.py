@@ -112,7 +112,7 @@ def called(
     found = {}
     for preset in ("single", "fsdp2_cpu"):
         folder = tmp_path_factory.mktemp(preset)
-        ranks = run_on_ranks(train_all, preset=preset, overrides=FP32, args=(folder, model_folders), timeout_s=240)
+        ranks = run_on_ranks(train_all, preset=preset, overrides=FP32, args=(folder, model_folders))
         found[preset] = folder, ranks
     return found
 

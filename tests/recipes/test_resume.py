@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import Running, run_on_ranks
+from tests.support.launch import TIMEOUT_S, Running, run_on_ranks
 from tests.support.model_folders import build_model_folders
 from tests.support.workbench import FP32, Workbench
 from toolkit.files.json_lines import load_json_lines
@@ -124,7 +124,7 @@ def kill_and_go_on(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
 
 def kill_after(running: Running, bench: Workbench, step: int) -> None:
     """Kill all ranks once that step is in the metrics."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT_S
     while max((line["step"] for line in bench.lines("killed", "train")), default=0) < step:
         assert time.monotonic() < deadline, running.last_words()
         time.sleep(0.005)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.launch import REPOSITORY
+from tests.support.launch import REPOSITORY, TIMEOUT_S
 from tests.support.workbench import Workbench
 
 
@@ -17,12 +17,12 @@ def test_a_run_is_started_to_its_end(bench: Workbench, tmp_path: Path) -> None:
     def train(*flags: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "toolkit", "train", "run.yaml", *bench.flags("trained"), *flags]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     done = train()
     assert done.returncode == 0, done.stderr[-4000:]
     assert (
-        f"\naccelerate launch --config_file {REPOSITORY}/accelerate_configs/single.yaml --quiet {REPOSITORY}/recipes/t5.py "
+        f"\naccelerate launch --config_file {REPOSITORY}/accelerate_configs/single_cpu.yaml --quiet {REPOSITORY}/recipes/t5.py "
         in done.stdout
     )
     assert [line["step"] for line in bench.lines("trained", "train")] == [1, 2, 3]

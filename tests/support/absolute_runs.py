@@ -99,7 +99,7 @@ def run_ranks(
         "run.name": name,
     }
     args = (recipe, [*as_flags(values), *flags, *more_flags], output / name)
-    return run_on_ranks(function, preset=preset, overrides=overrides, args=args, timeout_s=240)
+    return run_on_ranks(function, preset=preset, overrides=overrides, args=args)
 
 
 def train_on_rank(recipe: str, argv: list[str], folder: Path) -> None:

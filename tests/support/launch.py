@@ -34,7 +34,7 @@ from tests.support.rank import SERVER_ENVIRONMENT, World, run_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2}
+_ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
 _ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "same_network": True}
 _TWO_BY_TWO = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 # FSDP1 broadcasts module states through an accelerator only ("no available devices found").
@@ -55,7 +55,7 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "fsdp1_full_shard": {**_ON_CPU, **_FSDP1},
     "fsdp1_shard_grad_op": {**_ON_CPU, **_FSDP1},
 }
-"""Per GPU preset: all that changes when a test runs it on CPU."""
+"""Per GPU preset: all that changes when a test runs it on CPU. In fp32, as many CPUs emulate bf16: what is about bf16 asks."""
 GPU_CHECKS = {"fsdp1_hybrid_shard": "tests/gpu/test_hybrid_shard.py", "fsdp2_fp8": "tests/gpu/test_fp8.py"}
 """Presets that nothing can run on CPU, and the check that runs them on GPUs."""
 
@@ -75,6 +75,8 @@ READ_AT_IMPORT = (
 )  # fmt: skip
 """Variables that the preloaded libraries have read already: a launch that asks for another value is refused."""
 
+TIMEOUT_S = 600.0
+"""Of a launch. It stops a hang, on the slowest machine too."""
 PEER_GRACE_S = 5.0
 TERM_TO_KILL_S = 10.0
 
@@ -93,7 +95,7 @@ class LaunchResult:
     """All ranks, rank 0 first."""
 
 
-def launch(script: Path | str, argv: list[str], *, timeout_s: float = 120, **where: Any) -> LaunchResult:
+def launch(script: Path | str, argv: list[str], *, timeout_s: float = TIMEOUT_S, **where: Any) -> LaunchResult:
     """Run `script` on every rank and wait for the end; `where` is as `start` takes it. AssertionError after `timeout_s`."""
     with start(script, argv, **where) as running:
         return running.wait(timeout_s)
@@ -117,7 +119,7 @@ def start(
     return Running(_build_world(preset, overrides, num_processes, env, script=Path(script).resolve(), argv=argv))
 
 
-def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = 120, **where: Any) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, **where: Any) -> list[Any]:
     """Call a module-level `function(*args)` on every rank and return the results in rank order.
 
     Args:
@@ -175,7 +177,7 @@ class Running:
         files = [self.folder / f"{stream}-{rank}.txt" for rank in range(len(self._processes))]
         return "".join(path.read_text(errors="replace") for path in files if path.exists())
 
-    def wait_for_output(self, text: str, *, times: int = 1, timeout_s: float = 60) -> None:
+    def wait_for_output(self, text: str, *, times: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         """Return once the ranks have printed `text` so often in all; AssertionError if they end before, or time runs out."""
         deadline = time.monotonic() + timeout_s
         while self.output().count(text) < times:
@@ -184,7 +186,7 @@ class Running:
                 raise AssertionError(f"{text!r} was not printed {times} times\n{self.last_words()}")
             wait_for_any([process.sentinel for process in alive], timeout=0.02)
 
-    def wait(self, timeout_s: float = 120) -> LaunchResult:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> LaunchResult:
         """Wait for the ranks; one that fails takes the others down (TERM after 5 s, KILL 10 s later), as torch elastic does."""
         deadline = time.monotonic() + timeout_s
         terminate_at = kill_at = float("inf")
@@ -204,7 +206,7 @@ class Running:
             wait_for_any([process.sentinel for process in alive], timeout=max(0.05, next_event - time.monotonic()))
         return LaunchResult([process.exitcode or 0 for process in self._processes], self.output("stdout"), self.output("stderr"))
 
-    def results(self, timeout_s: float = 120) -> list[Any]:
+    def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Wait; what the function returned, in rank order. Raises as `run_on_ranks` does."""
         result = self.wait(timeout_s)
         failures = sorted(self.folder.glob("error-*.pkl"), key=lambda path: path.stat().st_mtime_ns)

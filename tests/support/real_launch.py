@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.launch import REPOSITORY, write_accelerate_yaml
+from tests.support.launch import REPOSITORY, TIMEOUT_S, write_accelerate_yaml
 from tests.support.rank import SERVER_ENVIRONMENT, as_in_a_terminal
 
 
@@ -42,7 +42,7 @@ def accelerate_launch(
     return subprocess.Popen([*command, script, *argv], cwd=REPOSITORY, env=environment, **pipes)
 
 
-def finish(launcher: subprocess.Popen[str], timeout_s: float = 600) -> str:
+def finish(launcher: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> str:
     """What the launcher and its ranks have printed when they end; one that hangs is stopped, and its ranks with it."""
     try:
         return launcher.communicate(timeout=timeout_s)[0]

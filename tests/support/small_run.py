@@ -52,35 +52,53 @@ def run_recipe(folder: Path, name: str, **how: Any) -> Finished:
 
 
 def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Finished]:
-    """Several runs by name. Two are under way at a time: ranks that wait for each other leave a core idle."""
+    """Several runs by name. Those under the same preset share a launch, one after another.
+
+    Two launches are under way at a time: ranks that wait for each other leave a core idle.
+    """
+    launches: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, how in runs.items():
+        launches.setdefault(json.dumps([how["preset"], how["overrides"]]), {})[name] = how
     with ExitStack() as stack:
-        launches = (stack.enter_context(start_recipe(folder, name, **how)) for name, how in runs.items())
-        results = [running.results(timeout_s=240) for running, _ in pairwise(chain(launches, [None])) if running]
-    return {
-        name: (load_json_lines(folder / "runs" / name / "metrics.jsonl"), gradients)
-        for name, gradients in zip(runs, results, strict=True)
-    }
+        started = (stack.enter_context(_start(folder, of_launch)) for of_launch in launches.values())
+        ended = [running.results() for running, _ in pairwise(chain(started, [None])) if running]
+    recorded: dict[str, list[dict[str, np.ndarray]]] = {}
+    for of_launch, of_ranks in zip(launches.values(), ended, strict=True):
+        recorded |= zip(of_launch, map(list, zip(*of_ranks, strict=True)), strict=True)
+    return {name: (load_json_lines(folder / "runs" / name / "metrics.jsonl"), recorded[name]) for name in runs}
 
 
-def start_recipe(
-    folder: Path,
-    name: str,
-    *,
-    preset: str,
-    overrides: dict[str, Any],
-    flags: list[str],
-    recipe: str = "t5",
-    max_logits: int = 2**26,
-    function: Callable[..., dict[str, np.ndarray]] | None = None,
-) -> Running:
-    """Start a recipe on every rank.
+def start_recipe(folder: Path, name: str, **how: Any) -> Running:
+    """Start a recipe on every rank; each returns a list of what it recorded.
 
     Args:
-        flags: put behind those of all runs, so they win.
-        max_logits: most elements of a chunk of a causal model's logits.
-        function: what ranks call instead of `train_and_record_gradients`.
+        how: `preset` and `overrides` of the launch; `flags`, put behind those of all runs, so they win; `recipe`; `max_logits`,
+            most elements of a chunk of a causal model's logits; `function` that ranks call instead of
+            `train_and_record_gradients`.
     """
-    argv = [
+    return _start(folder, {name: how})
+
+
+def _start(folder: Path, runs: dict[str, dict[str, Any]]) -> Running:
+    """All in one launch, whose preset is that of the first."""
+    first = next(iter(runs.values()))
+    calls = [
+        (
+            how.get("function", train_and_record_gradients),
+            (how.get("recipe", "t5"), _argv(folder, name, how["flags"]), how.get("max_logits", 2**26)),
+        )
+        for name, how in runs.items()
+    ]
+    overrides = {"mixed_precision": "no", **first["overrides"]}
+    return start_on_ranks(_call_each, preset=first["preset"], overrides=overrides, args=(calls,))
+
+
+def _call_each(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    return [function(*args) for function, args in calls]
+
+
+def _argv(folder: Path, name: str, flags: list[str]) -> list[str]:
+    return [
         "--model.dropout", "0",
         "--data.source", "jsonl", "--data.files", str(folder / "rows.jsonl"), "--data.cache_dir", str(folder / "cache"),
         "--data.eval_fraction", "0.1", "--train.max_steps", str(NUM_STEPS), "--train.global_batch_size_rows", "16",
@@ -88,12 +106,6 @@ def start_recipe(
         "--optim.max_grad_norm", "1.0", "--eval.max_new_tokens", "6", "--log_row_ids", "true",
         "--run.output_dir", str(folder / "runs"), "--run.name", name, *flags,
     ]  # fmt: skip
-    return start_on_ranks(
-        function or train_and_record_gradients,
-        preset=preset,
-        overrides={"mixed_precision": "no", **overrides},
-        args=(recipe, argv, max_logits),
-    )
 
 
 def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.launch import REPOSITORY, LaunchResult, Running, run_on_ranks, start
+from tests.support.launch import REPOSITORY, TIMEOUT_S, LaunchResult, Running, run_on_ranks, start
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.support.small_run import run_in_this_process
 from toolkit.files.json_lines import load_json_lines
 
 RECIPES = REPOSITORY / "recipes"
@@ -89,6 +93,15 @@ class Workbench:
             assert not any(result.returncodes), running.last_words()
             return result.stdout + result.stderr
 
+    def run_all(
+        self, runs: dict[str, dict[str, Any]], *, preset: str = "fsdp2_cpu", overrides: dict[str, Any] | None = None
+    ) -> dict[str, str]:
+        """Runs by name with their changes, one after another in one launch, to a good end; returns what each printed."""
+        argvs = [self.flags(name, **changes) for name, changes in runs.items()]
+        overrides = FP32 if overrides is None else overrides
+        of_ranks = run_on_ranks(_print_each, preset=preset, overrides=overrides, args=(self.recipe, argvs))
+        return dict(zip(runs, map("".join, zip(*of_ranks, strict=True)), strict=True))
+
     def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
         """The lines of one kind in a run's metrics.jsonl; the last one may be torn while the run goes on."""
         path = self.runs / name / "metrics.jsonl"
@@ -104,13 +117,42 @@ class Workbench:
         return self.runs / name / "checkpoints" / step_name(step)
 
 
+def _print_each(recipe: str, argvs: list[list[str]]) -> list[str]:
+    """On a rank: the runs, and what each printed."""
+    printed = []
+    for argv in argvs:
+        with output_of() as said:
+            run_in_this_process(recipe, argv)
+        printed.append(said[0])
+    return printed
+
+
+@contextlib.contextmanager
+def output_of() -> Iterator[list[str]]:
+    """A list that has, at the end, what this process has written to stdout and stderr meanwhile."""
+    said: list[str] = []
+    with tempfile.TemporaryFile("w+") as file:
+        kept = [os.dup(number) for number in (1, 2)]
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield said
+        finally:
+            for number, stream in zip((1, 2), kept, strict=True):
+                os.dup2(stream, number)
+                os.close(stream)
+            file.seek(0)
+            said.append(file.read())
+            print(said[0])  # for the message, should the test fail
+
+
 def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict[str, Any]:
     """What a script leaves in `found`, which plain libraries find in folders of runs; `runs` has them as paths."""
     whole = f"import json, pathlib, sys\nfound = {{}}\nruns = [pathlib.Path(name) for name in sys.argv[1:]]\n{script}"
     whole += "\nassert 'toolkit' not in sys.modules\nprint(json.dumps(found))\n"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", whole, *map(str, folders)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
