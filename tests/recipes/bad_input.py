@@ -1,4 +1,4 @@
-"""What the tests of bad input share: a case as data, its launch on 2 real ranks, and the one sentence that must be printed."""
+"""What the tests of bad input share: a case as data, how it is run, and the one sentence that must be printed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.launch import LaunchResult, launch
+from tests.support.launch import TIMEOUT_S, LaunchResult, launch
 from tests.support.workbench import RECIPES
 from toolkit.errors import EXIT_USER_ERROR
 
-TIMEOUT_S = 60
 OTHER_DATA = "in its rows or in the tokens that this version makes of them"
 WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
@@ -78,9 +77,14 @@ def _without(flags: list[str], others: list[str]) -> list[str]:
 def check(here: Path, case: Case, result: LaunchResult) -> None:
     """Every rank stopped by itself, and one of them said the sentence, nothing else."""
     assert result.returncodes == [EXIT_USER_ERROR] * 2, result.stderr[-3000:]
-    assert "Traceback" not in result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, result.stderr
+    check_said(here, case, result.stderr)
+
+
+def check_said(here: Path, case: Case, stderr: str) -> None:
+    """The sentence is there once, and no other."""
+    assert "Traceback" not in stderr
+    errors = [line for line in stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, stderr
     pattern = ".+".join(re.escape(fill(part, here)) for part in f"error: {case.sentence}".split("…"))
     assert re.fullmatch(pattern, errors[0]), f"{errors[0]}\nis not\nerror: {case.sentence}"
 

@@ -1,4 +1,4 @@
-"""The cases of test_llm_bad_input.py: what is wrong, and the one sentence that must be printed."""
+"""The cases of test_bad_input.py on the LLM recipe: what is wrong, and the one sentence that must be printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from tests.recipes.bad_input import OTHER_DATA, WAYS_OUT, Case, Files, model_files
 from tests.support.chats import LLAMA2, say
-from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -35,12 +34,9 @@ OTHER_MODEL = "--model.name_or_path {here}/other"
 FROM_SCRATCH = "--model.from_scratch true"
 LORA = "--adapter.method lora"
 OWN_ADAPTER = f"{LORA} --adapter.name_or_path {{here}}/adapter"
-MIX = "--data.source null --data.files null --data.mix"
 
-FSDP1 = {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]}
-
-EARLY = {
-    # The run config.
+# In one process, all in one launch; there is no data file.
+ALONE = {
     "resized vocabulary": Case(
         flags="--model.resize_token_embeddings 512",
         sentence="unknown flag --model.resize_token_embeddings: did you mean --model.add_tokens?",
@@ -54,37 +50,20 @@ EARLY = {
         flags=f"{LORA} --adapter.dropout 1",
         sentence="--adapter.dropout is 1: give a number of 0 or more and below 1",
     ),
-    # The accelerate YAML.
-    "frozen bf16 under FSDP1": Case(
-        flags=f"{LORA} --model.frozen_dtype bfloat16",
-        **FSDP1,
-        sentence="model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: "
-        "leave it out, or set fsdp_version: 2",
-    ),
-    "codes under FSDP1": Case(
-        flags=f"{LORA} --adapter.base_dtype nf4",
-        **FSDP1,
-        sentence="adapter.base_dtype is nf4, but FSDP1 keeps frozen and trainable parameters in one tensor of one dtype: "
-        "leave it out, or set fsdp_version: 2",
-    ),
     "codes without an adapter": Case(
         flags="--adapter.base_dtype int8",
         sentence="adapter.base_dtype is int8, but adapter.method is none: weights that train are not quantized",
     ),
     "frozen bf16 without mixed precision": Case(
         flags=f"{LORA} --model.frozen_dtype bfloat16",
-        preset="ddp_cpu",
-        overrides={"mixed_precision": "no"},
         sentence="model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16",
     ),
-    # The model.
     "adapter in the model's place": Case(
         flags="--model.name_or_path {here}/adapter",
         files=adapter(16),
         sentence="model.name_or_path {here}/adapter is an adapter: give its base there, and this folder as adapter.name_or_path "
         "with adapter.method",
     ),
-    # The tokenizer.
     "no such chat template": Case(
         flags="--data.chat_template {here}/chat.jinja",
         sentence="data.chat_template {here}/chat.jinja cannot be read (No such file or directory): give a file, or the template",
@@ -109,23 +88,7 @@ def chats(*conversations: list[dict[str, Any]]) -> Files:
 
 TEXT = rows(*({"text": f"hello there {i:b}"} for i in range(12)))
 
-DATA = {
-    "missing file of a mix": Case(
-        flags=f'{MIX} [{{"source":"jsonl","files":"{{here}}/rows.jsonl"}},{{"source":"csv","files":"{{here}}/rws.csv"}}]',
-        sentence="data.mix[1].files: there is no file {here}/rws.csv: …",
-    ),
-    "rows longer than the model's positions": Case(
-        files=model_files({**LLAMA, "max_position_embeddings": 16}, "model"),
-        sentence="the longest row has … tokens, but {here}/model has only 16 positions: set data.max_length_tokens to at most 16",
-    ),
-    "best metric that plain text does not give": Case(
-        flags="--eval.best_metric rougeL --eval.generate true --data.eval_fraction 0.4",
-        files=TEXT,
-        sentence="eval.best_metric is rougeL, but no held-out row has a prompt: choose loss or the like",
-    ),
-}
-
-# Only the weights, or the model at work, show it. `base` is a whole model.
+# On two real ranks. Only the weights, or the model at work, show it. `base` is a whole model.
 MODEL = {
     "adapter of another base": Case(
         flags=f"--model.name_or_path {{here}}/base {OWN_ADAPTER}",
@@ -140,17 +103,11 @@ MODEL = {
     ),
 }
 
-# In the folder of a finished run, which must stay as it is. All but the last are refused before a row is looked for.
-NOWHERE = "--data.files {here}/nowhere.jsonl"
-CHECKPOINT = "{here}/runs/run/checkpoints/step-00000002"
+# In the folder of a finished run, which must stay as it is.
 AFTER_A_RUN = {
-    "another packing": Case(
-        flags=f"{FROM_SCRATCH} --data.packing false {NOWHERE}",
-        sentence=f"data.packing is False, but {CHECKPOINT} was made with True: {WAYS_OUT}",
-    ),
     "another chat template": Case(
         flags=FROM_SCRATCH,
         files={"model/chat_template.jinja": LLAMA2},
-        sentence=f"the data is not what {CHECKPOINT} was trained on, {OTHER_DATA}: {WAYS_OUT}",
+        sentence=f"the data is not what {{here}}/runs/run/checkpoints/step-00000002 was trained on, {OTHER_DATA}: {WAYS_OUT}",
     ),
 }

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapter_models import adapted, adapter_config, export_adapter, load_base, randomize
 from toolkit.config.schema import ExportConfig, ModelConfig
 from toolkit.errors import UserError
+from toolkit.launch.accelerator import frozen_dtype
 from toolkit.models.lora import add_adapter, check_adapter_config
 from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
 
@@ -236,3 +237,10 @@ def test_settings_that_exclude_each_other(adapter: dict, model: dict, merge: boo
     )
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         check_adapter_config(config)
+
+
+def test_fsdp1_keeps_no_frozen_weights_in_bf16() -> None:
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    of_fsdp1: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state)
+    with pytest.raises(UserError, match="^model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters"):
+        frozen_dtype(of_fsdp1, "bfloat16", has_adapter=True)
