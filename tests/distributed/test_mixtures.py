@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from tests.planting.plant import NO_FAULT
 from tests.support import plain_mixture as plain
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import MIXTURES, build_model_folders, make_rows, save_jsonl
-from tests.support.pairwise import Case, cover_pairs, pairs_left
+from tests.support.pairwise import Case, cover_pairs
 from tests.support.small_run import figures, train_and_record_gradients
 from tests.support.workbench import FP32, as_flags
 from toolkit.files.json_lines import load_json_lines
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the runs of all
 NUM_ROWS, TOLERANCE = 12, 1e-5
 ROUTERS = r".*\.(gate|router)\.(weight|bias)"
 TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS}
@@ -44,26 +42,18 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "blocks": tuple(BLOCKS),
     "auxiliary": ("off", "document", "global"),
 }
-"""Four ranks have uneven or too few experts in some families."""
+UNEVEN = ("qwen3_moe", "olmoe")
+"""Families with 6 and 2 experts: four ranks cut these unevenly, or have too few."""
 
 
 def exists(case: Case) -> bool:
-    """Checkpointing is an option of FSDP. HSDP and FSDP1 are met by one family, in plain blocks."""
-    if isinstance(case["ranks"], str):
-        return (case["family"], case["blocks"]) == ("mixtral", "plain")
-    return not (case["ranks"] == 1 and case["blocks"] == "checkpointed")
+    """Every family is on two ranks, plain and checkpointed. One is compiled, and met by one process, HSDP and FSDP1."""
+    if case["ranks"] == 2:
+        return case["blocks"] != "compiled" or case["family"] == "mixtral"
+    return case["blocks"] == "plain" and case["family"] in (UNEVEN if case["ranks"] == 4 else ("mixtral",))
 
 
 CASES = {"-".join(str(value) for value in case.values()): case for case in cover_pairs(FACTORS, exists)}
-
-
-def test_every_pair_of_factors_is_met() -> None:
-    others = {"family": tuple(family for family in MIXTURES if family != "mixtral"), "blocks": ("checkpointed", "compiled")}
-    beyond = {
-        ((name, value), ("ranks", ranks)) for name, values in others.items() for value in values for ranks in ("hsdp", "fsdp1")
-    }
-    unmet = {tuple(sorted(pair)) for pair in pairs_left(FACTORS, CASES.values())}
-    assert unmet == {tuple(sorted(pair)) for pair in beyond | {(("ranks", 1), ("blocks", "checkpointed"))}}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +72,7 @@ def make_prompts() -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
     """By family, what trains, and what has an auxiliary loss."""
-    return run_on_ranks(train_all_plainly, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT, timeout_s=200)[0]
+    return run_on_ranks(train_all_plainly, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT)[0]
 
 
 def train_all_plainly(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
@@ -100,7 +90,7 @@ def gradients(folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
     for ranks, blocks in {(case["ranks"], case["blocks"]): None for case in CASES.values()}:
         names = [name for name, case in CASES.items() if (case["ranks"], case["blocks"]) == (ranks, blocks)]
         preset, num_processes, overrides = PRESETS[ranks]
-        where: dict[str, Any] = {"preset": preset, "overrides": FP32 | overrides | BLOCKS[blocks], "timeout_s": 240}
+        where: dict[str, Any] = {"preset": preset, "overrides": FP32 | overrides | BLOCKS[blocks]}
         of_ranks = run_on_ranks(train_cases, num_processes=num_processes, args=(folder, names), **where)
         found |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
     return found
@@ -165,52 +155,3 @@ def test_a_run_is_that_of_one_plain_process(
 def assert_close(actual: np.ndarray, wanted: np.ndarray, what: str) -> None:
     difference = np.linalg.norm(actual - wanted) / max(np.linalg.norm(wanted), 1e-12)
     assert difference <= TOLERANCE, f"{what}: {difference:.1e}"
-
-
-@pytest.fixture(scope="module")
-def flips(folder: Path) -> dict[tuple[str, str], tuple[int, int]]:
-    return run_on_ranks(count_flips, preset="single", overrides=FP32, args=(folder,))[0]
-
-
-def count_flips(folder: Path) -> dict[tuple[str, str], tuple[int, int]]:
-    """By family and dtype: tokens of a layer with other experts in one micro-batch of 64 rows than in 64 of one, of how many."""
-    import torch
-    import transformers
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-
-    from toolkit.data.collate import CausalCollator
-
-    chosen: list[torch.Tensor] = []
-
-    def note(module: Any, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
-        chosen.append(top_k_index.sort(dim=-1).values)
-        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-
-    ALL_EXPERTS_FUNCTIONS.register("noted", note)
-    random = np.random.default_rng(0)
-    lengths = random.integers(5, 40, size=64)
-    rows = [{"input_ids": random.integers(2, 256, size=length), "labels": np.zeros(length)} for length in lengths]
-    found = {}
-    for family, dtype in itertools.product(MIXTURES, ("float32", "bfloat16")):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder / family, dtype=dtype)
-        model.config._experts_implementation = "noted"
-        with torch.no_grad():
-            model(**CausalCollator(0).model_inputs(rows), use_cache=False)
-            together = [layer.view(64, -1, layer.shape[-1]) for layer in chosen]
-            chosen.clear()
-            num_flips = num_tokens = 0
-            for place, row in enumerate(rows):
-                model(**CausalCollator(0).model_inputs([row]), use_cache=False)
-                for layer, alone in zip(together, chosen, strict=True):
-                    num_flips += int((layer[place, : len(alone)] != alone).any(-1).sum())
-                    num_tokens += len(alone)
-                chosen.clear()
-        found[family, dtype] = (num_flips, num_tokens)
-    return found
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", MIXTURES)
-def test_routing_does_not_change_with_the_micro_batch(flips: dict[Any, tuple[int, int]], family: str, dtype: str) -> None:
-    num_flips, num_tokens = flips[family, dtype]
-    assert num_flips == 0 and num_tokens > 1000

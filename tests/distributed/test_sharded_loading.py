@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, build_model_folders
+from tests.support.model_folders import build_model_folders
 from tests.support.workbench import as_flags
 from toolkit.errors import UserError
 
@@ -23,39 +23,32 @@ QUANTIZED = Path(__file__).parents[1] / "support" / "quantized"
 SMALL_PIECE_BYTES = 1024
 """So that tensors of these models are read in several pieces."""
 LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 2}
-DORA = LORA | {"adapter.method": "dora"}
 NEW_TOKENS: dict[str, Any] = {"model.add_tokens": ["<|im_start|>", "<|im_end|>", "</s>"]}
 """Two new ones, and one that the tokenizers have."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in ("t5", "bart", "gemma3", "gpt2", "phi3")},
+    **{family: (family, {}) for family in ("t5", "bart", "gpt2")},
     "several-files-in-bf16": ("several_files", {}),
     "names-without-prefix": ("without_prefix", {}),
     "tied-weight-stored-twice": ("tied_twice", {}),
     "tied-weights-that-differ": ("tied_differing", {}),
-    "flan-t5": ("flan_t5_of_the_hub", {}),
     "flan-t5-lora": ("flan_t5_of_the_hub", LORA),
     "frozen-part": ("t5", {"model.freeze": [r"encoder\..*", r".*norm.*"], "model.frozen_dtype": "bfloat16"}),
     "other-weights": ("t5", {"model.init_from": "{other_t5}"}),
     "t5-lora": ("t5", LORA),
     "gpt2-lora": ("gpt2", LORA | {"adapter.modules_to_save": ["lm_head"]}),
-    "several-files-rslora": ("several_files", LORA | {"adapter.method": "rslora", "adapter.target_modules": ["embed_tokens"]}),
-    "llama-dora": ("several_files", DORA),
+    "llama-dora": ("several_files", LORA | {"adapter.method": "dora"}),
     "gptj-lora-in-bf16": ("gptj", LORA | {"model.frozen_dtype": "bfloat16"}),  # its positions are computed in fp32
-    "new-tokens-tied": ("small_llama_tied", NEW_TOKENS),
-    "new-tokens-in-free-rows": ("llama", NEW_TOKENS),
     "new-tokens-flan-t5": ("small_flan_t5_of_the_hub", NEW_TOKENS | {"model.freeze": [r"encoder\.block\..*"]}),
     "new-tokens-bart": ("small_bart", NEW_TOKENS),
     "new-tokens-after-other-weights": ("small_t5", NEW_TOKENS | {"model.init_from": "{grown_t5}"}),
     "new-tokens-lora": ("small_llama", NEW_TOKENS | LORA | {"model.frozen_dtype": "bfloat16"}),
     "new-tokens-tied-lora": ("small_llama_tied", NEW_TOKENS | LORA),
-    "new-tokens-t5-lora": ("small_t5", NEW_TOKENS | LORA),
     "new-tokens-in-free-rows-lora": ("llama", NEW_TOKENS | LORA),
     "new-tokens-saved-lora": ("small_llama", NEW_TOKENS | LORA | {"adapter.modules_to_save": ["embed_tokens"]}),
-    **{kind: (kind, {}) for kind in ("fp8", "bnb_nested", "bnb_plain")},
+    "bnb_plain": ("bnb_plain", {}),
     **{f"{kind}-lora": (kind, LORA | {"model.frozen_dtype": "bfloat16"}) for kind in ("fp8", "bnb_nested")},
-    "fp8-dora": ("fp8", DORA | {"model.frozen_dtype": "bfloat16"}),
     "fp8-as-other-weights": ("plain_of_fp8", {"model.init_from": "{fp8}"}),
-    **{family: (family, {}) for family in ("mixtral", "olmoe", "granitemoe", "deepseek_v3")},
+    **{family: (family, {}) for family in ("mixtral", "granitemoe", "deepseek_v3")},
     "qwen2_moe-frozen-routers": ("qwen2_moe", {"model.freeze": [r".*mlp\.gate.*"]}),
     "qwen3_moe-in-bf16": ("qwen3_moe_in_bf16", {}),
     "mxfp4": ("mxfp4", {}),
@@ -92,6 +85,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 """Model folder, flags, and the beginning or a part of the sentence."""
+BASES = (
+    "t5", "flan_t5", "bart", "llama", "llama_tied", "gpt2", "mixtral", "granitemoe", "deepseek_v3", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
+"""Families of the model folders, from which others are made."""
 PLACES = ("{fp8}", "{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
 """Values of flags that are model folders."""
 
@@ -112,7 +109,7 @@ def build_folders(parent: Path) -> dict[str, Path]:
     from tests.support.quantized.fp8 import save_fp8_model
     from tests.support.quantized.mxfp4 import save_mxfp4_model
 
-    folders = build_model_folders(parent, (*FAMILIES, *CAUSAL_FAMILIES, *MIXTURES))
+    folders = build_model_folders(parent, BASES)
 
     def change(name: str, base: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
         folders[name] = shutil.copytree(folders[base], parent / name)
@@ -187,7 +184,7 @@ def resized(base: Path, folder: Path, num_new: int) -> Path:
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path]) -> list[dict[str, dict[str, Any]]]:
     """What each rank finds in each case."""
-    return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders,), timeout_s=240)
+    return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders,))
 
 
 def load_all(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
@@ -307,12 +304,8 @@ def test_shards_are_what_transformers_loads(found: list[dict[str, Any]], case: s
         assert about["differing"] == dict.fromkeys(COMPARED, [])
         assert about["num_compared"]["parameters"] > 10
         assert bool(about["num_compared"]["frozen_hashes"]) == ("lora" in case or "dora" in case or case in HAVE_FROZEN)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_no_rank_reads_more_than_its_shards_in_small_pieces(found: list[dict[str, Any]], case: str) -> None:
-    reads = [of_rank[case]["reads"] for of_rank in found]
-    num_parameters = found[0][case]["num_parameters"]
+    # No rank reads more than its shards, in small pieces.
+    reads, num_parameters = [of_rank[case]["reads"] for of_rank in found], found[0][case]["num_parameters"]
     assert sum(map(sum, reads)) == num_parameters
     assert max(map(sum, reads)) < 0.45 * num_parameters, "of three ranks one has much more than its third"
     assert max(map(max, reads)) <= SMALL_PIECE_BYTES // 4
@@ -328,24 +321,27 @@ def test_replicas_read_the_same_shards(folders: dict[str, Path]) -> None:
 
 
 def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders: dict[str, Path]) -> None:
-    for case in ("t5", "t5-lora"):  # while shards are read; while the frozen base is hashed
-        said = run_on_ranks(lose_a_file, preset="fsdp2_cpu", num_processes=2, args=(folders, case))
-        assert len(set(said)) == 1 and "model.safetensors changed or went away while it was read (Stale file handle)" in said[0]
+    sentences = run_on_ranks(lose_files, preset="fsdp2_cpu", num_processes=2, args=(folders,))
+    assert sentences[0] == sentences[1]
+    for said in sentences[0]:
+        assert "model.safetensors changed or went away while it was read (Stale file handle)" in said
 
 
-def lose_a_file(folders: dict[str, Path], case: str) -> str:
-    """On every rank: what is said when rank 1 loses the file behind its header."""
+def lose_files(folders: dict[str, Path]) -> list[str]:
+    """On every rank: what is said when rank 1 loses the file behind its header, as shards are read or the base is hashed."""
     import errno
     import os
 
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
 
-    accelerator = build_accelerator()
+    accelerator, said = build_accelerator(), []
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    with patch("os.preadv", side_effect=stale if rank() == 1 else os.preadv), pytest.raises(UserError) as raised:
-        load(accelerator, folders, *CASES[case])
-    return str(raised.value)
+    for case in ("t5", "t5-lora"):
+        with patch("os.preadv", side_effect=stale if rank() == 1 else os.preadv), pytest.raises(UserError) as raised:
+            load(accelerator, folders, *CASES[case])
+        said.append(str(raised.value))
+    return said
 
 
 @pytest.mark.parametrize("case", LEFT_WHOLE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Case = dict[str, Any]
@@ -23,10 +23,3 @@ def cover_pairs(factors: dict[str, Sequence[Any]], exists: Callable[[Case], bool
         chosen.append(every[best])
         left -= pairs_of[best]
     return chosen
-
-
-def pairs_left(factors: dict[str, Sequence[Any]], cases: Iterable[Case]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Pairs of values of two factors that no case has."""
-    met = {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
-    pairs = itertools.combinations(factors.items(), 2)
-    return {((one, a), (two, b)) for (one, of_one), (two, of_two) in pairs for a in of_one for b in of_two} - met
