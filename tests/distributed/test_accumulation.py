@@ -107,7 +107,6 @@ def reduce_over_groups_with_two_devices() -> tuple[float, list[int], bool]:
     [
         ("fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"], reduce_over_groups, [2, 2]),
         ("fsdp1_hybrid_shard", AS_TWO_MACHINES, reduce_over_groups_with_two_devices, [2, 2]),
-        ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], reduce_over_groups, [2]),
         ("ddp_cpu", {}, reduce_over_groups, [2]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,40 +12,54 @@ from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 FSDP1 = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
+FAMILIES = ("gpt2", "t5", "llama-lora")
 
 
-@pytest.mark.parametrize("family", ["t5", "gpt2", "llama-lora"])
-@pytest.mark.parametrize(("preset", "overrides"), [("fsdp2_cpu", {}), ("fsdp1_full_shard", FSDP1)])
-def test_checkpointing_keeps_gradients_with_dropout(family: str, preset: str, overrides: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("preset", "overrides", "families"), [("fsdp2_cpu", {}, FAMILIES), ("fsdp1_full_shard", FSDP1, ["gpt2"])]
+)
+def test_checkpointing_keeps_gradients_with_dropout(preset: str, overrides: dict[str, Any], families: Sequence[str]) -> None:
     merged = {"fsdp_config": {**overrides.get("fsdp_config", {}), **CHECKPOINTING["fsdp_config"]}}
-    plain = take_step(family, preset, overrides)
-    checkpointed = take_step(family, preset, {**overrides, **merged})
-    assert plain["gradients"].keys() == checkpointed["gradients"].keys() and len(plain["gradients"]) > 4
-    for name, gradient in plain["gradients"].items():
-        assert np.array_equal(gradient, checkpointed["gradients"][name]), name
-    other_seed = take_step(family, preset, overrides, seed=1)
-    assert any((other_seed["gradients"][name] != gradient).any() for name, gradient in plain["gradients"].items()), "no dropout"
-    # Each of the blocks runs a second time in the backward.
-    assert checkpointed["num_attentions"] == 2 * plain["num_attentions"] > 0
+    of_plain = take_steps(preset, overrides, [(family, seed) for family in families for seed in (0, 1)])
+    of_checkpointed = take_steps(preset, {**overrides, **merged}, [(family, 0) for family in families])
+    for family in families:
+        plain, checkpointed = of_plain[family, 0], of_checkpointed[family, 0]
+        assert plain["gradients"].keys() == checkpointed["gradients"].keys() and len(plain["gradients"]) > 4
+        for name, gradient in plain["gradients"].items():
+            assert np.array_equal(gradient, checkpointed["gradients"][name]), (family, name)
+        other = of_plain[family, 1]["gradients"]
+        assert any((other[name] != gradient).any() for name, gradient in plain["gradients"].items()), "no dropout"
+        # Each of the blocks runs a second time in the backward.
+        assert checkpointed["num_attentions"] == 2 * plain["num_attentions"] > 0
+        assert (plain["frames_in_generation"], plain["num_compiled_frames"]) == (0, 0)
 
 
-@pytest.mark.parametrize(("preset", "overrides"), [("fsdp2_cpu", {}), ("ddp_cpu", {}), ("single", {})])
-def test_blocks_are_compiled_and_nothing_else(preset: str, overrides: dict[str, Any]) -> None:
-    plain, compiled = (take_step("gpt2", preset, {**overrides, **more}) for more in ({}, COMPILED))
-    assert (plain["frames_in_generation"], plain["num_compiled_frames"]) == (0, 0)
+@pytest.mark.parametrize("preset", ["fsdp2_cpu", "ddp_cpu", "single_cpu"])
+def test_blocks_are_compiled_and_nothing_else(preset: str) -> None:
+    compiled = take_steps(preset, COMPILED, [("gpt2", 0)])["gpt2", 0]
     assert compiled["num_compiled_frames"] > 0
     assert compiled["frames_in_generation"] == 0, "its recompilations would use up the limit that training shares"
 
 
-def take_step(family: str, preset: str, overrides: dict[str, Any], seed: int = 0) -> dict[str, Any]:
-    """What rank 0 reports of a forward and backward of a tiny model with dropout 0.5."""
-    reports = run_on_ranks(
-        forward_and_backward, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(family, seed)
-    )
-    return reports[0]
+def take_steps(preset: str, overrides: dict[str, Any], steps: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """By family and seed, what rank 0 reports of a forward and backward of a tiny model with dropout 0.5."""
+    reports = run_on_ranks(step_each, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(steps,))
+    return dict(reports[0])
 
 
-def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
+def step_each(steps: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """On every rank, with an accelerator each, which keeps the blocks of the first model that it wraps."""
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.training.run import release
+
+    found = {}
+    for family, seed in steps:
+        found[family, seed] = forward_and_backward(build_accelerator(), family, seed)
+        release()
+    return found
+
+
+def forward_and_backward(accelerator: Any, family: str, seed: int) -> dict[str, Any]:
     """On every rank: gradients, how often an attention ran, how many frames were compiled."""
     import torch
     import transformers
@@ -55,14 +70,12 @@ def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import rank
     from toolkit.distributed.rng import seed_all
-    from toolkit.launch.accelerator import build_accelerator
     from toolkit.loss import summed_loss
     from toolkit.models.lora import add_adapter
     from toolkit.parallel.gather import evaluation_model, generation_ready
     from toolkit.parallel.wrap import shard_model
 
     torch._dynamo.utils.counters.clear()
-    accelerator = build_accelerator()
     torch.manual_seed(0)
     if family == "t5":
         model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.5}))
@@ -99,29 +112,32 @@ def forward_and_backward(family: str, seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("decoder_first", [False, True])
-def test_each_block_gathers_the_next_one_encoder_first(decoder_first: bool) -> None:
-    forward, backward = run_on_ranks(
-        report_prefetch, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}, args=(decoder_first,)
-    )[0]
+def test_each_block_gathers_the_next_one_encoder_first() -> None:
     chain = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-    assert forward == dict(zip(["", *chain], [*([name] for name in chain), []], strict=True))
-    assert backward == {"": ["decoder.block.1"], **dict(zip(chain, [[""], *([name] for name in chain)], strict=False))}
+    for forward, backward in run_on_ranks(report_both_orders, preset="fsdp2_cpu")[0]:
+        assert forward == dict(zip(["", *chain], [*([name] for name in chain), []], strict=True))
+        assert backward == {"": ["decoder.block.1"], **dict(zip(chain, [[""], *([name] for name in chain)], strict=False))}
 
 
-def report_prefetch(decoder_first: bool) -> list[dict[str, list[str]]]:
+def report_both_orders() -> list[list[dict[str, list[str]]]]:
+    from toolkit.launch.accelerator import build_accelerator
+
+    accelerator = build_accelerator()
+    return [report_prefetch(accelerator, decoder_first) for decoder_first in (False, True)]
+
+
+def report_prefetch(accelerator: Any, decoder_first: bool) -> list[dict[str, list[str]]]:
     """On every rank: names of what each unit of a T5 gathers ahead, in the forward and in the backward."""
     import transformers
     from torch.distributed.fsdp import FSDPModule
 
     from tests.support.small_run import T5_CONFIG
-    from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.wrap import shard_model
 
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG))
     if decoder_first:
         model._modules["encoder"] = model._modules.pop("encoder")
-    shard_model(build_accelerator(), model)
+    shard_model(accelerator, model)
     units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     names = {id(module._get_fsdp_state()): name for name, module in units.items()}
     ahead = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")

@@ -33,7 +33,7 @@ AS_TWO_MACHINES: dict[str, Any] = {
     "num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4,
 }  # fmt: skip
 SAVED_STEP = 3
-RESUMED = [("hybrid", "single"), ("single", "hybrid"), ("hybrid", "hybrid")]
+RESUMED = [("single", "hybrid"), ("hybrid", "hybrid")]
 """Whose checkpoint, and where a run goes on from it."""
 
 

@@ -21,6 +21,7 @@ from tests.support.small_run import (
 from toolkit.files.json_lines import load_json_lines
 
 CHECKPOINTING = {"fsdp_config": {"fsdp_activation_checkpointing": True}}
+BY_SIZE = {"fsdp_config": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1500}}
 COMPILED = {"dynamo_config": {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}}
 
 # name: preset, overrides of its YAML, flags
@@ -37,6 +38,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         "fsdp2_cpu", {},
         ["--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1", "--data.pad_lengths", "true"],
     ),
+    # Units inside units, and tied weights.
+    "fsdp2-by-size": ("fsdp2_cpu", BY_SIZE, ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"]),
     "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, ["--train.micro_batch_size_rows", "2"]),
     "fsdp2-compiled": ("fsdp2_cpu", COMPILED, ["--train.micro_batch_size_rows", "4"]),
     "hsdp-2": (
@@ -44,10 +47,6 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"],
     ),
     "fsdp1-4": ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["--train.micro_batch_size_rows", "4"]),
-    "fsdp1-grad-op": (
-        "fsdp1_shard_grad_op", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_shard_grad_op"],
-        ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"],
-    ),
 }  # fmt: skip
 REFERENCE = "single-4"
 
@@ -140,7 +139,7 @@ def test_parameters_are_sharded(preset: str, overrides: dict[str, Any], num_rank
 
 
 def test_fsdp1_parameters_are_sharded() -> None:
-    overrides = {"mixed_precision": "no", **GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]}
+    overrides = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
     reports = run_on_ranks(report_shards, preset="fsdp1_full_shard", overrides=overrides)
     assert sum(report["local_bytes"] for report in reports) == pytest.approx(reports[0]["whole_bytes"], rel=0.02)
     for report in reports:
@@ -186,6 +185,34 @@ def report_shards() -> dict[str, Any]:
         "moment_bytes": num_bytes(moments),
         "whole_gathered_bytes": sum(p.numel() * p.element_size() for _, p in whole_parameters(sharded)),
     }
+
+
+def test_modules_are_wrapped_by_what_is_left_in_them() -> None:
+    """On a T5 by size: no list is a unit, and each unit but the root has enough parameters that none of its children holds."""
+    for sizes, root_has_embedding in run_on_ranks(report_units, preset="fsdp2_cpu", overrides=BY_SIZE):
+        least = BY_SIZE["fsdp_config"]["fsdp_min_num_params"]
+        assert len(sizes) > 4 and all(size >= least for name, size in sizes.items() if name)
+        assert not any(name.endswith(("block", "layer", "embed_tokens", "shared", "lm_head")) for name in sizes)
+        assert root_has_embedding
+
+
+def report_units() -> tuple[dict[str, int], bool]:
+    """On every rank: parameters of each wrapped module by its name, and whether the root has the embedding."""
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from tests.support.small_run import T5_CONFIG
+    from toolkit.launch.accelerator import build_accelerator
+    from toolkit.parallel.units import clean
+    from toolkit.parallel.wrap import shard_model
+
+    sharded = shard_model(build_accelerator(), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
+    held: dict[str, list[int]] = {}
+    for name, module in sharded.model.named_modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            held[clean(f"{name}.").rstrip(".")] = [p._orig_size.numel() for p in group.fsdp_params]
+    return {path: sum(sizes) for path, sizes in held.items()}, 256 * T5_CONFIG["d_model"] in held[""]
 
 
 def rows_of_steps(run_folder: Path) -> dict[int, list[int]]:

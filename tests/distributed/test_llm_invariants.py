@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.test_invariants import CHECKPOINTING, COMPILED, rows_of_steps
+from tests.distributed.test_invariants import BY_SIZE, CHECKPOINTING, COMPILED, rows_of_steps
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.small_run import (
     NUM_STEPS,
@@ -35,6 +35,7 @@ RUNS: Runs = {
     "fsdp2-chunked": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"], 2000),
     "fsdp2-packed": ("fsdp2_cpu", {}, [*PACKED, "--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"], 2**26),
     "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, [*PACKED, "--train.micro_batch_size_rows", "1"], 2000),
+    "fsdp2-by-size": ("fsdp2_cpu", BY_SIZE, ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"], 2000),
     "fsdp2-compiled-checkpointing": ("fsdp2_cpu", COMPILED | CHECKPOINTING, PACKED, 2**26),
     "fsdp1-packed-chunked": ("fsdp1_full_shard", FSDP1, [*PACKED, "--train.micro_batch_size_rows", "1"], 2000),
 }
@@ -74,26 +75,30 @@ def build_models(parent: Path) -> None:
         _build_tokenizer(("<pad>", "</s>")).save_pretrained(parent / family)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def finished(folder: Path, kind: str) -> dict[str, Finished]:
-    """Every run of a kind once, by name."""
-    family, flags_of_kind = KINDS[kind]
-    always = [
-        "--model.name_or_path", str(folder / family), "--data.packing", "false", "--data.bucket_by_length", "false",
-        "--data.max_length_tokens", "64", *flags_of_kind,
-    ]  # fmt: skip
-    runs = {
-        f"{kind}-{name}": {
-            "preset": preset, "overrides": overrides, "flags": [*always, *flags], "recipe": "llm", "max_logits": max_logits,
-        }
-        for name, (preset, overrides, flags, max_logits) in RUNS.items()
-    }  # fmt: skip
-    return {name.removeprefix(f"{kind}-"): finished for name, finished in run_recipes(folder, runs).items()}
+def of_kinds(folder: Path) -> dict[str, Finished]:
+    """Every run of each kind once, by name."""
+    runs = {}
+    for kind, (family, flags_of_kind) in KINDS.items():
+        always = [
+            "--model.name_or_path", str(folder / family), "--data.packing", "false", "--data.bucket_by_length", "false",
+            "--data.max_length_tokens", "64", *flags_of_kind,
+        ]  # fmt: skip
+        for name, (preset, overrides, flags, max_logits) in RUNS.items():
+            where = {"preset": preset, "overrides": overrides, "recipe": "llm", "max_logits": max_logits}
+            runs[f"{kind}-{name}"] = {**where, "flags": [*always, *flags]}
+    return run_recipes(folder, runs)
+
+
+@pytest.fixture
+def finished(of_kinds: dict[str, Finished], kind: str) -> dict[str, Finished]:
+    """The runs of a kind."""
+    return {name: of_kinds[f"{kind}-{name}"] for name in RUNS}
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])

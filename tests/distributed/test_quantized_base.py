@@ -37,7 +37,6 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "nf4-single": ("nf4", "single", {}, NF4),
     "nf4-ddp-packed": ("nf4", "ddp_cpu", {}, [*NF4, *PACKED]),
     "nf4-fsdp2": ("nf4", "fsdp2_cpu", {}, NF4),
-    "nf4-fsdp2-on-3": ("nf4", "fsdp2_cpu", {"num_processes": 3}, [*NF4, "--train.micro_batch_size_rows", "1"]),
     "nf4-fsdp2-packed-checkpointing": ("nf4", "fsdp2_cpu", CHECKPOINTING, [*NF4, *PACKED, "--eval.unshard", "never"]),
     "nf4-fsdp2-compiled": ("nf4", "fsdp2_cpu", COMPILED, NF4),
     "nf4-hsdp": ("nf4", "fsdp2_hsdp", HSDP, [*NF4, "--train.micro_batch_size_rows", "1"]),
@@ -57,7 +56,6 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         CHECKPOINTING,
         [*EXPERTS, *NF4, "--export.merge", "true"],
     ),  # each expert is cut by rows
-    "moe-fsdp2-on-3": ("moe", "fsdp2_cpu", {"num_processes": 3}, [*EXPERTS, *NF4, "--train.micro_batch_size_rows", "1"]),
     "t5-plain": ("t5", "single", {}, []),
     "t5-fsdp2": ("t5", "fsdp2_cpu", {}, NF4),
 }

@@ -11,6 +11,7 @@ from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import FAMILIES, make_rows
 from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED, build_collator, build_model
 
+BF16 = {"mixed_precision": "bf16"}
 UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
 """Parameters that a text's loss does not reach: a run names them, and asks to freeze them."""
 
@@ -30,32 +31,28 @@ def test_loss_is_the_model_s_own_in_every_family(tmp_path: Path) -> None:
 
 
 def test_family_trains_and_evaluates_in_bf16_and_exports(tmp_path: Path) -> None:
-    found = run_on_ranks(train_every_family, preset="fsdp2_cpu", args=(tmp_path,), timeout_s=280)
+    found = run_on_ranks(train_every_family, preset="fsdp2_cpu", overrides=BF16, args=(tmp_path,))
     for family in IN_PROCESS:
         (loss, new_loss, num_texts) = found[0][family]
         assert new_loss < loss, family
         assert num_texts == 3, family
 
 
-def test_audio_images_and_experts_are_refused(tmp_path: Path) -> None:
-    (errors,) = run_on_ranks(refusals, preset="single", args=(tmp_path,))
-    assert set(errors) == set(REFUSED)
-    wrong = {family: error for family, error in errors.items() if REFUSED[family] not in error}
-    assert not wrong
-
-
-def test_a_loss_that_is_not_of_the_labels_is_refused(tmp_path: Path) -> None:
-    (error,) = run_on_ranks(refuse_ngrams, preset="single", args=(tmp_path,))
-    assert "predicts 2 tokens at once (ngram)" in error and "set disable_ngram_loss true" in error
+def test_audio_images_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) -> None:
+    (errors,) = run_on_ranks(refusals, preset="single_cpu", args=(tmp_path,))
+    expected = REFUSED | {"ngrams": "predicts 2 tokens at once (ngram)"}
+    assert set(errors) == set(expected)
+    assert {family: error for family, error in errors.items() if expected[family] not in error} == {}
+    assert "set disable_ngram_loss true" in errors["ngrams"]
 
 
 def test_an_evaluation_that_would_die_is_refused_before_training() -> None:
-    for error in run_on_ranks(check_without_casts, preset="fsdp2_cpu"):
+    for error in run_on_ranks(check_without_casts, preset="fsdp2_cpu", overrides=BF16):
         assert "M2M100ForConditionalGeneration cannot be evaluated here (" in error and "eval.unshard never" in error
 
 
 def test_a_model_that_cannot_be_trained_under_a_preset_is_refused_before_training() -> None:
-    overrides = {**GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], "mixed_precision": "bf16"}
+    overrides = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"] | BF16
     for error in run_on_ranks(check_m2m_100, preset="fsdp1_full_shard", overrides=overrides):
         assert "M2M100ForConditionalGeneration cannot be trained here (mixed dtype" in error and "or FSDP2" in error
 
@@ -155,15 +152,11 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
 
 def refusals(folder: Path) -> dict[str, str]:
     """What each family is refused for, by its config or its structure."""
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, ProphetNetConfig
 
-    return {family: refusal(CONFIG_MAPPING[family](decoder_start_token_id=0), folder / family) for family in REFUSED}
-
-
-def refuse_ngrams(folder: Path) -> str:
-    from transformers import ProphetNetConfig
-
-    return refusal(ProphetNetConfig(ngram=2), folder)
+    configs = {family: CONFIG_MAPPING[family](decoder_start_token_id=0) for family in REFUSED}
+    configs["ngrams"] = ProphetNetConfig(ngram=2)
+    return {family: refusal(config, folder / family) for family, config in configs.items()}
 
 
 def refusal(config: Any, folder: Path) -> str:

@@ -14,7 +14,7 @@ from tests.support.workbench import Workbench
 from toolkit.evaluation.generate import FLAWS
 from toolkit.files.json_lines import load_json_lines
 
-ALONE: dict[str, Any] = {"preset": "single", "train__max_steps": 0, "eval__at_start": True, "eval__num_rows": None}
+ALONE: dict[str, Any] = {"train__max_steps": 0, "eval__at_start": True, "eval__num_rows": None}
 OF_ALL = ("kind", "step", "num_rows", "num_texts", *FLAWS, "rows_per_s", "rouge_tokenizer", "measured_on")
 
 
@@ -41,9 +41,10 @@ def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_a
 
     # Each set alone, by one process, on the exported weights; and all rows as a list.
     everything = [path for paths in named.values() for path in paths]
-    for name, paths in {**named, "": everything}.items():
-        of_name = {"model": workbench.runs / "run" / "export", "data__eval_files": paths, "eval__batch_size_rows": 64}
-        workbench.run(f"alone {name}", **ALONE, **of_name)
+    of_name = {"model": workbench.runs / "run" / "export", "eval__batch_size_rows": 64} | ALONE
+    places = {**named, "": everything}
+    workbench.run_all({f"alone {name}": of_name | {"data__eval_files": paths} for name, paths in places.items()}, preset="single")
+    for name in places:
         (alone,) = workbench.lines(f"alone {name}", "eval")
         figures = {key: value for key, value in alone.items() if key not in OF_ALL}
         assert {"loss", "perplexity", "token_accuracy", "rouge1", "rougeL", "exact_match"} <= figures.keys()

@@ -1,4 +1,4 @@
-"""`generate` writes what the evaluation predicted, for any batch size and number of processes, and continues what was stopped."""
+"""`generate` writes what the evaluation predicted, for any batch size and number of processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support.launch import REPOSITORY
-from tests.support.locks import lock_held
 from tests.support.model_folders import save_jsonl
 from tests.support.python_in_card import python_in_card, texts_of_python
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench, call_toolkit
 from toolkit.files.json_lines import load_json_lines
-from toolkit.files.lock import release_lock
 from toolkit.tools.generate import generate as command
 from toolkit.tools.generate.model import Generator
 
@@ -34,7 +32,7 @@ def texts(output: Path) -> list[str]:
     return [line["prediction"] for line in lines]
 
 
-def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: Path) -> None:
     rows = load_json_lines(workbench.data / "rows.jsonl")
     held_out = save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
     options = {"data__prefix": "sum: ", "data__max_source_length_tokens": 16, "eval__num_rows": None, "eval__batch_size_rows": 4}
@@ -56,31 +54,8 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
     assert launcher.returncode == 0, printed[-3000:]
     assert texts(output) == expected
 
-    # Stopped after two chunks: the rest is written, and the same lines come out.
-    monkeypatch.setattr(command, "BATCHES_AT_ONCE", 1)
-    written = command.append_texts
-
-    def stop_at_third(path: Path | None, first: int, chunk: list[str], digest: str) -> None:
-        if first == 4:
-            raise KeyboardInterrupt
-        written(path, first, chunk, digest)
-
-    arguments = (run, "--file", held_out, "--output", tmp_path / "stopped.jsonl", "--batch-size-rows", 2)
-    monkeypatch.setattr(command, "append_texts", stop_at_third)
-    with pytest.raises(KeyboardInterrupt):
-        call_toolkit("generate", *arguments)
-    with (tmp_path / "stopped.jsonl").open("ab") as file:
-        file.write(b'{"row": 5, "predic')  # torn
-    assert len(load_json_lines(tmp_path / "stopped.jsonl", skip_torn_end=True)) == 4
-    monkeypatch.setattr(command, "append_texts", written)
-    release_lock(tmp_path / "stopped.jsonl.lock")  # as the end of the process does
-    with lock_held(tmp_path / "stopped.jsonl.lock"):
-        assert call_toolkit("generate", *arguments) == 2
-    assert call_toolkit("generate", *arguments) == 0
-    assert texts(tmp_path / "stopped.jsonl") == expected
-    assert not (tmp_path / "stopped.jsonl.unfinished").exists()
-    # A finished output is not overwritten, and one of other settings not continued.
-    assert call_toolkit("generate", *arguments) == 2
+    # A finished output is not overwritten.
+    assert call_toolkit("generate", run, "--file", held_out, "--output", output) == 2
 
     # The Python that the card and the run's end show does the same with plain transformers.
     lines = python_in_card(run / "export")

@@ -1,9 +1,8 @@
-"""Every form of rows through the LLM recipe on 2 ranks: chats with tools, plain text, a mix, other files, a budget of tokens."""
+"""Forms of rows through the LLM recipe on 2 ranks: chats with tools, a mix of files with prompts and of plain text."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -84,29 +83,14 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
     )
 
 
-def test_plain_text_counts_whole_and_nothing_is_generated(llm_workbench: Workbench, tmp_path: Path) -> None:
-    texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(40)])
-    llm_workbench.run("texts", data__files=texts, eval__at_start=True)
-    for line in llm_workbench.lines("texts", "train"):
-        assert line["num_label_tokens"] == line["num_tokens"] - line["num_rows"]
-    evaluations = llm_workbench.lines("texts", "eval")
-    assert [line["step"] for line in evaluations] == [0, 3]
-    for line in evaluations:
-        assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
-        assert not {"rougeL", "exact_match"} & line.keys()
-    assert not list((llm_workbench.runs / "texts").glob("predictions-*"))
-
-
 def test_a_mix_reports_the_loss_of_each_source_beside_the_whole(llm_workbench: Workbench, tmp_path: Path) -> None:
     """Rows are held out by a hash of their text, so a file alone holds out the rows that it does in a mix."""
     pairs = [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(40)]
     texts = [{"text": row["source"]} for row in make_rows(30, seed=1)]
     files = [save_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("pairs", pairs), ("texts", texts))]
     changes = {"train__max_steps": 0, "eval__num_rows": None, "data__eval_fraction": 0.3, **NO_TEXTS}
-    alone = []
-    for file in files:
-        llm_workbench.run(file.stem, preset="single", data__files=file, **changes)
-        alone += llm_workbench.lines(file.stem, "eval")
+    llm_workbench.run_all({file.stem: {"data__files": file} | changes for file in files}, preset="single")
+    alone = [figures for file in files for figures in llm_workbench.lines(file.stem, "eval")]
     mix = [{"source": "jsonl", "files": str(file)} for file in files]
     of_mix = {"data__source": None, "data__files": None, "data__mix": mix, **changes}
     printed = llm_workbench.run("mix", eval__batch_size_rows=3, **of_mix)

@@ -1,13 +1,10 @@
-"""Every family of causal models, whole and with an adapter, trains, generates, saves and exports under FSDP2; adapters resume."""
+"""Every family of causal models trains, generates, saves and exports under FSDP2; adapters are in `test_adapter_runs.py`."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,11 +14,6 @@ from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest."""
-KINDS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "lora": {"adapter__method": "lora", "adapter__rank": 2, "adapter__dropout": 0.1, "export__merge": True},
-}
-
 RELOAD = """
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,69 +21,38 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 for run in runs:
     check = load_file(run / "export_check.safetensors")
     logits = check.pop("logits")
-    about = found[run.name] = {}
-    for folder in filter(pathlib.Path.is_dir, (run / "export", run / "merged")):
-        if (folder / "adapter_config.json").exists():
-            from peft import PeftModel
-            settings = json.loads((folder / "adapter_config.json").read_text())
-            base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"])
-            model = PeftModel.from_pretrained(base, folder)
-        else:
-            model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-            assert not any(loading.values()), loading
-        difference = (model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()
-        inputs = AutoTokenizer.from_pretrained(folder)("alpha beta", return_tensors="pt").input_ids
-        assert model.generate(input_ids=inputs, max_new_tokens=3, pad_token_id=0).shape[1] > inputs.shape[1]
-        about[folder.name] = difference.item()
+    model, loading = AutoModelForCausalLM.from_pretrained(run / "export", output_loading_info=True)
+    assert not any(loading.values()), loading
+    difference = (model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()
+    inputs = AutoTokenizer.from_pretrained(run / "export")("alpha beta", return_tensors="pt").input_ids
+    assert model.generate(input_ids=inputs, max_new_tokens=3, pad_token_id=0).shape[1] > inputs.shape[1]
+    found[run.name] = difference.item()
 """
 
 BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 256}
 
-TrainFamily = Callable[[str, str], dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
-def train_family(llm_bench: Workbench) -> TrainFamily:
-    """Trains a family for five steps, with an adapter the last two by a second launch; once for all tests that ask."""
-
-    @cache
-    def train(family: str, kind: str) -> dict[str, Any]:
-        name, settings = f"{family}-{kind}", {"model": family, **KINDS[kind]}
-        if kind == "lora":
-            llm_bench.run(name, **settings)
-        first_lines = llm_bench.lines(name, "train")
-        return {"first_lines": first_lines, "printed": llm_bench.run(name, train__max_steps=5, **settings)}
-
-    return train
+def trained(llm_bench: Workbench) -> dict[str, str]:
+    """Every family trained for three steps: what its run printed."""
+    return llm_bench.run_all({family: {"model": family} for family in CAUSAL_FAMILIES})
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_family_trains_generates_saves_and_resumes(
-    llm_bench: Workbench, train_family: TrainFamily, family: str, kind: str
-) -> None:
-    trained, name = train_family(family, kind), f"{family}-{kind}"
-    lines = llm_bench.lines(name, "train")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    saved = [3, 5] if kind == "lora" else [5]
-    if kind == "lora":
-        assert lines[:3] == trained["first_lines"], "steps before the checkpoint ran again: their times differ"
-        assert "step-00000003, after step 3" in trained["printed"]
-    assert "every rank loads all of" not in trained["printed"]
-    assert llm_bench.checkpoints(name) == [f"step-0000000{step}" for step in saved]
-    evaluations = llm_bench.lines(name, "eval")
-    assert [line["step"] for line in evaluations if "rougeL" in line and "exact_match" in line] == saved
-    predictions = load_json_lines(llm_bench.runs / name / "predictions-5.jsonl")
-    assert len(predictions) == 3
+def test_family_trains_generates_and_saves(llm_bench: Workbench, trained: dict[str, str], family: str) -> None:
+    assert [line["step"] for line in llm_bench.lines(family, "train")] == [1, 2, 3]
+    assert "every rank loads all of" not in trained[family]
+    assert llm_bench.checkpoints(family) == ["step-00000003"]
+    (evaluation,) = llm_bench.lines(family, "eval")
+    assert evaluation["step"] == 3 and {"rougeL", "exact_match"} <= evaluation.keys()
+    assert len(load_json_lines(llm_bench.runs / family / "predictions-3.jsonl")) == 3
 
 
-def test_plain_transformers_and_peft_read_every_export(llm_bench: Workbench, train_family: TrainFamily, tmp_path: Path) -> None:
-    names = [f"{family}-{kind}" for family in CAUSAL_FAMILIES for kind in KINDS if train_family(family, kind)]
-    found = run_without_toolkit(RELOAD, [llm_bench.runs / name for name in names], tmp_path)
-    assert {name: sorted(about) for name, about in found.items()} == {
-        name: ["export", "merged"] if name.endswith("lora") else ["export"] for name in names
-    }
-    assert all(difference <= LOGIT_TOLERANCE for about in found.values() for difference in about.values()), found
+@pytest.mark.usefixtures("trained")
+def test_plain_transformers_reads_every_export(llm_bench: Workbench, tmp_path: Path) -> None:
+    found = run_without_toolkit(RELOAD, [llm_bench.runs / family for family in CAUSAL_FAMILIES], tmp_path)
+    assert found.keys() == CAUSAL_FAMILIES.keys()
+    assert all(difference <= LOGIT_TOLERANCE for difference in found.values()), found
 
 
 def test_a_model_that_cannot_tell_packed_rows_apart_trains_on_them_unpacked(llm_bench: Workbench, tmp_path: Path) -> None:

@@ -108,9 +108,8 @@ def test_resume_refuses_another_base_and_says_which_differs(bench: Workbench) ->
 
 def test_resume_refuses_another_dtype_of_the_frozen_base_by_name(bench: Workbench) -> None:
     bench = bench_of(bench, "dtypes")
-    bench.run("run", overrides={}, train__max_steps=1, eval__generate=False, **LORA)
-    fsdp1: dict[str, Any] = {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]}
-    refused = bench.attempt("run", train__max_steps=2, eval__generate=False, **fsdp1, **LORA)
+    bench.run("run", overrides={"mixed_precision": "bf16"}, train__max_steps=1, eval__generate=False, **LORA)
+    refused = bench.attempt("run", train__max_steps=2, eval__generate=False, **LORA)
     assert all(refused.returncodes) and "Traceback" not in refused.stderr
     assert "error: model.frozen_dtype is 'float32', but " in refused.stderr and "was made with 'bfloat16': " in refused.stderr
 

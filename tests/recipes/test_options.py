@@ -34,38 +34,6 @@ def taught(bench: Workbench) -> Workbench:
     return bench
 
 
-def test_run_stops_without_gain_keeps_the_best_and_exports_it(bench: Workbench) -> None:
-    from safetensors.numpy import load_file
-
-    # The steps are too small to change a word, so the first evaluation stays the best.
-    options: dict[str, Any] = {
-        "optim__lr": 1e-6,
-        "train__max_steps": 8,
-        "eval__every_steps": 1,
-        "eval__early_stopping_patience": 2,
-        "eval__best_metric": "percent_distinct",
-        "checkpoint__every_steps": 1,
-        "checkpoint__keep_last": 1,
-        "checkpoint__keep_best": 1,
-    }
-    printed = bench.run("best", export__weights="best", **options)
-    assert "stopping at step 3: 2 evaluations without gain in percent_distinct" in printed
-    assert [line["step"] for line in bench.lines("best", "train")] == [1, 2, 3]
-    assert bench.checkpoints("best") == ["step-00000001", "step-00000003"]
-    best = load_file(bench.runs / "best" / "export" / "model.safetensors")
-
-    printed = bench.run("best", **options)
-    assert "nothing left to train: the run is complete at step 3\n" in printed
-    last = load_file(bench.runs / "best" / "export" / "model.safetensors")
-    # Adam's steps are of about the learning rate: one of them from the base to the best, three to the last.
-    base = load_file(bench.models["t5"] / "model.safetensors")
-    num_steps = {
-        name: round(max(abs(weights[key] - base[key]).max() for key in base) / 1e-6)
-        for name, weights in (("best", best), ("last", last))
-    }
-    assert num_steps == {"best": 1, "last": 3}
-
-
 def test_a_metric_of_ones_own_is_computed_once_over_all_rows_and_ranks_checkpoints(bench: Workbench, tmp_path: Path) -> None:
     # It depends on the order of the rows and on all of them, so parts computed on ranks would show.
     folder = write_metric(tmp_path / "own", "return {'order': sum(i * len(t) for i, t in enumerate(predictions + references))}")
@@ -89,14 +57,15 @@ def test_a_metric_of_ones_own_is_computed_once_over_all_rows_and_ranks_checkpoin
     assert "is not compared with later values: eval.metrics/own has other code now" in printed
 
 
-@pytest.mark.parametrize(("source", "step"), [("taught", 3), ("taught/checkpoints/step-00000001", 1), ("taught/export", 3)])
-def test_init_from_starts_with_the_weights_of_another_run(taught: Workbench, source: str, step: int) -> None:
-    name = f"from_{source}".replace("/", "_")
-    taught.run(name, model__init_from=taught.runs / source, **ONE_MORE)
+def test_init_from_starts_with_the_weights_of_another_run(taught: Workbench) -> None:
+    sources = {"taught": 3, "taught/checkpoints/step-00000001": 1, "taught/export": 3}
+    names = {source: f"from_{source}".replace("/", "_") for source in sources}
+    taught.run_all({name: {"model__init_from": taught.runs / source} | ONE_MORE for source, name in names.items()})
     theirs = {line["step"]: line["loss"] for line in taught.lines("taught", "eval")}
     assert len(set(theirs.values())) == 3
-    assert taught.lines(name, "eval")[0]["loss"] == pytest.approx(theirs[step], rel=1e-6)
-    assert [line["step"] for line in taught.lines(name, "train")] == [1]
+    for source, step in sources.items():
+        assert taught.lines(names[source], "eval")[0]["loss"] == pytest.approx(theirs[step], rel=1e-6)
+        assert [line["step"] for line in taught.lines(names[source], "train")] == [1]
 
 
 def test_frozen_weights_come_from_init_from_on_a_resume_too(taught: Workbench) -> None:

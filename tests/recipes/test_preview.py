@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import REPOSITORY
+from tests.support.launch import REPOSITORY, TIMEOUT_S
 from tests.support.previews import call_preview
 from tests.support.workbench import Workbench, new_bench
 from toolkit.files.json_lines import load_json_lines
@@ -30,36 +30,22 @@ def test_the_run_reads_what_preview_has_tokenized(tmp_path_factory: pytest.TempP
             lines.append(next(started.stdout))
         started.stdout.close()
         printed = started.stderr.read()
-        assert started.wait(timeout=120) == 0 and "Traceback" not in printed and "BrokenPipe" not in printed, printed
+        assert started.wait(timeout=TIMEOUT_S) == 0 and "Traceback" not in printed and "BrokenPipe" not in printed, printed
     assert ": read as a source with its target" in lines[0]
     # The run on two processes.
     tokenized = token_files(bench)
     assert tokenized
     bench.run("run", **changes)
     assert token_files(bench) == tokenized
-    # Its first step is the one that was shown.
+    # The config that the run has saved gives the same view, and its first step is the one that was shown.
+    saved = bench.runs / "run" / "config.yaml"
+    assert call_preview(["--config", str(saved)]) == 0 and token_files(bench) == tokenized
     found = collect(bench.flags("run", **changes), REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml", None, 0, None)
     assert found.step is not None and found.step.plan.world_size == 2
     for rank in range(2):
         logged = [line for line in load_json_lines(bench.runs / "run" / f"rows-{rank:05d}.jsonl") if line["step"] == 1]
         shown = [sorted(pack.row_ids) for pack in found.step.packs if pack.rank == rank]
         assert sorted(row for line in logged for row in line["row_ids"]) == sorted(row for rows in shown for row in rows)
-
-
-def test_preview_reads_what_the_run_has_tokenized(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = new_bench(tmp_path_factory, "preview_llm", "llm")
-    changes: dict[str, Any] = {"data__max_length_tokens": 40}
-    bench.run("run", **changes)
-    tokenized = token_files(bench)
-    assert tokenized and call_preview(bench.flags("run", **changes)) == 0
-    printed = capsys.readouterr().out
-    assert "Step 1 of 3" in printed
-    # The config that the run has saved gives the same view.
-    saved = bench.runs / "run" / "config.yaml"
-    assert call_preview(["--config", str(saved)]) == 0
-    assert capsys.readouterr().out == printed and token_files(bench) == tokenized
 
 
 def token_files(bench: Workbench) -> dict[Path, int]:

@@ -46,8 +46,10 @@ def trained(llm_bench: Workbench) -> Workbench:
     folders = run_on_ranks(
         build_folders, preset="single", overrides=FP32, args=(llm_bench.runs.parent / "quantized", llm_bench.models["llama"])
     )[0]
-    for name, (model, preset, settings) in RUNS.items():
-        llm_bench.run(name, model=folders[model], preset=preset, **SHORT | settings)
+    for preset in ("fsdp2_cpu", "single"):
+        of = {name: (model, settings) for name, (model, where, settings) in RUNS.items() if where == preset}
+        runs = {name: {"model": folders[model]} | SHORT | settings for name, (model, settings) in of.items()}
+        llm_bench.run_all(runs, preset=preset)
     return llm_bench
 
 

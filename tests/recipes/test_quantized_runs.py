@@ -124,15 +124,9 @@ def test_the_adapter_names_the_original_base_and_trains_on_with_or_without_codes
     tied = {name for name in base if name not in record["bf16_sha256"]}
     assert record["name_or_path"] == str(wide.models["llama"]) and tied <= {"lm_head.weight"}
     assert record["bf16_sha256"] == {name: hash_weight(weight) for name, weight in base.items() if name not in tied}
-    for name, settings in {"in-codes": NF4, "plain": LORA}.items():
-        wide.run(name, adapter__name_or_path=wide.runs / "whole" / "export", **settings)
-        assert wide.lines(name, "train")[-1]["step"] == 3
-
-
-@pytest.mark.parametrize("preset", ["single", "ddp_cpu", "fsdp2_cpu"])
-def test_in_bf16_a_run_evaluates_generates_and_exports(wide: Workbench, preset: str) -> None:
-    said = wide.run(f"bf16-{preset}", preset=preset, overrides={}, export__merge=True, **NF4 | {"eval__generate": True})
-    assert "(bfloat16)" in said and wide.lines(f"bf16-{preset}", "train")[-1]["step"] == 3
+    runs = {"in-codes": NF4, "plain": LORA}
+    wide.run_all({name: how | {"adapter__name_or_path": wide.runs / "whole" / "export"} for name, how in runs.items()})
+    assert all(wide.lines(name, "train")[-1]["step"] == 3 for name in runs)
 
 
 def test_new_tokens_train_beside_codes(wide: Workbench) -> None:
@@ -145,16 +139,16 @@ def test_new_tokens_train_beside_codes(wide: Workbench) -> None:
 
 
 def test_an_evaluation_stays_in_codes_where_only_they_fit(wide: Workbench) -> None:
-    found = {}
-    for name in ("evaluated-plain", "evaluated-in-codes"):
-        flags = wide.flags(name, **NF4 | {"eval__generate": True, "train__max_steps": 1})
-        found[name] = run_on_ranks(evaluate, preset="fsdp2_cpu", overrides=FP32, args=(flags, name == "evaluated-plain"))
-    assert (
-        found["evaluated-plain"] == [{"torch.float32"}] * 2
-        and found["evaluated-in-codes"] == [{"torch.float32", "torch.uint8"}] * 2
-    )
-    losses = [wide.lines(name, "eval")[-1] for name in found]
+    names = ("evaluated-plain", "evaluated-in-codes")
+    flags = [wide.flags(name, **NF4 | {"eval__generate": True, "train__max_steps": 1}) for name in names]
+    found = run_on_ranks(evaluate_both, preset="fsdp2_cpu", overrides=FP32, args=(flags,))
+    assert found == [[{"torch.float32"}, {"torch.float32", "torch.uint8"}]] * 2
+    losses = [wide.lines(name, "eval")[-1] for name in names]
     assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-6) and losses[0]["rougeL"] == losses[1]["rougeL"]
+
+
+def evaluate_both(flags: list[list[str]]) -> list[set[str]]:
+    return [evaluate(flags[0], has_room=True), evaluate(flags[1], has_room=False)]
 
 
 def evaluate(flags: list[str], has_room: bool) -> set[str]:
