@@ -93,11 +93,7 @@ def load_tensors(tensors: Tensors, folder: Path, trouble: str) -> None:
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder that `save_tensors` wrote.
-
-    Raises:
-        ValueError: the folder is not what `save_tensors` writes.
-    """
+    """Names of the tensors in a folder that `save_tensors` wrote; a `ValueError` if it did not."""
     return set(_SafeReader(folder).read_metadata().state_dict_metadata)
 
 

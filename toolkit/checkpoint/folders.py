@@ -40,11 +40,8 @@ def step_of_name(name: str) -> int | None:
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """`(step, folder)` of every folder named like a checkpoint, oldest first, valid or not.
-
-    Raises:
-        UserError: the folder of checkpoints may not be read.
-    """
+    """`(step, folder)` of every folder named like a checkpoint, oldest first, valid or not; a `UserError` if they may not be
+    read."""
     found = []
     # Not `glob`: without permission it would find no folder, and the run would start from scratch.
     with denials_named("checkpoints"), suppress(FileNotFoundError, NotADirectoryError):

@@ -71,11 +71,8 @@ def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any]) -
 
 
 def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
-    """Refuse to resume with settings other than the checkpoint's, except those that may change.
-
-    Raises:
-        UserError: naming the first one.
-    """
+    """Refuse to resume with settings other than the checkpoint's, except those that may change: a `UserError` names the
+    first."""
     for key, value in settings.items():
         # One added since counts as None, a number as 0.
         before = checkpoint.settings.get(key, ADDED_SINCE.get(key, value if value == 0 else None))
@@ -104,11 +101,8 @@ def load_checkpoint(
 
 
 def load_weights(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
-    """Load a checkpoint's parameters and buffers in place; returns them, with the moments of `optimizer`, if given. Collective.
-
-    Raises:
-        UserError: it cannot be read; on every rank.
-    """
+    """Load a checkpoint's parameters and buffers in place; returns them, with the moments of `optimizer`, if given. One that
+    cannot be read is a `UserError` on every rank. Collective."""
     at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
     tensors = model_tensors(sharded) if optimizer is None else state_tensors(sharded, optimizer)
     working("loading the checkpoint")
@@ -181,11 +175,8 @@ def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -
 
 
 def check_identity(checkpoint: Checkpoint, ours: Identity, way_out: str = "") -> TrainState:
-    """Refuse a checkpoint of another model, data or frozen base; returns its state. `way_out` replaces those of a resume.
-
-    Raises:
-        UserError: naming what differs.
-    """
+    """Refuse a checkpoint of another model, data or frozen base, by a `UserError` that names what differs; returns its state.
+    `way_out` replaces those of a resume."""
     folder, theirs = checkpoint.folder, checkpoint.manifest["identity"]
     if theirs.get("model_config_hash") != ours.model_config_hash:
         raise UserError(f"the model's config.json is not the one {folder} was trained with: {way_out or _ways_out()}")

@@ -43,11 +43,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
-    """A checkpoint, after a check that its manifest can be read and matches its files.
-
-    Raises:
-        Unread, ValueError: as `read_manifest` and `check_files`.
-    """
+    """A checkpoint whose manifest can be read and matches its files; else the errors of `read_manifest` and `check_files`."""
     manifest = read_manifest(folder)
     check_files(folder, manifest, hashes)
     return Checkpoint(folder, manifest)

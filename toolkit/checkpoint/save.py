@@ -162,11 +162,8 @@ class CheckpointWriter:
         return done
 
     def finish(self) -> Save | None:
-        """Wait for the current save; returns it, unless `take_finished` has returned it already.
-
-        Raises:
-            UserError: it could not be written; on every rank.
-        """
+        """Wait for the current save; returns it, unless `take_finished` has returned it already. One that could not be written
+        is a `UserError` on every rank."""
         if self.thread is not None:
             self.thread.join()
         self._raise_failure()

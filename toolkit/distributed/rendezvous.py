@@ -52,11 +52,8 @@ def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Wrap torch's part of the rendezvous, for ranks that have met but cannot connect to each other.
-
-    Raises:
-        UserError: the connection failed; quotes torch's message.
-    """
+    """Wrap torch's part of the rendezvous: for ranks that have met but cannot connect to each other, a `UserError` quotes
+    torch."""
     try:
         yield
     except RuntimeError as error:

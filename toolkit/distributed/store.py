@@ -51,11 +51,8 @@ class Meeting:
 
 
 def find_meeting(timeout_s: float) -> Meeting | None:
-    """Read the meeting from the environment; None for one process.
-
-    Raises:
-        UserError: a variable is missing or contradicts another.
-    """
+    """Read the meeting from the environment; None for one process. A variable that is missing or contradicts another is a
+    `UserError`."""
     if given("WORLD_SIZE") is None and given("RANK") is None:
         return None
     world_size = _number_from_environment("WORLD_SIZE", least=1)

@@ -59,11 +59,7 @@ class Cast:
 
     @torch.no_grad()
     def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """The weight in its exported dtype.
-
-        Raises:
-            UserError: it is finite, and beyond that dtype's range.
-        """
+        """The weight in its exported dtype; a `UserError` if it is finite, and beyond that dtype's range."""
         dtype = self._dtypes[name]
         self._num_weights += weight.numel()
         if weight.dtype == dtype:

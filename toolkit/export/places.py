@@ -45,11 +45,8 @@ def run_places(config: RecipeConfig, run_folder: Path) -> Places:
 
 
 def check_place(place: Path, way_out: str) -> None:
-    """Check that a folder can be renamed to `place`. `way_out` is the end of an error.
-
-    Raises:
-        UserError: a link, a mount point or a file is there.
-    """
+    """Check that a folder can be renamed to `place`: a link, a mount point or a file there is a `UserError` that ends in
+    `way_out`."""
     kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
     if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
         what = f"{place} is {kind}, and an export replaces a folder of the run's own file system"
@@ -57,11 +54,7 @@ def check_place(place: Path, way_out: str) -> None:
 
 
 def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
-    """Check before the run that its export can be renamed into place.
-
-    Raises:
-        UserError: as `check_place`.
-    """
+    """Check before the run, by `check_place`, that its export can be renamed into place."""
     if config.train.max_steps == 0 and not config.export.merge:
         return
     for name in ("export", *(("merged",) if config.export.merge else ())):

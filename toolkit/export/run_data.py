@@ -66,11 +66,7 @@ def describe_data(rows: TokenizedRows, evaluation: EvaluationRows) -> RunData:
 
 
 def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write tokenizer and facts, unless they are there, whole. For rank 0 only.
-
-    Raises:
-        UserError: they cannot be written.
-    """
+    """Write tokenizer and facts, unless they are there, whole; a `UserError` if they cannot be written. For rank 0 only."""
     folder = run_folder / TOKENIZER
     with suppress(OSError, ValueError, TypeError):
         kept = _read(run_folder)
@@ -86,11 +82,8 @@ def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenize
 
 
 def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase]:
-    """The facts about the rows of this fingerprint, and their tokenizer.
-
-    Raises:
-        UserError: the run has not kept them, or not whole.
-    """
+    """The facts about the rows of this fingerprint, and their tokenizer; a `UserError` if the run has not kept them, or not
+    whole."""
     from transformers import AutoTokenizer
 
     try:
@@ -104,11 +97,8 @@ def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrain
 
 
 def _read(run_folder: Path) -> RunData:
-    """The facts, after a check that the tokenizer's files are those that they name.
-
-    Raises:
-        OSError, ValueError, TypeError: they are not.
-    """
+    """The facts, after a check that the tokenizer's files are those that they name; else an `OSError`, `ValueError` or
+    `TypeError`."""
     data = RunData(**json.loads((run_folder / DATA_FILE).read_text(encoding="utf-8")))
     if _describe(run_folder / TOKENIZER) != data.tokenizer_files:
         raise ValueError(f"the files in {run_folder / TOKENIZER} are not those that the run wrote")

@@ -132,11 +132,8 @@ def save_usage(config: RecipeConfig, folder: Path, **facts: Any) -> None:
 
 
 def load_usage(folder: Path) -> Usage | None:
-    """The settings of an exported model; None for a model that no run of ours exported.
-
-    Raises:
-        UserError: `toolkit.json` is not what `save_usage` writes.
-    """
+    """The settings of an exported model; None for a model that no run of ours exported. Another file of that name is a
+    `UserError`."""
     path = folder / SETTINGS_FILE
     try:
         return Usage(**json.loads(path.read_text(encoding="utf-8")))

@@ -76,20 +76,13 @@ def load_json_lines(path: Path, *, skip_torn_end: bool = False) -> list[Any]:
 
 
 def encode_json_line(value: Any) -> bytes:
-    """One line with its line break. Text in any script stays readable.
-
-    Raises:
-        ValueError: a float that JSON cannot express (NaN, infinity).
-    """
+    """One line with its line break. Text in any script stays readable; NaN and infinity, which JSON lacks, are a
+    `ValueError`."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"
 
 
 def save_json_lines(path: Path, values: Iterable[Any]) -> None:
-    """Write `values` as lines, replacing an existing file.
-
-    Raises:
-        OSError: the file cannot be written. The old file stays.
-    """
+    """Write `values` as lines, replacing an existing file, which stays if an `OSError` is raised."""
     with written_beside(path) as beside:
         beside.write_bytes(b"".join(map(encode_json_line, values)))

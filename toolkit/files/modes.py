@@ -32,11 +32,8 @@ def give_usual_mode(path: Path) -> None:
 
 
 def check_readable(what: str, *folders: Path) -> None:
-    """Refuse folders with a file that may not be read. safetensors would report it as missing, other libraries as damaged.
-
-    Raises:
-        UserError: names the file.
-    """
+    """Refuse folders with a file that may not be read, by a `UserError` with its name. safetensors would report it as missing,
+    other libraries as damaged."""
     with denials_named(what):
         for folder in folders:
             for path in sorted(folder.iterdir()) if folder.is_dir() else []:

@@ -133,11 +133,8 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
 
 
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights transformers would unpickle or load from elsewhere; `what` is its setting and path.
-
-    Raises:
-        UserError: naming the file and the entry.
-    """
+    """Refuse a folder whose weights transformers would unpickle or load from elsewhere, by a `UserError` with the file and the
+    entry; `what` is its setting and path."""
     check_readable(what, folder)
     if (folder / "adapter_config.json").is_file():  # transformers would load the adapter too, even from a pickle
         raise UserError(
@@ -149,11 +146,7 @@ def check_weight_files(folder: Path, what: str) -> None:
 
 
 def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
-    """`(pad_token_id, decoder_start_token_id)` of the model.
-
-    Raises:
-        UserError: the config lacks one of them.
-    """
+    """`(pad_token_id, decoder_start_token_id)` of the model; a `UserError` if its config lacks one of them."""
     pad, start = model_config.pad_token_id, getattr(model_config, "decoder_start_token_id", None)
     if start is None:
         start = getattr(model_config, "bos_token_id", None)

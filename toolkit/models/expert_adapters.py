@@ -59,11 +59,8 @@ def taken_for_experts(model: PreTrainedModel, ends: list[str]) -> set[str]:
 
 
 def compute_beside(model: nn.Module, what: str) -> None:
-    """Let the adapters of experts that peft has injected compute beside the products, in place.
-
-    Raises:
-        UserError: the adapter `what` is on another parameter.
-    """
+    """Let the adapters of experts that peft has injected compute beside the products, in place; an adapter `what` that is on
+    another parameter is a `UserError`."""
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
             if module.parameter_name not in WEIGHTS or not is_known(module.get_base_layer()):

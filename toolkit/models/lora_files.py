@@ -121,11 +121,8 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
 
 
 def load_adapter_weights(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
-    """Load the trainable parameters from a folder's safetensors; on the meta device, only compare names and shapes.
-
-    Raises:
-        UserError: naming the first tensor that is missing, unknown or of another shape.
-    """
+    """Load the trainable parameters from a folder's safetensors; on the meta device, only compare names and shapes. The first
+    tensor that is missing, unknown or of another shape is a `UserError`."""
     names, parameters = file_names(model), dict(model.named_parameters())
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
@@ -174,12 +171,8 @@ def hash_weight(weight: torch.Tensor) -> str:
 
 
 def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:
-    """Refuse a base, of which `tensors` is `hash_base`, that differs from the one recorded in an adapter's folder; adapters saved
-    by peft alone record none.
-
-    Raises:
-        UserError: naming the first tensor that differs.
-    """
+    """Refuse a base, of which `tensors` is `hash_base`, that differs from the one recorded in an adapter's folder, by a
+    `UserError` with the first tensor; adapters saved by peft alone record none."""
     if not (folder / BASE_FILE).is_file():
         return
     recorded = read_json(folder / BASE_FILE, what)

@@ -167,12 +167,9 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_layers(model: nn.Module, kind: str) -> None:
-    """Replace the base of each adapted linear layer of a model on the meta device, and the adapted weights of experts, in place.
-    The output head stays, and what has a number of inputs that `BLOCK_SIZE` does not divide, or inputs before outputs.
-
-    Raises:
-        UserError: none is left.
-    """
+    """Replace the base of each adapted linear layer of a model on the meta device, and the adapted weights of experts, in
+    place. The output head stays, and what has a number of inputs that `BLOCK_SIZE` does not divide, or inputs before outputs;
+    if none is left, that is a `UserError`."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     adapted: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A") and type(m.base_layer).__name__ in LINEAR_CLASSES]
     chosen = [module for module in adapted if module is not head and module.base_layer.in_features % BLOCK_SIZE == 0]

@@ -48,11 +48,8 @@ Sources = dict[str, Source]
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, sources: Sources) -> None:
-    """Read this rank's shard of every parameter in place; all of one that is not sharded. Collective.
-
-    Raises:
-        UserError: a file cannot be read; on every rank.
-    """
+    """Read this rank's shard of every parameter in place; all of one that is not sharded. A file that cannot be read is a
+    `UserError` on every rank. Collective."""
     num_bytes = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
     with Phase("loading the weights", num_bytes, "B") as loading:
         on_all_ranks(lambda: _fill_shards(model, sources, loading))
@@ -75,11 +72,8 @@ def _fill_shards(model: nn.Module, sources: Sources, loading: Phase) -> None:
 
 
 def hash_sources(sources: Sources, dtypes: dict[str, torch.dtype]) -> dict[str, str]:
-    """`freeze.hash_tensor` of the tensors that `dtypes` names; one rank computes each, piece by piece. Collective.
-
-    Raises:
-        UserError: a file cannot be read; on every rank.
-    """
+    """`freeze.hash_tensor` of the tensors that `dtypes` names; one rank computes each, piece by piece. A file that cannot be
+    read is a `UserError` on every rank. Collective."""
 
     def digest(name: str) -> str:
         source = sources[name]

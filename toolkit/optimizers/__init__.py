@@ -68,11 +68,7 @@ def state_bytes(name: str, shape: Shape, of_shard: Shape | None = None) -> int:
 
 
 def check_sharding(name: str, *, is_flat: bool) -> None:
-    """Refuse an optimizer that FSDP1 hides the rows from.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse an optimizer that FSDP1 hides the rows from, by a `UserError` with its name."""
     if is_flat and not OPTIMIZERS[name].TAKES_FLAT:
         others = " or ".join(other for other, optimizer in OPTIMIZERS.items() if optimizer.TAKES_FLAT)
         raise UserError(

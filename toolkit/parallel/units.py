@@ -212,11 +212,8 @@ def build_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[ShardUni
 
 
 def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
-    """Check that no weight is tied across two units: one would gather it, and the other would lack it.
-
-    Raises:
-        UserError: naming the tied parameters.
-    """
+    """Check that no weight is tied across two units: one would gather it, and the other would lack it. A `UserError` names
+    it."""
     for names in aliases(model).values():
         if len(_owners(names, [unit.name for unit in units])) > 1:
             raise UserError(

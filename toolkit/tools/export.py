@@ -220,11 +220,7 @@ def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
 
 
 def choose_checkpoint(options: Options, config: RecipeConfig) -> Checkpoint:
-    """The checkpoint that is asked for, checked by hash. Collective.
-
-    Raises:
-        UserError: there is none, or it is damaged; on every rank.
-    """
+    """The checkpoint that is asked for, checked by hash; none, or a damaged one, is a `UserError` on every rank. Collective."""
     run_folder, wanted = options.run_folder, options.checkpoint or config.export.weights
     steps = on_rank_0(lambda: [step for step, _ in list_checkpoints(run_folder)])
     if not steps:
@@ -250,11 +246,8 @@ def choose_checkpoint(options: Options, config: RecipeConfig) -> Checkpoint:
 
 
 def read_whole(folder: Path) -> Checkpoint:
-    """A checkpoint, whose files are compared with its manifest by their hashes.
-
-    Raises:
-        UserError: it is damaged, or a run has removed it meanwhile.
-    """
+    """A checkpoint whose files match its manifest by their hashes; a `UserError` if it is damaged, or a run has removed it
+    meanwhile."""
     try:
         return read_checkpoint(folder)
     except ValueError as error:
@@ -264,11 +257,7 @@ def read_whole(folder: Path) -> Checkpoint:
 
 
 def choose_places(options: Options, config: RecipeConfig, step: int) -> Places:
-    """The folder to write: the model's, or the adapter's alone.
-
-    Raises:
-        UserError: something is there.
-    """
+    """The folder to write: the model's, or the adapter's alone. Something that is there already is a `UserError`."""
     parts = ["export", str(step), *(["merged"] if options.merge else []), *([options.dtype] if options.dtype else [])]
     folder = options.to or options.run_folder / "-".join(parts)
     for place in (folder, folder.with_name(f"{folder.name}.tmp")):

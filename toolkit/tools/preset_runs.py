@@ -24,11 +24,8 @@ EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?(?P<all>(?P<kind>[\w.]+(Error|Exceptio
 
 
 def find_preset(name: str) -> Path:
-    """The accelerate YAML at the path `name`, or of that name in `accelerate_configs/`, with or without `.yaml`.
-
-    Raises:
-        UserError: there is none. Names those that exist.
-    """
+    """The accelerate YAML at the path `name`, or of that name in `accelerate_configs/`, with or without `.yaml`; if there is
+    none, a `UserError` names those that exist."""
     presets = SHIPPED / "accelerate_configs"
     for path in (Path(name), *(find_shipped(presets.name, file) for file in (name, f"{name}.yaml"))):
         if path.is_file():
@@ -66,11 +63,7 @@ def adapt_preset(mapping: dict[str, Any], *, num_processes: int | None, use_cpu:
 
 
 def save_preset(mapping: dict[str, Any], path: Path) -> Path:
-    """Write an accelerate YAML and check it as a run does.
-
-    Raises:
-        UserError: a run would refuse it.
-    """
+    """Write an accelerate YAML and check it as a run does: one that a run would refuse is a `UserError`."""
     import yaml
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,11 +69,7 @@ def list_shipped() -> None:
 
 
 def check_import(folder: Path) -> None:
-    """Refuse a folder from which Python would import another `toolkit` than this one.
-
-    Raises:
-        UserError: naming the file.
-    """
+    """Refuse a folder from which Python would import another `toolkit` than this one, by a `UserError` with its file."""
     found = PathFinder.find_spec("toolkit", [str(folder), *sys.path[1:], os.fspath(PACKAGE_FOLDER.parent)])
     if found is not None and found.origin is not None and not PACKAGE_FOLDER.samefile(Path(found.origin).parent):
         raise UserError(f"{found.origin} hides the installed toolkit from a recipe in {folder}: rename it")

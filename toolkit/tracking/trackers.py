@@ -47,11 +47,8 @@ class Trackers:
 
 
 def check_trackers(config: TrackingConfig) -> None:
-    """Refuse a tracker that accelerate does not know or that is not installed; accelerate would silently skip it.
-
-    Raises:
-        UserError: names the tracker and those that would work.
-    """
+    """Refuse a tracker that accelerate does not know or that is not installed, by a `UserError` that names those that would
+    work; accelerate would silently skip it."""
     if not config.log_with:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -70,11 +67,8 @@ def check_trackers(config: TrackingConfig) -> None:
 
 
 def start_trackers(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_from: Checkpoint | None) -> None:
-    """Start the trackers of `tracking.log_with` on rank 0, or continue their runs. Collective.
-
-    Raises:
-        UserError: one of them cannot start; on every rank.
-    """
+    """Start the trackers of `tracking.log_with` on rank 0, or continue their runs; one that cannot start is a `UserError` on
+    every rank. Collective."""
     if config.tracking.log_with:
         working("starting the trackers")
         on_rank_0(lambda: _start(trackers, config, run_folder, resume_from))

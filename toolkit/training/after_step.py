@@ -52,11 +52,8 @@ def agree(run: Run) -> str | None:
 
 
 def finish_writing(run: Run) -> None:
-    """Wait for the current save. Collective.
-
-    Raises:
-        UserError: a rank could not write its checkpoint or its metrics; on every rank.
-    """
+    """Wait for the current save; a checkpoint or metrics that a rank could not write are a `UserError` on every rank.
+    Collective."""
     working("saving", run.state.step)
     _log_save(run, run.writer.finish())
     raise_together(run.metrics.error)
@@ -124,11 +121,7 @@ class _SignalInEvaluation(Exception):
 
 
 def stop(run: Run, signal_name: str) -> NoReturn:
-    """End the run because of a signal, after its checkpoint. Collective.
-
-    Raises:
-        Stopped: on every rank.
-    """
+    """End the run because of a signal, after its checkpoint: every rank raises `Stopped`. Collective."""
     step = run.state.step
     command = "the same command" + ("" if run.config.checkpoint.resume == "auto" else " with checkpoint.resume auto")
     place = f"after step {step}, with a checkpoint: {command} goes on from there" if step else "before the first step"

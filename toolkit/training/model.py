@@ -51,12 +51,8 @@ ROOMY_SHARE = 0.25
 
 
 def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeConfig, PretrainedConfig, PreTrainedModel]:
-    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early; returns the config with
-    `data.packing` chosen, the model's config and the model. Collective.
-
-    Raises:
-        UserError: one of them is wrong; on every rank.
-    """
+    """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early: what is wrong is a
+    `UserError` on every rank. Returns the config with `data.packing` chosen, the model's config and the model. Collective."""
     working("building the model")
     task = config.task
     model_config = on_all_ranks(lambda: load_model_config(config.model, task))

@@ -55,11 +55,8 @@ class ParameterWatch:
             raise UserError(f"{error}: the loss does not reach them: {ways_out}") from None
 
     def check_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the first update: every trainable has optimizer state, and nothing else has. Collective.
-
-        Raises:
-            RuntimeError: with the names.
-        """
+        """After the first update: every trainable has optimizer state, and nothing else has; a `RuntimeError` names others.
+        Collective."""
         flags = [bool(optimizer.state.get(p)) for p in self.model.parameters()]
         self._check(flags, trainable="have no optimizer state after the first update", frozen="have optimizer state")
 
@@ -86,11 +83,7 @@ class ParameterWatch:
             self._check(flags, trainable=f"have not moved after {UPDATES_UNTIL_MOVED} updates")
 
     def check_frozen(self) -> None:
-        """At the end: every frozen parameter is bit-identical to the start. Collective.
-
-        Raises:
-            RuntimeError: with the names.
-        """
+        """At the end: every frozen parameter is bit-identical to the start; a `RuntimeError` names others. Collective."""
         self._check(self._have_moved(), frozen="have changed")
 
     def _have_moved(self) -> list[bool]:

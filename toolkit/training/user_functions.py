@@ -69,11 +69,8 @@ class Own:
 
 
 def check_own(config: RecipeConfig, own: Own) -> None:
-    """Check the functions against the config.
-
-    Raises:
-        UserError: something is not a function, or metrics are given to a run that generates no texts.
-    """
+    """Check the functions against the config: a `UserError` for what is not a function, or metrics of a run that generates no
+    texts."""
     if not isinstance(own.metrics, Mapping):
         raise UserError(f"metrics is {own.metrics!r:.60}: give functions by their names; eval.metrics names modules")
     functions: dict[str, Any] = {"loss": own.loss, "after_step": own.after_step, "after_evaluation": own.after_evaluation}

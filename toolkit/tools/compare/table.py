@@ -61,11 +61,8 @@ class Outcome:
 
 
 def read_figures(metrics_path: Path, warmup_steps: int) -> Figures:
-    """The figures of one run. Its times exclude the first `warmup_steps` steps.
-
-    Raises:
-        ValueError: no step is left, or the file is broken.
-    """
+    """The figures of one run, without the times of its first `warmup_steps` steps; a `ValueError` if no step is left or the
+    file is broken."""
     lines = load_json_lines(metrics_path, skip_torn_end=True)
     steps = [line for line in lines if line["kind"] == "train"]
     timed = [line for line in steps if line["step"] > warmup_steps]

@@ -38,11 +38,7 @@ BATCHES_AT_ONCE = 64
 
 
 def run(*, is_chat: bool, max_new_tokens: int | None, num_beams: int | None, **options: Any) -> None:
-    """The command.
-
-    Raises:
-        UserError: as `generate` and `chat`; a number below 1.
-    """
+    """The command, with the errors of `generate` and `chat`; a number below 1 is a `UserError`."""
     numbers = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "batch_size_rows": options["batch_size_rows"]}
     for name, number in numbers.items():
         if number is not None and number < 1:

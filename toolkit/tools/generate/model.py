@@ -141,11 +141,8 @@ def in_own_words() -> Iterator[None]:
 
 
 def find_folder(name: str) -> str:
-    """The model of a run folder (`merged`, else `export`), or the name itself.
-
-    Raises:
-        UserError: a run folder without an export; a file.
-    """
+    """The model of a run folder (`merged`, else `export`), or the name itself; a `UserError` for a run folder without an
+    export, or a file."""
     run = Path(name)
     if run.is_file():
         raise UserError(f"{name} is a file: give a run folder, an export or a model folder")
@@ -159,11 +156,8 @@ def find_folder(name: str) -> str:
 
 
 def open_model(name: str) -> Generator:
-    """Read and check everything but the weights.
-
-    Raises:
-        UserError: no model can be read there; it names code, or weights elsewhere.
-    """
+    """Read and check everything but the weights; a `UserError` if no model can be read there, or it names code, or weights
+    elsewhere."""
     folder = Path(find_folder(name))
     usage = load_usage(folder) or Usage()
     is_adapter = (folder / CONFIG_FILE).is_file()
@@ -239,11 +233,7 @@ def _choose_device() -> torch.device:
 
 
 def read_base_name(folder: Path) -> str:
-    """The base that an adapter names: a path, from the directory of its run, or a hub id.
-
-    Raises:
-        UserError: it names none.
-    """
+    """The base that an adapter names: a path, from the directory of its run, or a hub id; a `UserError` if it names none."""
     base = read_json(folder / CONFIG_FILE, f"adapter.name_or_path {folder}").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"the {CONFIG_FILE} of {folder} names no base (base_model_name_or_path): write its folder there")

@@ -140,11 +140,7 @@ def describe_unlike(runs: Sequence[RunFacts]) -> str:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
-    """Read run folders, each once.
-
-    Raises:
-        UserError: a folder is not a run's.
-    """
+    """Read run folders, each once; one that is not a run's is a `UserError`."""
     unique = {folder.resolve(): folder for folder in folders}
     names = [folder.name for folder in unique]
     runs = [_read_run(folder, path.name if names.count(path.name) == 1 else str(folder)) for path, folder in unique.items()]

@@ -33,11 +33,7 @@ NO_PREDICTIONS = [Lines(["There are no predictions: no evaluation has generated 
 
 
 def save_page(run_folders: Sequence[Path], path: Path) -> None:
-    """Write the page of these runs.
-
-    Raises:
-        UserError: a folder is not a run's, or the page cannot be written.
-    """
+    """Write the page of these runs; a folder that is not a run's, or a page that cannot be written, is a `UserError`."""
     page = render_page(read_runs(run_folders))
     way_out = "make room there, or give another --output"
     with refusal_named(f"{path} could not be written", way_out), written_beside(path) as beside:

@@ -15,11 +15,8 @@ NUM_COLUMNS = 3
 
 
 def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
-    """Draw the charts of the lines of a `metrics.jsonl` as a PNG; without any chart, no picture is written.
-
-    Raises:
-        UserError: the picture cannot be written; an older one stays as it was.
-    """
+    """Draw the charts of the lines of a `metrics.jsonl` as a PNG; without any chart, no picture is written. If it cannot be
+    written, that is a `UserError`, and an older one stays as it was."""
     name = picture_path.resolve().parent.name
     charts = list_charts([RunFacts(picture_path.parent, name, lines_of_steps(lines))])
     if not charts:
