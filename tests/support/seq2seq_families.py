@@ -77,7 +77,6 @@ def build_model(family: str) -> Any:
 
 
 def build_collator(model: Any) -> Any:
-    from toolkit.data.collate import SummarizationCollator, own_label_shift
-    from toolkit.models.config import special_tokens
+    from toolkit.tasks.seq2seq import TASK
 
-    return SummarizationCollator(*special_tokens(model.config, "tiny"), own_label_shift(model))
+    return TASK.build_collator(model, 0)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from toolkit.data.batch_plan import MicroBatch
 from toolkit.errors import SIGNALS
@@ -41,7 +40,8 @@ class SummarizationCollator:
     pad_token_id: int
     decoder_start_token_id: int
     own_shift: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The model's own function from labels BT to decoder inputs BT, see `own_label_shift`; None: `shift_right`."""
+    """The model's own function from labels BT to decoder inputs BT, None: `shift_right`. mBART's puts the language, a row's last
+    label, first."""
     multiples: tuple[int, ...] = (1, 1)
     """Sources and targets are padded up to multiples of these,"""
     longest: tuple[int, ...] = (0, 0)
@@ -178,14 +178,6 @@ def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_
     shifted_BT[:, 0] = decoder_start_token_id
     shifted_BT[:, 1:] = labels_BT[:, :-1].masked_fill(labels_BT[:, :-1] == IGNORED_LABEL, pad_token_id)
     return shifted_BT
-
-
-def own_label_shift(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The model's own function from labels to decoder inputs, or None. mBART's puts the language, a row's last label, first.
-
-    It reads only the model's config, so it also works for a model on the meta device.
-    """
-    return getattr(model, "prepare_decoder_input_ids_from_labels", None)
 
 
 def labels_at_positions(batch: Batch) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from toolkit.config.task import Task
-from toolkit.data.collate import SummarizationCollator, own_label_shift
+from toolkit.data.collate import SummarizationCollator
 from toolkit.data.rows.columns import choose_seq2seq_columns
 from toolkit.data.tokens import seq2seq
 from toolkit.errors import UserError
@@ -39,9 +39,9 @@ TASK = Task(
     lengths=lambda num_tokens, num_labels: (num_tokens - num_labels, num_labels),
     choose_columns=choose_seq2seq_columns,
     tokens=seq2seq,
-    # It pads as the model's config says.
+    # It pads as the model's config says. The model's own function reads only its config: it may be on the meta device.
     build_collator=lambda model, _: SummarizationCollator(
-        *special_tokens(model.config, str(model.name_or_path)), own_label_shift(model)
+        *special_tokens(model.config, str(model.name_or_path)), getattr(model, "prepare_decoder_input_ids_from_labels", None)
     ),
     check_model_config=_check_model_config,
     check_model=lambda sharded, collator, config: check_seq2seq_model(sharded, collator, config.eval),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.data import collate
-from toolkit.data.collate import CausalCollator, SummarizationCollator, labels_at_positions, own_label_shift, shift_right
+from toolkit.data.collate import CausalCollator, SummarizationCollator, labels_at_positions, shift_right
 from toolkit.loss import IGNORED_LABEL
 
 ROWS = [{"input_ids": [5, 6, 7, 1], "labels": [8, 1]}, {"input_ids": [9, 1], "labels": [4, 3, 1]}]
@@ -55,7 +55,7 @@ def test_a_model_s_own_shift_is_taken_and_labels_stay_as_they_are() -> None:
     config = FSMTConfig(langs=["en", "de"], src_vocab_size=16, tgt_vocab_size=16, pad_token_id=0, **sizes)
     with torch.device("meta"):
         model = FSMTForConditionalGeneration(config)
-    batch = SummarizationCollator(0, 2, own_label_shift(model)).collate(PACKS)
+    batch = SummarizationCollator(0, 2, model.prepare_decoder_input_ids_from_labels).collate(PACKS)
     assert batch["decoder_input_ids"].tolist() == [[1, 8, 1], [1, 4, 3]]
     assert batch["labels"].tolist() == [8, 1, 4, 3, 1]
 

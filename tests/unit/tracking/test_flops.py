@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
-from toolkit.data.collate import CausalCollator, SummarizationCollator, own_label_shift
+from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_loss
 from toolkit.models.experts import experts_by_token
 from toolkit.models.freeze import freeze
@@ -38,7 +38,7 @@ def build(family: str, **changes: Any) -> Any:
 def collator_of(model: Any) -> Any:
     if not model.config.is_encoder_decoder:
         return CausalCollator(0)
-    return SummarizationCollator(model.config.pad_token_id, model.config.decoder_start_token_id, own_label_shift(model))
+    return seq2seq_families.build_collator(model)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from tests.support.model_folders import WORDS
 from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
 from toolkit.config.data import DataConfig
-from toolkit.data.collate import SummarizationCollator, own_label_shift
+from toolkit.data.collate import SummarizationCollator
 from toolkit.data.tokens import seq2seq
 from toolkit.data.tokens.languages import set_languages, start_generation
 from toolkit.data.tokens.tokenizer import hash_tokenizer
@@ -97,7 +97,8 @@ def test_generation_begins_as_the_decoder_inputs_of_training(
         config = getattr(transformers, config_class)(vocab_size=256, **settings)
         model = transformers.AutoModelForSeq2SeqLM.from_config(config)
     model.generation_config.forced_bos_token_id = 77  # of a model that was trained for another language
-    start_generation(model, tokenizer, SummarizationCollator(1, 2, own_label_shift(model)))
+    own_shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    start_generation(model, tokenizer, SummarizationCollator(1, 2, own_shift))
     begins = [model.generation_config.decoder_start_token_id, model.generation_config.forced_bos_token_id]
     assert [token if token is None else tokenizer.convert_ids_to_tokens(token) for token in begins] == [start, forced]
     assert "forced_bos_token_id of the generation config is set to" in capsys.readouterr().out
