@@ -63,12 +63,9 @@ def save_run_config(config: Any, folder: Path) -> None:
 
     A folder that cannot be written is a `UserError` on every rank.
     """
-
-    def save() -> None:
-        with refusal_named(f"{folder / 'config.yaml'} cannot be written", "fix that first"):
-            save_config(config, folder / "config.yaml")
-
-    on_rank_0(save)
+    path = folder / "config.yaml"
+    save = refusal_named(f"{path} cannot be written", "fix that first")(save_config)
+    on_rank_0(lambda: save(config, path))
 
 
 def restore_run_folder(config: Any, folder: Path) -> None:

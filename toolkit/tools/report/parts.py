@@ -58,14 +58,10 @@ def load_template(**names: Any) -> Any:
     """The macros of `page.html.j2`, which may use `names`. They show every text escaped, with controls and invisible marks as
     escapes; what is HTML already is a `markupsafe.Markup`.
     """
-
-    def as_text(value: Any) -> Any:
-        return value if hasattr(value, "__html__") else visible(str(value))
-
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        finalize=as_text,
+        finalize=lambda value: value if hasattr(value, "__html__") else visible(str(value)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
