@@ -27,8 +27,8 @@ from docstrings import (  # the file beside this one
     parse_standard_library,
 )
 
-# The dependencies with most functions, installed wherever a recipe runs. With transformers, half as much again would be parsed for
-# 8 % more training rows.
+# The dependencies with most functions, installed wherever a recipe runs. transformers, half as much again to parse, would add 8 %
+# to the training rows.
 ALL_PACKAGES = (*PACKAGES, "pandas", "sympy", "torch")
 CODE_CHARACTERS = range(30, 141)
 MAX_RETURN_CHARACTERS = 40
