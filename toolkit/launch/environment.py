@@ -245,7 +245,7 @@ def slow_bf16(mapping: Mapping[str, Any]) -> str:
     on_cpu = mapping.get("use_cpu") or (mapping.get("distributed_type") == "NO" and not torch.accelerator.is_available())
     if mapping.get("mixed_precision") != "bf16" or not on_cpu or cpu_has_bf16():
         return ""
-    return "mixed_precision is bf16, which this CPU emulates: about 20 times slower than fp32, which --mixed_precision no takes"
+    return "mixed_precision is bf16, which this CPU emulates: up to 20 times slower than fp32, which --mixed_precision no takes"
 
 
 def check_capability() -> None:
