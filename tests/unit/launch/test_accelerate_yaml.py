@@ -11,208 +11,151 @@ import yaml
 from benchmarks.presets.page import preset_header
 from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
-from toolkit.launch.accelerate_yaml import (
-    _config_file,
-    check_accelerate_yaml,
-    find_accelerate_yaml,
-)
+from toolkit.launch.accelerate_yaml import _config_file, check_accelerate_yaml, find_accelerate_yaml
 
 PRESETS = sorted((Path(__file__).resolve().parents[3] / "accelerate_configs").glob("*.yaml"))
 
-DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 WRAPPED = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-FSDP1 = {"fsdp_version": 1, **WRAPPED}
-FSDP2 = {"fsdp_version": 2, **WRAPPED}
-SIZES = "parallelism_config_"
-FP8 = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}
 
 
-def fsdp(section: dict[str, Any], **top_level: Any) -> dict[str, Any]:
-    return {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": section, **top_level}
+def ddp(**top_level: Any) -> dict[str, Any]:
+    return {"distributed_type": "MULTI_GPU", "num_processes": 2, **top_level}
 
 
+def fsdp(**section: Any) -> dict[str, Any]:
+    return {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": section}
+
+
+def fsdp1(**section: Any) -> dict[str, Any]:
+    return fsdp(**{"fsdp_version": 1, **WRAPPED, **section})
+
+
+def fsdp2(**section: Any) -> dict[str, Any]:
+    return fsdp(**{"fsdp_version": 2, **WRAPPED, **section})
+
+
+def fp8(**section: Any) -> dict[str, Any]:
+    return {"mixed_precision": "fp8", "fp8_config": section}
+
+
+def mesh(**sizes: int) -> dict[str, Any]:
+    return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+
+
+ON_CPU = {"use_cpu": True}
+ONLY_FSDP2 = "works with distributed_type FSDP and fsdp_version 2 only"
 BROKEN: list[tuple[dict[str, Any], str]] = [
     # unknown keys
-    (DDP | {"num_proceses": 2}, "unknown key num_proceses: did you mean num_processes?"),
-    (fsdp(FSDP2 | {"fsdp_versoin": 2}), "unknown key fsdp_config.fsdp_versoin: did you mean fsdp_version?"),
-    (
-        fsdp(FSDP2 | {"reshard_after_foward": True}),
-        "unknown key fsdp_config.reshard_after_foward: did you mean fsdp_reshard_after_forward?",
-    ),
-    (fsdp(FSDP2 | {"zzzzzzzz": 1}), "unknown key fsdp_config.zzzzzzzz; known are fsdp_version, "),
-    (
-        fsdp(FSDP2, parallelism_config={"dp_shard_size": 2}),
-        "unknown key parallelism_config.dp_shard_size: did you mean " + SIZES + "dp_shard_size?",
-    ),
-    (DDP | {"max_restarts": 3}, "unknown key max_restarts: it is a flag of accelerate launch, write --max_restarts there"),
-    (DDP | {"monitor_interval": 1}, "unknown key monitor_interval: it is a flag of accelerate launch"),
-    (DDP | {"rdzv_conf": "join_timeout=600"}, "unknown key rdzv_conf: it is a flag of accelerate launch"),
-    (DDP | {"fsdp_version": 2}, "unknown key fsdp_version: indent it under fsdp_config"),
-    (DDP | {"rdzv_backend": "c10d"}, "does not read from the file: give it --rdzv_backend c10d instead"),
-    (DDP | {"enable_cpu_affinity": True}, "does not read from the file: give it --enable_cpu_affinity instead"),
-    (DDP | {"fp8_config": {"formatt": "E4M3"}}, "unknown key fp8_config.formatt: did you mean fp8_format?"),
+    (ddp(num_proceses=2), "unknown key num_proceses: did you mean num_processes?"),
+    (fsdp2(fsdp_versoin=2), "unknown key fsdp_config.fsdp_versoin: did you mean fsdp_version?"),
+    (fsdp2(reshard_after_foward=True), "fsdp_config.reshard_after_foward: did you mean fsdp_reshard_after_forward?"),
+    (fsdp2(zzzzzzzz=1), "unknown key fsdp_config.zzzzzzzz; known are fsdp_version, "),
+    (fsdp2() | {"parallelism_config": {"dp_shard_size": 2}}, "did you mean parallelism_config_dp_shard_size?"),
+    (ddp(max_restarts=3), "unknown key max_restarts: it is a flag of accelerate launch, write --max_restarts there"),
+    (ddp(fsdp_version=2), "unknown key fsdp_version: indent it under fsdp_config"),
+    (ddp(rdzv_backend="c10d"), "does not read from the file: give it --rdzv_backend c10d instead"),
+    (ddp(enable_cpu_affinity=True), "does not read from the file: give it --enable_cpu_affinity instead"),
+    (ddp(fp8_config={"formatt": "E4M3"}), "unknown key fp8_config.formatt: did you mean fp8_format?"),
     # keys that cannot work
-    (fsdp(FSDP1 | {"limit_all_gathers": True}), "fsdp_config.limit_all_gathers cannot be set: accelerate has no key for it"),
-    (
-        fsdp(FSDP2 | {"fsdp_ignored_modules": "lm_head"}),
-        "fsdp_ignored_modules cannot be set: FSDP does not average the gradients",
-    ),
-    (fsdp(FSDP2 | {"fsdp_cpu_ram_efficient_loading": True}), "fsdp_cpu_ram_efficient_loading is true: set it to false"),
-    (
-        fsdp({"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
-        "fsdp_cpu_ram_efficient_loading is absent, which accelerate launch takes for true: set it",
-    ),
-    (DDP | {"deepspeed_config": {"zero_stage": 3}}, "deepspeed_config belongs to DEEPSPEED, which is not supported"),
-    (
-        DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
-        "dynamo_config.dynamo_use_regional_compilation is not true: set it",
-    ),
-    (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTR"}}, "dynamo_config.dynamo_backend is 'INDUCTR': choose no, "),
-    (DDP | {"dynamo_config": {"dynamo_modus": "default"}}, "unknown key dynamo_config.dynamo_modus: did you mean dynamo_mode?"),
-    (DDP | {"tpu_use_cluster": True}, "tpu_use_cluster is True: it serves TPUs"),
+    (fsdp1(limit_all_gathers=True), "fsdp_config.limit_all_gathers cannot be set: accelerate has no key for it"),
+    (fsdp2(fsdp_ignored_modules="lm_head"), "fsdp_ignored_modules cannot be set: FSDP does not average the gradients"),
+    (fsdp2(fsdp_cpu_ram_efficient_loading=True), "fsdp_cpu_ram_efficient_loading is true: set it to false"),
+    (fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"), "fsdp_cpu_ram_efficient_loading is absent, which accelerate"),
+    (ddp(deepspeed_config={"zero_stage": 3}), "deepspeed_config belongs to DEEPSPEED, which is not supported"),
+    (ddp(dynamo_config={"dynamo_backend": "INDUCTOR"}), "dynamo_config.dynamo_use_regional_compilation is not true: set it"),
+    (ddp(dynamo_config={"dynamo_backend": "INDUCTR"}), "dynamo_config.dynamo_backend is 'INDUCTR': choose no, "),
+    (ddp(dynamo_config={"dynamo_modus": "default"}), "unknown key dynamo_config.dynamo_modus: did you mean dynamo_mode?"),
+    (ddp(tpu_use_cluster=True), "tpu_use_cluster is True: it serves TPUs"),
     # types and choices
-    (DDP | {"num_processes": "2"}, "num_processes is '2': write a whole number"),
-    (DDP | {"num_processes": None}, "num_processes is None: write a whole number"),
-    (DDP | {"num_processes": True}, "num_processes is True: write a whole number"),
-    (DDP | {"num_processes": -1}, "num_processes is -1: it must be at least 1"),
-    (DDP | {"use_cpu": "yes"}, "use_cpu is 'yes': write true or false"),
-    (DDP | {"gpu_ids": 0}, "gpu_ids is 0: write text, in quotes"),
-    (DDP | {"fsdp_config": ["fsdp_version"]}, "fsdp_config is ['fsdp_version']: write indented keys and values"),
-    (
-        fsdp(FSDP2 | {"fsdp_offload_params": "true"}),
-        "fsdp_config.fsdp_offload_params is 'true': write true or false, without quotes",
-    ),
-    (fsdp(FSDP2 | {"fsdp_min_num_params": "1e6"}), "fsdp_config.fsdp_min_num_params is '1e6': write a whole number"),
-    (
-        fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": ["T5Block"]}),
-        "fsdp_transformer_layer_cls_to_wrap is ['T5Block']: write text",
-    ),
-    (fsdp(FSDP2 | {"fsdp_version": 3}), "fsdp_config.fsdp_version is 3: choose 1, 2"),
-    (fsdp(FSDP2 | {"fsdp_version": True}), "fsdp_config.fsdp_version is True: choose 1, 2"),
-    (fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "T5Block"}), "is 'T5Block': choose TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
-    (fsdp(FSDP2 | {"fsdp_state_dict_type": "SHARDED"}), "fsdp_state_dict_type is 'SHARDED': choose FULL_STATE_DICT, "),
-    (
-        fsdp(FSDP1 | {"fsdp_backward_prefetch": "PRE"}),
-        "fsdp_backward_prefetch is 'PRE': choose BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH",
-    ),
-    (fsdp(FSDP1 | {"fsdp_sharding_strategy": 1}), "fsdp_sharding_strategy is 1: choose FULL_SHARD, "),
-    (
-        fsdp(FSDP2 | {"fsdp_reshard_after_forward": "FULL_SHARD"}),
-        "reshard_after_forward is FULL_SHARD: under FSDP2 write true or false",
-    ),
-    (fsdp(FSDP2 | {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "LOCAL_STATE_DICT, which FSDP2 lacks: use SHARDED_STATE_DICT"),
-    (fsdp(FSDP1 | {"fsdp_reshard_after_forward": True}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
-    (fsdp(FSDP1 | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
+    (ddp(num_processes="2"), "num_processes is '2': write a whole number"),
+    (ddp(num_processes=None), "num_processes is None: write a whole number"),
+    (ddp(num_processes=True), "num_processes is True: write a whole number"),
+    (ddp(num_processes=-1), "num_processes is -1: it must be at least 1"),
+    (ddp(use_cpu="yes"), "use_cpu is 'yes': write true or false"),
+    (ddp(gpu_ids=0), "gpu_ids is 0: write text, in quotes"),
+    (ddp(fsdp_config=["fsdp_version"]), "fsdp_config is ['fsdp_version']: write indented keys and values"),
+    (fsdp2(fsdp_offload_params="true"), "fsdp_config.fsdp_offload_params is 'true': write true or false, without quotes"),
+    (fsdp2(fsdp_min_num_params="1e6"), "fsdp_config.fsdp_min_num_params is '1e6': write a whole number"),
+    (fsdp2(fsdp_transformer_layer_cls_to_wrap=["T5Block"]), "fsdp_transformer_layer_cls_to_wrap is ['T5Block']: write text"),
+    (fsdp2(fsdp_version=3), "fsdp_config.fsdp_version is 3: choose 1, 2"),
+    (fsdp2(fsdp_version=True), "fsdp_config.fsdp_version is True: choose 1, 2"),
+    (fsdp2(fsdp_auto_wrap_policy="T5Block"), "is 'T5Block': choose TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
+    (fsdp2(fsdp_state_dict_type="SHARDED"), "fsdp_state_dict_type is 'SHARDED': choose FULL_STATE_DICT, "),
+    (fsdp1(fsdp_backward_prefetch="PRE"), "is 'PRE': choose BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH"),
+    (fsdp1(fsdp_sharding_strategy=1), "fsdp_sharding_strategy is 1: choose FULL_SHARD, "),
+    (fsdp2(fsdp_reshard_after_forward="FULL_SHARD"), "is FULL_SHARD: under FSDP2 write true or false"),
+    (fsdp2(fsdp_state_dict_type="LOCAL_STATE_DICT"), "LOCAL_STATE_DICT, which FSDP2 lacks: use SHARDED_STATE_DICT"),
+    (fsdp1(fsdp_reshard_after_forward=True), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
+    (fsdp1(fsdp_reshard_after_forward="SHARD_GRAD_OP"), "heeds only fsdp_sharding_strategy, which is FULL_SHARD"),
     # keys that the chosen version or policy ignores
+    (fsdp2(fsdp_forward_prefetch=False), "has no effect under FSDP2 (each block gathers the next one ahead anyway)"),
+    (fsdp2(backward_prefetch="BACKWARD_PRE"), "fsdp_backward_prefetch has no effect under FSDP2"),
+    (fsdp2(fsdp_use_orig_params=True), "fsdp_use_orig_params has no effect under FSDP2"),
+    (fsdp2(fsdp_sync_module_states=True), "fsdp_sync_module_states has no effect under FSDP2"),
+    (fsdp2(fsdp_sharding_strategy="FULL_SHARD"), "fsdp_sharding_strategy has no effect under FSDP2"),
+    (fsdp2(activation_checkpointing_offload=True), "cannot be set: activations are checkpointed by transformers"),
+    (fsdp2(fsdp_min_num_params=9), "has no effect with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP: it serves SIZE_BASED_WRAP"),
+    (fsdp2(fsdp_auto_wrap_policy="no_wrap"), "the full model would be gathered at once, set it to TRANSFORMER_BASED_WRAP"),
+    (fsdp(fsdp_version=2), "fsdp_auto_wrap_policy is absent, which accelerate takes for NO_WRAP: the full model"),
     (
-        fsdp(FSDP2 | {"fsdp_forward_prefetch": False}),
-        "fsdp_forward_prefetch has no effect under FSDP2 (each block gathers the next one ahead anyway)",
-    ),
-    (fsdp(FSDP2 | {"backward_prefetch": "BACKWARD_PRE"}), "fsdp_backward_prefetch has no effect under FSDP2"),
-    (fsdp(FSDP2 | {"fsdp_use_orig_params": True}), "fsdp_use_orig_params has no effect under FSDP2"),
-    (fsdp(FSDP2 | {"fsdp_sync_module_states": True}), "fsdp_sync_module_states has no effect under FSDP2"),
-    (fsdp(FSDP2 | {"fsdp_sharding_strategy": "FULL_SHARD"}), "fsdp_sharding_strategy has no effect under FSDP2"),
-    (
-        fsdp(FSDP2 | {"fsdp_activation_checkpointing": True, "activation_checkpointing_offload": True}),
-        "fsdp_config.activation_checkpointing_offload cannot be set: activations are checkpointed by transformers",
-    ),
-    (
-        fsdp(FSDP2 | {"fsdp_min_num_params": 9}),
-        "fsdp_min_num_params has no effect with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP: it serves SIZE_BASED_WRAP",
-    ),
-    (
-        fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "no_wrap"}),
-        "fsdp_auto_wrap_policy is NO_WRAP: the full model would be gathered at once, set it to TRANSFORMER_BASED_WRAP",
-    ),
-    (
-        fsdp({"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}),
-        "fsdp_auto_wrap_policy is absent, which accelerate takes for NO_WRAP: the full model",
-    ),
-    (
-        fsdp(FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "T5Block", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
+        fsdp2(fsdp_transformer_layer_cls_to_wrap="T5Block", fsdp_auto_wrap_policy="SIZE_BASED_WRAP"),
         "it serves TRANSFORMER_BASED_WRAP",
     ),
-    (
-        fsdp(FSDP2 | {"fsdp_min_num_params": 0, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
-        "fsdp_min_num_params is 0: it must be at least 1",
-    ),
-    (DDP | {"fsdp_config": FSDP2}, "fsdp_config is ignored under distributed_type MULTI_GPU"),
+    (fsdp2(fsdp_min_num_params=0, fsdp_auto_wrap_policy="SIZE_BASED_WRAP"), "is 0: it must be at least 1"),
+    (ddp(fsdp_config=WRAPPED), "fsdp_config is ignored under distributed_type MULTI_GPU"),
     # FSDP1 on CPU, and what training needs of it
-    (fsdp(FSDP1, use_cpu=True), "fsdp_sync_module_states must be false with use_cpu"),
+    (fsdp1() | ON_CPU, "fsdp_sync_module_states must be false with use_cpu"),
     (
-        fsdp(FSDP1 | {"fsdp_sync_module_states": False, "fsdp_sharding_strategy": "HYBRID_SHARD"}, use_cpu=True),
+        fsdp1(fsdp_sync_module_states=False, fsdp_sharding_strategy="HYBRID_SHARD") | ON_CPU,
         "on CPU it silently shards nothing",
     ),
-    (fsdp(FSDP1 | {"fsdp_use_orig_params": False}), "fsdp_use_orig_params is false: set it to true"),
+    (fsdp1(fsdp_use_orig_params=False), "fsdp_use_orig_params is false: set it to true"),
     # accumulation, wherever it can stand
-    (
-        DDP | {"gradient_accumulation_steps": 4},
-        "gradient_accumulation_steps is 4: leave it out, accumulation is derived from train.global_batch_size_rows",
-    ),
-    (
-        DDP | {"deepspeed_config": {"gradient_accumulation_steps": 4}},
-        "deepspeed_config.gradient_accumulation_steps is 4: leave it out",
-    ),
-    (DDP | {"deepspeed_config": {"gradient_accumulation_steps": "auto"}}, "and train.micro_batch_size_rows"),
+    (ddp(gradient_accumulation_steps=4), "is 4: leave it out, accumulation is derived from train.global_batch_size_rows"),
+    (ddp(deepspeed_config={"gradient_accumulation_steps": 4}), "deepspeed_config.gradient_accumulation_steps is 4: leave it"),
+    (ddp(deepspeed_config={"gradient_accumulation_steps": "auto"}), "and train.micro_batch_size_rows"),
     # precision
-    (DDP | {"mixed_precision": "fp16"}, "mixed_precision is fp16, which is not supported: use bf16"),
-    (DDP | {"fp8_config": {"backend": "AO"}}, "fp8_config has no effect without mixed_precision: fp8"),
-    (fsdp(FSDP2, mixed_precision="fp8"), "fp8_config.backend is absent, with which accelerate takes what is installed: write AO"),
-    (fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "TE"}), "fp8_config.backend is TE: write AO, which is torchao"),
-    (fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "A0"}), "fp8_config.backend is 'A0': choose ao, te, msamp"),
+    (ddp(mixed_precision="fp16"), "mixed_precision is fp16, which is not supported: use bf16"),
+    (ddp(fp8_config={"backend": "AO"}), "fp8_config has no effect without mixed_precision: fp8"),
     (
-        fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "AO", "margin": 0}),
-        "fp8_config.margin has no effect with backend AO",
+        fsdp2() | {"mixed_precision": "fp8"},
+        "fp8_config.backend is absent, with which accelerate takes what is installed: write AO",
     ),
-    (
-        fsdp(FSDP2, mixed_precision="fp8", fp8_config={"backend": "AO", "pad_inner_dim": "yes"}),
-        "fp8_config.pad_inner_dim is 'yes': write true or false",
-    ),
-    (DDP | FP8, "fp8, which works with distributed_type FSDP and fsdp_version 2 only"),
-    (fsdp(FSDP1, **FP8), "fp8, which works with distributed_type FSDP and fsdp_version 2 only"),
-    (fsdp(FSDP2, use_cpu=True, **FP8), "mixed_precision is fp8 with use_cpu: CPUs do not multiply float8"),
-    (fsdp(FSDP2 | {"fsdp_offload_params": True}, **FP8), "fsdp_offload_params is true with mixed_precision fp8"),
-    (DDP | {"mixed_precision": False}, "mixed_precision is false: write 'no' in quotes"),
-    (DDP | {"mixed_precision": "bfloat16"}, "mixed_precision is 'bfloat16': write bf16"),
+    (fsdp2() | fp8(backend="TE"), "fp8_config.backend is TE: write AO, which is torchao"),
+    (fsdp2() | fp8(backend="A0"), "fp8_config.backend is 'A0': choose ao, te, msamp"),
+    (fsdp2() | fp8(backend="AO", margin=0), "fp8_config.margin has no effect with backend AO"),
+    (fsdp2() | fp8(backend="AO", pad_inner_dim="yes"), "fp8_config.pad_inner_dim is 'yes': write true or false"),
+    (ddp() | fp8(backend="AO"), f"fp8, which {ONLY_FSDP2}"),
+    (fsdp1() | fp8(backend="AO"), f"fp8, which {ONLY_FSDP2}"),
+    (fsdp2() | ON_CPU | fp8(backend="AO"), "mixed_precision is fp8 with use_cpu: CPUs do not multiply float8"),
+    (fsdp2(fsdp_offload_params=True) | fp8(backend="AO"), "fsdp_offload_params is true with mixed_precision fp8"),
+    (ddp(mixed_precision=False), "mixed_precision is false: write 'no' in quotes"),
+    (ddp(mixed_precision="bfloat16"), "mixed_precision is 'bfloat16': write bf16"),
     # distributed types, machines, meshes
     ({"num_processes": 2}, "distributed_type is absent: supported are NO, MULTI_GPU, FSDP"),
     ({"distributed_type": False}, "distributed_type is False: supported are NO, MULTI_GPU, FSDP ('NO' in quotes"),
     ({"distributed_type": "DEEPSPEED"}, "distributed_type is DEEPSPEED: supported are"),
-    ({"distributed_type": "MEGATRON_LM"}, "distributed_type is MEGATRON_LM: supported are"),
-    ({"distributed_type": "XLA"}, "distributed_type is XLA: supported are"),
+    (ddp(distributed_type="MULTI_CPU"), "starts one process: write distributed_type: MULTI_GPU with use_cpu: true"),
+    (ddp(distributed_type="NO"), "num_processes is 2, but distributed_type NO starts 1"),
+    (ddp(compute_environment="AMAZON_SAGEMAKER"), "only LOCAL_MACHINE is supported"),
+    (ddp(num_machines=2, main_process_port=0), "name one port for all machines"),
+    (ddp(num_machines=2, main_process_port=29500), "num_machines is 2, but main_process_ip is absent: give the address"),
     (
-        {"distributed_type": "MULTI_CPU", "num_processes": 2},
-        "starts one process: write distributed_type: MULTI_GPU with use_cpu: true",
-    ),
-    ({"distributed_type": "NO", "num_processes": 2}, "num_processes is 2, but distributed_type NO starts 1"),
-    (DDP | {"compute_environment": "AMAZON_SAGEMAKER"}, "only LOCAL_MACHINE is supported"),
-    (DDP | {"num_machines": 2, "main_process_port": 0}, "name one port for all machines"),
-    (DDP | {"num_machines": 2, "main_process_port": 29500}, "num_machines is 2, but main_process_ip is absent: give the address"),
-    (
-        DDP | {"num_machines": 2, "main_process_ip": "10.0.0.1", "num_processes": 3},
+        ddp(num_machines=2, main_process_ip="10.0.0.1", num_processes=3),
         "num_processes is 3, the sum over all machines, and cannot be shared equally by num_machines (2)",
     ),
-    (DDP | {"machine_rank": 1}, "machine_rank is 1, but num_machines is 1: the first machine is 0"),
+    (ddp(machine_rank=1), "machine_rank is 1, but num_machines is 1: the first machine is 0"),
+    (fsdp2() | mesh(tp_size=2), "tp_size is 2: set it to 1, accelerate imports a part of transformers"),
+    (fsdp2() | mesh(cp_size=2), "cp_size is 2: set it to 1, every rank takes rows of its own"),
+    (fsdp2() | mesh(sp_size=2), "sp_size is 2: set it to 1, it needs DeepSpeed"),
+    (fsdp2() | mesh(dp_replicate_size=2, dp_shard_size=2), "their product must be num_processes (2)"),
     (
-        fsdp(FSDP2, parallelism_config={SIZES + "tp_size": 2}),
-        "tp_size is 2: set it to 1, accelerate imports a part of transformers",
-    ),
-    (fsdp(FSDP2, parallelism_config={SIZES + "cp_size": 2}), "cp_size is 2: set it to 1, every rank takes rows of its own"),
-    (fsdp(FSDP2, parallelism_config={SIZES + "sp_size": 2}), "sp_size is 2: set it to 1, it needs DeepSpeed"),
-    (
-        fsdp(FSDP2, parallelism_config={SIZES + "dp_replicate_size": 2, SIZES + "dp_shard_size": 2}),
-        "their product must be num_processes (2)",
-    ),
-    (
-        fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": 4}),
+        fsdp2() | {"num_processes": 4} | mesh(dp_replicate_size=4),
         "dp_replicate_size 4 and dp_shard_size 1: their product must be num_processes (4), and dp_shard_size 2 or more",
     ),
-    (
-        fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": -2, SIZES + "dp_shard_size": -2}),
-        "dp_replicate_size -2 and dp_shard_size -2: their product must be",
-    ),
-    (fsdp(FSDP1, parallelism_config={SIZES + "dp_shard_size": 2}), "works with distributed_type FSDP and fsdp_version 2 only"),
-    (DDP | {"parallelism_config": {SIZES + "dp_replicate_size": 2}}, "works with distributed_type FSDP and fsdp_version 2 only"),
+    (fsdp2() | {"num_processes": 4} | mesh(dp_replicate_size=-2, dp_shard_size=-2), "dp_shard_size -2: their product must be"),
+    (fsdp1() | mesh(dp_shard_size=2), ONLY_FSDP2),
+    (ddp() | mesh(dp_replicate_size=2), ONLY_FSDP2),
 ]
 
 
@@ -253,14 +196,14 @@ def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path: Path, content: by
 @pytest.mark.parametrize(
     "mapping",
     [
-        DDP | {"mixed_precision": None, "main_process_port": None, "dynamo_config": {}},
+        ddp(mixed_precision=None, main_process_port=None, dynamo_config={}),
         # as `accelerate config` writes them
-        DDP | {"downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "fsdp_config": None},
-        fsdp(FSDP1 | {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_backward_prefetch": "backward_pre"}),
-        fsdp(FSDP2, mixed_precision="fp8", fp8_config={"fp8_backend": "ao", "enable_fsdp_float8_all_gather": False}),
-        fsdp({"version": 2, "cpu_ram_efficient_loading": False, "min_num_params": 1000, "auto_wrap_policy": "SIZE_BASED_WRAP"}),
-        fsdp(FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": None}),
-        fsdp(FSDP2, num_processes=4, parallelism_config={SIZES + "dp_replicate_size": 2, SIZES + "dp_shard_size": 2}),
+        ddp(downcast_bf16="no", tpu_env=[], tpu_use_cluster=False, tpu_use_sudo=False, fsdp_config=None),
+        fsdp1(fsdp_reshard_after_forward="FULL_SHARD", fsdp_backward_prefetch="backward_pre"),
+        fsdp2() | fp8(fp8_backend="ao", enable_fsdp_float8_all_gather=False),
+        fsdp(version=2, cpu_ram_efficient_loading=False, min_num_params=1000, auto_wrap_policy="SIZE_BASED_WRAP"),
+        fsdp2(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_transformer_layer_cls_to_wrap=None),
+        fsdp2() | {"num_processes": 4} | mesh(dp_replicate_size=2, dp_shard_size=2),
     ],
 )
 def test_what_works_passes_and_comes_back_as_written(tmp_path: Path, mapping: dict[str, Any]) -> None:
@@ -277,10 +220,7 @@ def test_every_preset_passes_and_has_its_header(path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        (
-            ["/env/bin/python", "/env/bin/accelerate", "launch", "--config_file", "a.yaml", "t5.py"],
-            ["--config_file", "a.yaml", "t5.py"],
-        ),
+        (["python", "/env/bin/accelerate", "launch", "--config_file", "a.yaml", "t5.py"], ["--config_file", "a.yaml", "t5.py"]),
         (["python", "-m", "accelerate.commands.launch", "t5.py"], ["t5.py"]),
         (["python", "/env/lib/accelerate/commands/launch.py", "t5.py"], ["t5.py"]),
         (["python", "-m", "accelerate.commands.accelerate_cli", "launch", "t5.py"], ["t5.py"]),
