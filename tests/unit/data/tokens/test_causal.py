@@ -176,18 +176,6 @@ def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp
     )
 
 
-def test_a_template_that_refuses_a_chat_is_reported_with_the_row(prepare, tmp_path):
-    with pytest.raises(UserError) as caught:
-        prepare(chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2)
-    assert f"{tmp_path / 'rows.jsonl'}, row 2: the chat template refuses this conversation (Conversation roles must alt" in str(
-        caught.value
-    )
-    with pytest.raises(UserError, match=r"row 1: the chat template refuses this conversation \(can only concatenate str"):
-        prepare(chats(CHATS[1]), chat_template="{{ 'a' + messages }}")
-    with pytest.raises(UserError, match=r"row 1: the chat template refuses this conversation \(division by zero\)"):
-        prepare(chats(CHATS[1]), chat_template="{{ 1 / (messages | length - 2) }}" + CHATML)
-
-
 def test_context_that_the_template_leaves_out_is_counted_by_split_and_kind(prepare, tmp_path):
     (tmp_path / "held_out.jsonl").write_text(json.dumps(chats(say("other", "welcome", system="be brief"))[0]) + "\n")
     rows = prepare(
@@ -204,12 +192,6 @@ def test_context_that_the_template_leaves_out_is_counted_by_split_and_kind(prepa
         f"WARNING: the chat template leaves out context in 1 of 1 evaluation rows: system turn (first: "
         f"{tmp_path / 'held_out.jsonl'}, row 1); set data.chat_template to a template that prints it",
     ]
-
-
-def test_turns_without_an_end_token_are_reported(prepare):
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    rows = prepare(chats(CHATS[1]), chat_template=template)
-    assert "the turns of 1 of 1 training rows with no special token, so generation has nothing to stop at" in rows.remarks[0]
 
 
 def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
@@ -368,49 +350,6 @@ def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path):
         prepare(mix=[mix[0], MixEntry(source="csv", files="nowhere.csv")])
 
 
-def test_functions_bring_their_split(prepare, tmp_path):
-    (tmp_path / "rows.py").write_text("""
-def pairs(config):
-    for i, split in enumerate(["train", "eval", "train"]):
-        yield {"prompt": f"def f{i}", "completion": f"does {i}", "group": "m", "split": split, "lead_text": f"f {i}"}
-
-def texts(config):
-    return [{"text": "hello", "group": "m", "split": "train"}, {"text": "there", "group": "n", "split": "eval"}]
-""")
-    rows = prepare(source=f"{tmp_path}/rows.py:pairs", eval_fraction=0.9)
-    assert (rows.train["target"][:], rows.evaluation["target"][:]) == (["does 0", "does 2"], ["does 1"])
-    assert rows.evaluation[0]["lead_text"] == "f 1" and rows.remarks == []
-    texts = MixEntry(source=f"{tmp_path}/rows.py:texts")
-    rows = prepare(mix=[texts, MixEntry(source=f"{tmp_path}/rows.py:pairs")])
-    assert (rows.train["source_index"][:], rows.evaluation["source_index"][:]) == ([0, 1, 1], [0, 1])
-    # Rows that occur twice are counted over all entries: the split of a function knows nothing of the rows of a file.
-    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "there"}\n{"text": "hello"}\n{"text": "hello there"}\n')
-    rows = prepare(mix=[texts, MixEntry(source="jsonl", files=str(tmp_path / "a.jsonl"))])
-    assert rows.remarks[:2] == [
-        "training rows that repeat an earlier row exactly: 2 of 5, which are kept",
-        "held-out rows that are training rows too: 1 of 1, which say little about new rows",
-    ]
-
-
-def test_settings_that_do_not_fit_the_source_are_refused(prepare, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="rows.jsonl has none of the columns .*'body' .its columns: text"):
-        prepare([{"text": "a"}], text_column="body")
-    with pytest.raises(UserError, match="data.text_column is body, but that is not a column of .*rows.jsonl: name one"):
-        prepare(chats(*CHATS), text_column="body")
-    with pytest.raises(UserError, match="data.files is given, but data.source some/rows reads no files"):
-        prepare(source="some/rows", files="a.csv")
-    with pytest.raises(UserError, match="rows.jsonl has none of the columns"):
-        prepare([{"body": "a"}])
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="data.source nodataset is not one of csv, tsv, json, jsonl, parquet"):
-        prepare(source="nodataset")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="empty.jsonl holds no rows"):
-        prepare(source="jsonl", files=str(tmp_path / "empty.jsonl"))
-    with pytest.raises(UserError, match="none of the 2 rows can be used: .* with an empty text"):
-        prepare([{"text": ""}, {"text": None}])
-
-
 def test_tokenizers_that_cannot_do_it_are_refused(prepare, tmp_path):
     from transformers import ByT5Tokenizer
 
@@ -437,10 +376,8 @@ def test_the_fingerprint_is_of_template_mask_and_length(prepare, tmp_path):
     # It is that of the tokens, not of what they were made from.
     assert prepare(chats(*CHATS), max_length_tokens=999).fingerprint == prints[0]
     assert prepare(chats(CHATS[0], CHATS[1], [])).fingerprint == prints[0]
-
-
-def test_the_template_goes_with_the_tokenizer(prepare):
-    assert prepare(chats(*CHATS), chat_template=LLAMA2).tokenizer.chat_template == LLAMA2
+    # Nor is it that of the batch plan.
+    assert prepare(chats(*CHATS), packing=False, num_loader_workers=3).fingerprint == prints[0]
 
 
 def test_a_folder_without_tokenizer_gets_one_trained_on_the_training_rows(prepare, tmp_path):
@@ -451,31 +388,12 @@ def test_a_folder_without_tokenizer_gets_one_trained_on_the_training_rows(prepar
     assert "shibboleth" in rows.tokenizer.get_vocab() and rows.tokenizer.chat_template == CHATML
     # Its only special tokens are its own: what ends a turn is plain text to it.
     assert counted(rows)[0].startswith("shibboleth<|im_end|>")
-    assert "with no special token" in rows.remarks[-1]
+    assert "the turns of 3 of 3 training rows with no special token, so generation has nothing to stop at" in rows.remarks[-1]
 
 
 def test_several_processes_give_the_same_rows_and_tell_a_users_mistake(prepare, monkeypatch):
     expected = prepare(chats(*CHATS)).train[:]
     monkeypatch.setattr(preparing, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     assert prepare(chats(*CHATS), num_tokenizer_workers=2, max_length_tokens=1023).train[:] == expected
-    with pytest.raises(UserError, match="row 2: the chat template refuses this conversation"):
+    with pytest.raises(UserError, match=r"rows.jsonl, row 2: the chat template refuses this conversation \(Conversation roles"):
         prepare(chats(CHATS[1], [*say("a"), *say("b", "c")]), chat_template=LLAMA2, num_tokenizer_workers=2)
-
-
-def test_settings_of_the_batch_plan_do_not_change_the_fingerprint(prepare):
-    fingerprint = prepare(chats(*CHATS)).fingerprint
-    assert prepare(chats(*CHATS), packing=False, num_loader_workers=3).fingerprint == fingerprint
-
-
-def test_alpaca_goes_by_the_tokenizers_template_and_the_line_says_so(prepare, capsys, tmp_path):
-    row = {"id": 1, "instruction": "what is", "input": "two", "output": "it is"}
-    with_template = prepare([row])
-    line = "read as alpaca, as chats for the chat template, from instruction, output and input; not read: id\n"
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'rows.jsonl'}: {line}")
-    assert counted(with_template) == ["it is<|im_end|>"]
-    assert "what is\n\ntwo" in with_template.tokenizer.decode(with_template.train[0]["input_ids"])
-    (tmp_path / "bare").mkdir()
-    build_chat_tokenizer().save_pretrained(tmp_path / "bare")
-    bare = prepare([row], model=ModelConfig(name_or_path=str(tmp_path / "bare")))
-    assert "as prompts in Alpaca's own words" in capsys.readouterr().out
-    assert counted(bare)[0].startswith("it is") and "### Input:\ntwo" in bare.tokenizer.decode(bare.train[0]["input_ids"])

@@ -233,6 +233,7 @@ def test_the_setting_is_a_template_or_a_file(tmp_path):
     "template",
     [
         "{{ 1 // (messages | length - 2) }}",
+        "{{ 'a' + messages }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ 10.0 ** (messages | length * 1000) }}",
         "{% for i in range(10 ** 30) %}{% endfor %}",
