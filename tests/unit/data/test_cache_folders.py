@@ -98,7 +98,7 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
     assert {("fsync", "/inner"), ("fsync", "parent")} <= {*events[3:place]} and events[place + 1 :] == [("fsync", "parent")]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone", "about.json", "folder emptied"])
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone", "one more file", "about.json", "folder emptied"])
 def test_a_damaged_folder_is_named_and_built_again(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a"
     about = find_or_build("the cache", folder, fill("some text"))
@@ -109,6 +109,9 @@ def test_a_damaged_folder_is_named_and_built_again(tmp_path: Path, damage: str, 
             path.unlink() if path.is_file() else path.rmdir()
     elif damage == "gone":
         file.unlink()
+    elif damage == "one more file":  # which a tokenizer would load
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
     elif damage == "about.json":
         (folder / "about.json").write_text((folder / "about.json").read_text().replace('"by": "some', '"by": "same'))
     else:

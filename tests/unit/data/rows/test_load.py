@@ -214,48 +214,11 @@ def test_second_load_comes_from_the_cache(config, tmp_path, monkeypatch):
     assert second.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'renamed.csv'} with an empty target (row 2)"]
 
 
-@pytest.mark.parametrize("name", ["train.arrow", "evaluation.arrow", "about.json"])
-@pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "gone"])
-def test_a_damaged_cache_is_named_and_built_again(config, tmp_path, capsys, name, damage):
-    first = load_rows(config)
-    file = tmp_path / "cache" / "rows" / first.fingerprint / name
-    expected = first.train[:]
-    content = file.read_bytes()
-    place = content.rfind(b'"num_rows": 4' if name == "about.json" else b"target ") + 12  # inside the count, or a text
-    changed = content[:place] + b"3" + content[place + 1 :]
-    contents = {"truncated": content[:-9], "emptied": b"", "changed": changed}
-    file.unlink() if damage == "gone" else file.write_bytes(contents[damage])
-    capsys.readouterr()
-    assert load_rows(config).train[:] == expected
-    assert capsys.readouterr().err == f"WARNING: the cache of rows {file.parent} is damaged: it is built again\n"
-    load_rows(config)
-    assert not capsys.readouterr().out
-
-
 def test_a_failed_load_leaves_nothing_in_the_cache(config, tmp_path):
     (tmp_path / "rows.csv").write_text("source,target\n" + "a,b\n" * 3000 + "a,b,c\n")
     with pytest.raises(UserError, match="line 3002"):
         load_rows(config)
     assert list((tmp_path / "cache" / "rows").iterdir()) == []
-
-
-def test_another_process_may_write_the_same_cache_first(config, tmp_path, monkeypatch):
-    expected = load_rows(replace(config, cache_dir=str(tmp_path / "other")))
-    write_rows = loading.write_rows
-
-    def overtaken(*args, **kwargs):
-        (tmp_path / "other" / "rows" / expected.fingerprint).rename(tmp_path / "cache" / "rows" / expected.fingerprint)
-        return write_rows(*args, **kwargs)
-
-    monkeypatch.setattr(loading, "write_rows", overtaken)
-    assert load_rows(config).train[:] == expected.train[:]
-    assert [path.name for path in (tmp_path / "cache" / "rows").iterdir()] == [expected.fingerprint]
-
-
-def test_unwritable_cache_is_refused(config, tmp_path):
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match=r"the cache folder .*cache.* cannot be written \(.*\): set data.cache_dir"):
-        load_rows(config)
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,14 @@ def write(code: str, name: str = "my_rows.py") -> None:
     Path(name).write_text(dedent(code))
 
 
-def t5(code: str | None = None, **settings: Any) -> TextRows:
+def t5(code: str | None = None, config_class: Any = DataConfig, **settings: Any) -> TextRows:
     if code is not None:
         write(code)
-    return load_rows(DataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
+    return load_rows(config_class(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
 
 
 def llm(code: str | None = None, **settings: Any) -> TextRows:
-    if code is not None:
-        write(code)
-    return load_rows(LLMDataConfig(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
+    return t5(code, LLMDataConfig, **settings)
 
 
 def returns(rows: str) -> str:
@@ -86,6 +84,7 @@ def test_the_kind_of_an_llm_row_follows_from_its_columns() -> None:
     assert [message["content"] for message in chat.messages or []] == ["u", "a"]
     assert rows.train["lead_text"][0] == "first"
     assert examples(llm(returns("[{'body': 'x'}]"), text_column="body"))[0].text == "x"
+    assert "my_rows.py:load_rows, row 1, message 1 has no content" in refusal(llm, returns("[{'messages': [{'role': 'user'}]}]"))
     with pytest.raises(UserError, match="data.text_column is body, but that is not a column of my_rows.py:load_rows: "):
         llm(returns("[{'prompt': 'x', 'completion': 'y'}]"), text_column="body")
 
@@ -273,19 +272,3 @@ def test_what_is_wrong_with_the_name_is_one_sentence(source: str, sentence: str)
     for load in (t5, llm):
         assert sentence in refusal(load, PAIRS, source=source)
     assert sentence.replace("data.source", "data.mix[0].source") in refusal(llm, source=None, mix=[MixEntry(source=source)])
-
-
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [
-        (
-            "[{'prompt': 'p'}]",
-            "row 1 has none of the columns 'messages', 'conversations', 'instruction' and 'output', 'prompt' and",
-        ),
-        ("[{'text': 'a'}, {'text': 3}]", "my_rows.py:load_rows, row 2, column text: 3 is of type int, not text"),
-        ("[{'text': 'a', 'messages': []}]", "row 1 can be read in more than one way, as messages ('messages') and text ('text')"),
-        ("[{'messages': [{'role': 'user'}]}]", "my_rows.py:load_rows, row 1, message 1 has no content"),
-    ],
-)
-def test_what_is_wrong_with_an_llm_row_is_one_sentence(rows: str, sentence: str) -> None:
-    assert sentence in refusal(llm, returns(rows))

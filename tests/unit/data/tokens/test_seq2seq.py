@@ -110,38 +110,6 @@ def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path:
         assert hash_contents(tmp_path / str(number)) != whole, change
 
 
-@pytest.mark.parametrize("damage", ["ids", "cut off", "emptied", "tokenizer", "one more file", "about", "no about"])
-def test_a_cache_that_was_changed_is_named_and_built_again(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def write(unfinished: Path) -> dict[str, str]:
-        write_rows(unfinished, list(range(1000, 9000)))
-        return {"contents": hash_contents(unfinished)}
-
-    folder = tmp_path / "tokens"
-    first = find_or_build("the token cache", folder, write)
-    assert find_or_build("the token cache", folder, write) == first and not capsys.readouterr().out
-    (table,) = (folder / "train").glob("*.arrow")
-    if damage == "ids":  # one of them, and the file is as good as before
-        content = table.read_bytes()
-        table.write_bytes(content.replace((8765).to_bytes(4, "little"), (8766).to_bytes(4, "little")))
-        assert load_from_disk(str(folder / "train"))["input_ids"][8765 - 1000] == [8766]
-    elif damage == "cut off":
-        os.truncate(table, table.stat().st_size // 2)
-    elif damage == "emptied":
-        os.truncate(table, 0)
-    elif damage == "one more file":  # which the tokenizer would load
-        (folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
-    elif damage == "no about":
-        (folder / "about.json").unlink()
-    else:
-        file = folder / {"tokenizer": "tokenizer/tokenizer.json", "about": "about.json"}[damage]
-        file.write_text(file.read_text().replace("1", "2", 1))
-    assert find_or_build("the token cache", folder, write) == first
-    assert capsys.readouterr().err == f"WARNING: the token cache {folder} is damaged: it is built again\n"
-    assert os.listdir(tmp_path) == ["tokens"] and hash_contents(folder) == first["contents"]
-
-
 def test_a_cache_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(Not a directory\): set data.cache_dir"):
