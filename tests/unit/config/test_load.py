@@ -149,15 +149,6 @@ def test_a_wrong_flag_is_reported_before_the_heavy_packages_load() -> None:
     assert done.stderr == "error: unknown flag --optim.lrr: did you mean --optim.lr?\n"
 
 
-def test_the_run_configs_of_the_t5_recipe_are_read() -> None:
-    paths = sorted((REPOSITORY / "recipes" / "configs").glob("t5_*.yaml"))
-    assert paths
-    for path in paths:
-        # What a user may have to give beside it.
-        config = load_config(SummarizationConfig, ["--config", str(path), "--model.name_or_path=a", "--data.files=b.csv"])
-        assert config.model.name_or_path == "a"
-
-
 @pytest.mark.parametrize(
     ("key", "suggested"),
     [
