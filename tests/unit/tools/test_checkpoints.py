@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -18,13 +19,13 @@ from toolkit.tools import checkpoints as checkpoint_table
 from toolkit.tools.main import main
 
 
-def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+def run_command(*arguments: object) -> int:
     """Exit code of `python -m toolkit checkpoints …`."""
-    monkeypatch.setattr(sys, "argv", ["toolkit", "checkpoints", *map(str, arguments)])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    with patch.object(sys, "argv", ["toolkit", "checkpoints", *map(str, arguments)]):
+        try:
+            main()
+        except SystemExit as stop:
+            return int(stop.code or 0)
     return 0
 
 
@@ -33,9 +34,7 @@ def flip_a_byte(folder: Path) -> None:
     (folder / "state" / ".metadata").write_bytes(bytes([content[0] ^ 1]) + content[1:])
 
 
-def test_one_row_for_each_checkpoint_and_leftover(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_one_row_for_each_checkpoint_and_leftover(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for step, loss in ((3, 2.5), (6, 1.25), (9, None)):
         folder = make_checkpoint(tmp_path, step, loss)
         os.utime(folder / MANIFEST, (1e9, 1e9 + step))
@@ -44,7 +43,7 @@ def test_one_row_for_each_checkpoint_and_leftover(
     (folder / "state" / ".metadata").write_bytes(bytes(2**20))
     for leftover in ("step-00000012.tmp", "step-00000003.old", "step-00000001.removing"):
         shutil.copytree(tmp_path / "checkpoints" / "step-00000003", tmp_path / "checkpoints" / leftover)
-    assert run_command(monkeypatch, tmp_path) == 1
+    assert run_command(tmp_path) == 1
     header, *rows, hint = capsys.readouterr().out.splitlines()
     assert header.split() == ["MiB", "written", "processes", "loss", "accuracy"]
     assert [row.split()[0] for row in rows] == [
@@ -59,36 +58,30 @@ def test_one_row_for_each_checkpoint_and_leftover(
     assert hint.endswith("--verify hashes them too.")
 
 
-def test_a_changed_byte_is_reported_by_verify(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_changed_byte_is_reported_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     make_checkpoint(tmp_path, 3)
     flip_a_byte(make_checkpoint(tmp_path, 6))
-    assert run_command(monkeypatch, tmp_path) == 0
+    assert run_command(tmp_path) == 0
     assert "NOT VALID" not in capsys.readouterr().out
-    assert run_command(monkeypatch, tmp_path, "--verify") == 1
+    assert run_command(tmp_path, "--verify") == 1
     _, whole, damaged = capsys.readouterr().out.splitlines()
     assert whole.endswith("  valid")
     assert damaged.endswith("NOT VALID: state/.metadata does not have the sha256 of the manifest: its content changed")
 
 
-def test_valid_ones_exit_with_0_whatever_lies_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_valid_ones_exit_with_0_whatever_lies_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = make_checkpoint(tmp_path, 3)
     (folder / "state" / ".nfs0001").touch()
     folder.with_name("step-00000006.tmp").mkdir()
-    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert run_command(tmp_path, "--verify") == 0
     assert "valid: also holds 'state/.nfs0001', which nothing reads" in capsys.readouterr().out
 
 
-def test_json_is_strict_and_holds_all_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_json_is_strict_and_holds_all_metrics(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     make_checkpoint(tmp_path, 3, loss=float("nan"))
     (make_checkpoint(tmp_path, 6) / MANIFEST).unlink()
     make_checkpoint(tmp_path, 9).rename(tmp_path / "checkpoints" / "step-00000009.tmp")
-    assert run_command(monkeypatch, tmp_path, "--json") == 1
+    assert run_command(tmp_path, "--json") == 1
     nan, damaged, leftover = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (nan["step"], nan["valid"], nan["metrics"], nan["world_size"]) == (3, True, {"loss": None}, 1)
     assert (damaged["valid"], damaged["note"]) == (False, "has no manifest.json: it was never finished")
@@ -107,12 +100,10 @@ def test_json_is_strict_and_holds_all_metrics(
         ),
     ],
 )
-def test_a_run_without_checkpoints_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, make, sentence: str
-) -> None:
+def test_a_run_without_checkpoints_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture, make, sentence: str) -> None:
     run = tmp_path / "run"
     make(run)
-    assert run_command(monkeypatch, run) == 2
+    assert run_command(run) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence.format(run=run)}")
 
 
@@ -124,7 +115,7 @@ def test_what_a_run_prunes_meanwhile_is_no_damage(
     listed = checkpoint_table.list_checkpoints(tmp_path)
     shutil.rmtree(pruned)
     monkeypatch.setattr(checkpoint_table, "list_checkpoints", lambda run: listed)
-    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert run_command(tmp_path, "--verify") == 0
     assert "step-00000003" not in capsys.readouterr().out
 
 
@@ -135,13 +126,13 @@ def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path: Path, mon
 
     make_checkpoint(tmp_path, 3)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    assert run_command(monkeypatch, tmp_path) == 0
+    assert run_command(tmp_path) == 0
     assert terminal.getvalue() == "", "nothing is hashed"
-    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert run_command(tmp_path, "--verify") == 0
     assert "hashing:   0%" in terminal.getvalue() and "0/1" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r"), "the bar is gone"
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
-    assert run_command(monkeypatch, tmp_path, "--verify") == 0
+    assert run_command(tmp_path, "--verify") == 0
     assert file.getvalue() == ""
 
 
@@ -150,15 +141,13 @@ def test_it_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
-def test_figures_that_are_no_equals_are_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_figures_that_are_no_equals_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     make_checkpoint(tmp_path, 3, 0.5, {"rows": "b", "num_beams": 1})
     make_checkpoint(tmp_path, 6, 0.6, {"rows": "a", "num_beams": 4})
     make_checkpoint(tmp_path, 9, 0.7)
     make_checkpoint(tmp_path, 12, 0.8)
     make_checkpoint(tmp_path, 15)
-    assert run_command(monkeypatch, tmp_path) == 0
+    assert run_command(tmp_path) == 0
     _, *rows, _ = capsys.readouterr().out.splitlines()
     assert rows[0].endswith("valid: metrics are of other rows than step-00000012's")
     assert rows[1].endswith("valid: texts were generated or scored in another way than step-00000012's")

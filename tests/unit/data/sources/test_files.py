@@ -65,12 +65,6 @@ def test_jsonl_reads_bom_crlf_blank_lines_and_absent_keys(tmp_path, load):
     assert rows.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'rows.jsonl'} with an empty source (row 1)"]
 
 
-def test_parquet_reads_the_columns_named(tmp_path, load):
-    write_parquet(tmp_path / "rows.parquet", {"id": [1, 2], "article": ["a", "b"], "summary": ["x", "y"]})
-    rows = load("parquet", "rows.parquet", source_column="article", target_column="summary")
-    assert pairs(rows) == [("a", "x"), ("b", "y")]
-
-
 def test_several_files_and_patterns_are_read_in_order_each_file_once(tmp_path, load):
     for name in ("b2", "b1", "a"):
         (tmp_path / f"{name}.csv").write_text(f"source,target\n{name},{name}\n")

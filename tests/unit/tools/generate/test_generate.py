@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,23 +72,23 @@ def change_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**settings, **changes}))
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object, stdin: bytes = b"") -> int:
+def call(*arguments: object, stdin: bytes = b"") -> int:
     """The exit status of `python -m toolkit generate`, in this process."""
     if "--chat" not in arguments:
         arguments = (*arguments, "--max-new-tokens", NEW)
-    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", *map(str, arguments)])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
+    argv, text = ["toolkit", "generate", *map(str, arguments)], io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
+    with patch.object(sys, "argv", argv), patch.object(sys, "stdin", text):
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0)
     return 0
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object, stdin: bytes = b"") -> str:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object, stdin: bytes = b"") -> str:
     """The sentence of a call that a user's mistake ends."""
     capsys.readouterr()
-    assert call(monkeypatch, *arguments, stdin=stdin) == 2
+    assert call(*arguments, stdin=stdin) == 2
     [sentence] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return sentence.removeprefix("error: ")
 
@@ -114,7 +115,7 @@ def test_no_text_is_generated_with_cudnns_attention(folders: Path, monkeypatch: 
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", see_forward)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert call(monkeypatch, folders / "llama", "--text", "hello") == 0
+    assert call(folders / "llama", "--text", "hello") == 0
     assert seen and not any(seen), "off in each forward"
     assert torch.backends.cuda.cudnn_sdp_enabled(), "and afterwards as before"
 
@@ -126,29 +127,29 @@ def test_a_row_that_is_refused_keeps_the_texts_before_and_is_gone_on_from(
     file, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     arguments = (folders / "llama", "--file", file, "--batch-size-rows", 2, "--output")
     save_rows(file, rows)
-    assert call(monkeypatch, *arguments, tmp_path / "expected.jsonl") == 0
+    assert call(*arguments, tmp_path / "expected.jsonl") == 0
     expected = predictions(tmp_path / "expected.jsonl")
     assert len(expected) == 12 and len(set(expected)) > 1
 
     monkeypatch.setattr(command, "BATCHES_AT_ONCE", 2)  # windows of 4 rows
     kept = f"{output} keeps its 8 texts, and the same command goes on after them"
     save_rows(file, [*rows[:10], {"text": "y" * 100}, *rows[11:]])
-    assert refused(monkeypatch, capsys, *arguments, output) == (
+    assert refused(capsys, *arguments, output) == (
         f"{file}, row 11 has 106 tokens, with --max-new-tokens 4 more than the model's 64 positions: shorten the text, or lower "
         f"--max-new-tokens; {kept}"
     )
     save_rows(file, [*rows[:10], {"text": "never"}, *rows[11:]])
-    assert refused(monkeypatch, capsys, *arguments, output) == (
+    assert refused(capsys, *arguments, output) == (
         f"{file}, row 11: the chat template refuses this chat (never): change the row; {kept}"
     )
     # Rows that have a text are not changed below it.
     save_rows(file, [rows[0], {"text": "other"}, *rows[2:]])
     sentence = f"--output {output} has texts of other rows than the first 8 now: name another file"
-    assert refused(monkeypatch, capsys, *arguments, output) == sentence
+    assert refused(capsys, *arguments, output) == sentence
     save_rows(file, rows[:7])
-    assert refused(monkeypatch, capsys, *arguments, output) == sentence
+    assert refused(capsys, *arguments, output) == sentence
     save_rows(file, [*rows[:10], {"text": "hello"}, *rows[11:]])
-    assert call(monkeypatch, *arguments, output) == 0
+    assert call(*arguments, output) == 0
     assert predictions(output)[:10] + predictions(output)[11:] == expected[:10] + expected[11:]
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
 
@@ -178,11 +179,9 @@ def test_rows_are_read_window_by_window(folders: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("model", ["t5", "llama"])
-def test_what_is_no_text_is_one_sentence(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
-) -> None:
+def test_what_is_no_text_is_one_sentence(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
     def refusal(*arguments: object, stdin: bytes = b"") -> str:
-        return refused(monkeypatch, capsys, folders / model, *arguments, stdin=stdin)
+        return refused(capsys, folders / model, *arguments, stdin=stdin)
 
     assert refusal("--file", "-", stdin=b"one\nM\xfcller\n") == (
         "standard input, row 2: byte 0xfc is not valid UTF-8: give --encoding, or convert it"
@@ -191,7 +190,7 @@ def test_what_is_no_text_is_one_sentence(
         "--text, row 1, column text: character 2 is half a surrogate pair, which is no text: write the whole character"
     )
     assert refusal("--file", "-", "--encoding", "utf-16", stdin=b"one").startswith("standard input is not valid UTF-16 (")
-    assert call(monkeypatch, folders / model, "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
+    assert call(folders / model, "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
 
 
 def test_a_byte_order_mark_before_standard_input_is_not_text(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +198,7 @@ def test_a_byte_order_mark_before_standard_input_is_not_text(folders: Path, monk
     seen: list[Any] = []
     monkeypatch.setattr(command.Generator, "encode", lambda self, rows, plain: seen.extend(rows) or [])
     monkeypatch.setattr(command, "_generate_window", lambda *_: [])
-    assert call(monkeypatch, folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
+    assert call(folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
     assert [row.prompt for _, row in seen] == ["one", "\ufefftwo"]
 
 
@@ -210,12 +209,12 @@ def test_tools_and_inputs_of_late_rows_are_read(folders: Path, tmp_path: Path, m
     monkeypatch.setattr(command, "_generate_window", lambda *_: [])
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     file = save_rows(tmp_path / "a.jsonl", [chat] * 1001 + [{**chat, "tools": [{"name": "add"}]}])
-    assert call(monkeypatch, folders / "llama", "--file", file) == 0
+    assert call(folders / "llama", "--file", file) == 0
     assert seen[-1][1].tools == [{"name": "add"}]
     file = save_rows(tmp_path / "b.jsonl", [{"instruction": "add"}] * 1001 + [{"instruction": "add", "input": "1, 2"}])
-    assert call(monkeypatch, folders / "llama", "--file", file) == 0
+    assert call(folders / "llama", "--file", file) == 0
     assert seen[-1][1].messages == [{"role": "user", "content": "add\n\n1, 2"}]
-    assert call(monkeypatch, folders / "t5", "--file", file) == 0
+    assert call(folders / "t5", "--file", file) == 0
     assert seen[-1][1].prompt.endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
 
 
@@ -224,16 +223,14 @@ def test_a_chat_beyond_the_positions_ends_with_a_sentence(
 ) -> None:
     turns = iter(["hello", "x" * 60, "never", "hello"])
     monkeypatch.setattr("builtins.input", lambda _: next(turns, None) or (_ for _ in ()).throw(EOFError))
-    assert call(monkeypatch, folders / "llama", "--chat", "--max-new-tokens", NEW) == 0
+    assert call(folders / "llama", "--chat", "--max-new-tokens", NEW) == 0
     printed = capsys.readouterr().out
     assert "error: this chat has " in printed and "more than the model's 64 positions: shorten the text" in printed
     assert "error: this chat: the chat template refuses this chat (never): change the row" in printed
     assert printed.count("(a new chat)") == 2
 
 
-def test_a_folder_reaches_no_code(
-    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_folder_reaches_no_code(copies: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """It asked on stdin, and ran the folder's code after "y"."""
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w')\n"
@@ -243,65 +240,59 @@ def test_a_folder_reaches_no_code(
     (copies / "llama" / "custom_generate" / "generate.py").write_text(code)
     arguments = (copies / "llama", "--text", "hello")
     yes = b"y\ny\ny\ny\n"
-    assert call(monkeypatch, *arguments, stdin=yes) == 0
+    assert call(*arguments, stdin=yes) == 0
     for model in ("llama", "adapter"):
         change_json(copies / model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.A", None]})
     auto_map = {"AutoConfig": "configuration.A", "AutoModelForCausalLM": "modeling.A"}
     change_json(copies / "llama" / "config.json", auto_map=auto_map)
-    call(monkeypatch, *arguments, stdin=yes)
+    call(*arguments, stdin=yes)
     change_json(copies / "llama" / "config.json", model_type="unheard", architectures=["A"])
-    sentence = refused(monkeypatch, capsys, *arguments, stdin=yes)
+    sentence = refused(capsys, *arguments, stdin=yes)
     assert sentence.startswith(
         f"the model {copies / 'llama'} could not be read (The repository {copies / 'llama'} contains custom"
     )
     change_json(copies / "adapter" / "adapter_config.json", base_model_name_or_path=str(copies / "llama"))
-    assert refused(monkeypatch, capsys, copies / "adapter", "--text", "hello", stdin=yes) == sentence
+    assert refused(capsys, copies / "adapter", "--text", "hello", stdin=yes) == sentence
     assert not ran.exists()
 
 
-def test_a_folder_reaches_no_kernel_and_no_mode_of_the_hub(
-    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_reaches_no_kernel_and_no_mode_of_the_hub(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copies / "llama"
     change_json(folder / "generation_config.json", penalty_alpha=0.6, top_k=4)
-    assert refused(monkeypatch, capsys, folder, "--text", "hello") == (
+    assert refused(capsys, folder, "--text", "hello") == (
         f"the generation_config.json of {folder} asks for transformers-community/contrastive-search, which is code of the hub: "
         "take that setting out"
     )
     change_json(folder / "generation_config.json", max_new_tokens="x")
-    sentence = refused(monkeypatch, capsys, folder, "--text", "hello")
+    sentence = refused(capsys, folder, "--text", "hello")
     assert sentence.startswith(f"the generation_config.json of {folder} cannot be read (")
     (folder / "generation_config.json").unlink()
     for given in ("user/kernel", "user/kernel@v1:name"):
         change_json(folder / "config.json", attn_implementation=given)
-        assert refused(monkeypatch, capsys, folder, "--text", "hello") == (
+        assert refused(capsys, folder, "--text", "hello") == (
             f"the config.json of {folder} names the attention {given}, which is code of the hub: take that line out"
         )
 
 
-def test_weights_are_those_of_the_folder(
-    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_are_those_of_the_folder(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copies / "llama"
     (folder / "model.safetensors").rename(copies / "outside.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "../outside.safetensors"}}))
-    assert refused(monkeypatch, capsys, folder, "--text", "hello") == (
+    assert refused(capsys, folder, "--text", "hello") == (
         f"the model.safetensors.index.json of the model {folder} names '../outside.safetensors' in its weight_map, and only "
         "safetensors files of the same folder are read: save the model again with transformers' save_pretrained"
     )
     (folder / "model.safetensors.index.json").unlink()
-    sentence = refused(monkeypatch, capsys, folder, "--text", "hello")
+    sentence = refused(capsys, folder, "--text", "hello")
     assert sentence.startswith(f"model {folder} has no loadable safetensors weights (") and "from_scratch" not in sentence
 
 
-def test_an_adapter_is_read_as_for_training(
-    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_read_as_for_training(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = copies / "adapter"
     capsys.readouterr()
-    assert call(monkeypatch, adapter, "--text", "hello") == 0
+    assert call(adapter, "--text", "hello") == 0
     assert capsys.readouterr().out.count("\n") == 1
     change_json(adapter / "adapter_config.json", megatron_config={"a": 1}, megatron_core="evil")  # peft would import it
-    assert refused(monkeypatch, capsys, adapter, "--text", "hello") == (
+    assert refused(capsys, adapter, "--text", "hello") == (
         f"the adapter {adapter} has megatron_config {{'a': 1}} in its adapter_config.json, which is not supported"
     )
