@@ -41,12 +41,6 @@ def test_split_does_not_depend_on_row_order_and_grows_with_the_fraction(config, 
     assert held_out < set(load_rows(replace(config, eval_fraction=0.5)).evaluation["completion"])
 
 
-def test_row_id_is_the_position_in_the_source(config):
-    rows = load_rows(config)
-    for side in (rows.train, rows.evaluation):
-        assert all(row["completion"] == f"target {row['row_id']}" for row in side)
-
-
 def test_columns_and_types(config):
     for side in (load_rows(config).train, load_rows(replace(config, eval_fraction=0.0)).evaluation):
         types = {name: feature.dtype for name, feature in side.features.items() if name != "weight_0"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -62,23 +61,6 @@ def test_a_language_that_the_trained_tokenizer_cannot_mark_is_refused(tmp_path: 
     data, model = rows_without_a_tokenizer(tmp_path)
     with pytest.raises(UserError, match="data.target_language is fr, but the tokenizer of .*model does not mark languages"):
         prepare_rows(replace(data, target_language="fr"), model, 80)
-
-
-def test_two_machines_with_one_process_id_may_write_one_cache(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "tokens"
-
-    def write(unfinished: Path, name: str) -> dict[str, str]:
-        write_rows(unfinished, [3 if name == "first" else 4])
-        return {"by": name}
-
-    def write_while_another_does(unfinished: Path) -> dict[str, str]:
-        find_or_build("the token cache", folder, lambda other: write(other, "first"))
-        return write(unfinished, "second")
-
-    about = find_or_build("the token cache", folder, write_while_another_does)
-    assert os.listdir(tmp_path / "cache") == ["tokens"]
-    assert load_from_disk(str(folder / "train"))["input_ids"][:] == [[3]]
-    assert about["by"] == "first" and about == json.loads((folder / "about.json").read_text())
 
 
 def write_rows(folder: Path, ids: list[int], **columns: list) -> None:
