@@ -57,8 +57,6 @@ def train(
         path = find_preset("single_cpu")
         print("no GPU here: one process on the CPU; --preset fsdp2_cpu rehearses sharding on two", flush=True)
     mapping = check_accelerate_yaml(path, mixed_precision)
-    if dry_run and (slow := slow_bf16(mapping)):  # a run says it itself
-        logger.warning(slow)
     is_one = mapping["distributed_type"] == "NO"
     if is_one and num_processes not in (None, 1):
         way_out = "leave it out, or name another preset by --preset"
@@ -70,6 +68,8 @@ def train(
     program = find_shipped("recipes", f"{recipe}.py")
     check_import(program.parent)
     ranks += ["--mixed_precision", mixed_precision] if mixed_precision else []
+    if dry_run and (slow := slow_bf16(mapping)):  # a run says it itself
+        logger.warning(slow)
     line = ["--config_file", _shown(path), *ranks, _shown(program), "--config", config, *run_flags]
     print(one_line(f"accelerate launch {shlex.join(line)}"), flush=True)
     if not dry_run:

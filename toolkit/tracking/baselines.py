@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.data.collate import CausalCollator
 from toolkit.distributed.comm import rank
 from toolkit.evaluation.generate import BASELINE
 from toolkit.evaluation.loop import figures_of
@@ -39,10 +38,11 @@ def measure_baselines(
     train_rows: Dataset,
     evaluation: EvaluationRows,
     measured_on: dict[str, Any],
-    from_scratch: bool = False,
+    counts_tokens: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Figures that need no model, by name: as an earlier end of the run has written them to `metrics`, else measured and written
-    there. Empty on other ranks than 0, and without evaluations of texts or a causal model `from_scratch`.
+    there. Empty on other ranks than 0, and without evaluations of texts or `counts_tokens`: of a model from scratch whose labels
+    are the tokens of its rows.
 
     Raises:
         UserError: `metrics` cannot be written.
@@ -50,7 +50,7 @@ def measure_baselines(
     lines = [line for line in metrics.load() if line.get("measured_on") == measured_on] if rank() == 0 else []
     evaluations = [line for line in lines if line["kind"] == "eval"]
     if not (named := {line["name"]: line for line in lines if line["kind"] == BASELINE}):
-        if evaluations and from_scratch and isinstance(evaluation.collator, CausalCollator):
+        if evaluations and counts_tokens:
             named |= _token_baselines(train_rows, evaluation)
         if any("rougeL" in line for line in evaluations):
             named |= _text_baselines(train_rows, evaluation)

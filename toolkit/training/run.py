@@ -202,8 +202,9 @@ def finish(run: Run) -> Path | None:
             load_weights(best.folder, run.sharded)
             step = best.step
     working("showing the results")
-    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on, config.model.from_scratch
-    baselines = on_all_ranks(lambda: measure_baselines(*measured))
+    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on
+    counts_tokens = config.model.from_scratch and list(config.task.sides) == ["row"]  # its labels are its own tokens
+    baselines = on_all_ranks(lambda: measure_baselines(*measured, counts_tokens))
     # The folders, and what to do with them.
     if exports:
         places = run_places(config, run.folder)

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +110,13 @@ def test_more_tokens_than_are_counted_are_thinned_evenly(monkeypatch: pytest.Mon
     assert _token_baselines(TRAINED_ON, data) == of_first
 
 
-def test_tokens_are_counted_for_a_causal_model_from_scratch_alone(tmp_path: Path) -> None:
+def test_tokens_are_counted_where_it_is_asked_for_and_evaluated(tmp_path: Path) -> None:
     log, on = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True), {"rows": "a"}
     causal = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=CausalCollator(0))  # type: ignore[arg-type]
-    assert measure_baselines(log, 3, TRAINED_ON, causal, on, from_scratch=True) == {}  # no evaluation
+    assert measure_baselines(log, 3, TRAINED_ON, causal, on, counts_tokens=True) == {}  # no evaluation
     log.write("eval", 3, loss=1.0, measured_on=on)
     assert measure_baselines(log, 3, TRAINED_ON, causal, on) == {}
-    other = replace(causal, collator=None)  # type: ignore[arg-type]
-    assert measure_baselines(log, 3, TRAINED_ON, other, on, from_scratch=True) == {}
-    assert list(measure_baselines(log, 3, TRAINED_ON, causal, on, from_scratch=True)) == ["unigram", "interpolated bigram"]
+    assert list(measure_baselines(log, 3, TRAINED_ON, causal, on, counts_tokens=True)) == ["unigram", "interpolated bigram"]
 
 
 def small_headlines(num_rows: int, seed: int) -> list[str]:
