@@ -91,7 +91,10 @@ class Progress:
 
     def update(self, step: int, *, loss: float, learning_rate: float, speed: dict[str, float]) -> None:
         """Report `step` as done. Loss in nats per label token; speed by its names in `metrics.jsonl`, without padding."""
-        self._first = self._first or (time.monotonic(), step)
+        if self._first is None:
+            self._first = time.monotonic(), step
+            if self._bar is not None:
+                self._bar.unpause()  # restarts its clock
         num, of_rank = (f"{speed[name]:,.0f}" for name in ("tokens_per_s", "tokens_per_s_per_rank"))
         figures = f"loss {loss:.4f}, lr {learning_rate:.2e}, {num} tokens/s" + (f" ({of_rank} a rank)" if of_rank != num else "")
         figures += f", MFU {speed['mfu_percent']:.1f} %" if "mfu_percent" in speed else ""
