@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.test_quantized_base import build_models
-from tests.support.launch import run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import Workbench
 
@@ -20,6 +20,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixture": {"model": "moe"},
 }
 PRESETS = ("single_cpu", "ddp_cpu", "fsdp2_cpu")
+GPU_PRESETS = ("fsdp2_hsdp", "fsdp2_offload", "fsdp2_compile", "fsdp1_full_shard")
+"""They cast and reduce in ways of their own; only the full fine-tune runs under them here."""
+CASES = [*((kind, preset) for preset in PRESETS for kind in KINDS), *(("full", preset) for preset in GPU_PRESETS)]
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +31,15 @@ def losses(bench: Workbench, llm_bench: Workbench, tmp_path_factory: pytest.Temp
     models = tmp_path_factory.mktemp("bf16-models")
     run_on_ranks(build_models, preset="single_cpu", args=(models,))
     found = {}
-    for preset, precision in [("single_cpu", "no"), *((preset, "bf16") for preset in PRESETS)]:
-        runs = {f"{kind}-{preset}-{precision}": dict(how) for kind, how in KINDS.items()}
+    for preset, precision in [("single_cpu", "no"), *((preset, "bf16") for preset in (*PRESETS, *GPU_PRESETS))]:
+        runs = {f"{kind}-{preset}-{precision}": dict(how) for kind, how in KINDS.items() if (kind, preset) in CASES}
         commands = []
         for name, how in runs.items():
             of = bench if how.pop("recipe", "llm") == "t5" else llm_bench
             model, how["export__merge"] = models / how.pop("model"), "adapter__method" in how
             commands.append((of.recipe, of.flags(name, model, model__dropout=0, **how)))
-        run_on_ranks(_train_all, preset=preset, overrides={"mixed_precision": precision}, args=(commands,))
+        overrides = GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {}) | {"mixed_precision": precision}
+        run_on_ranks(_train_all, preset=preset, overrides=overrides, args=(commands,))
         for name in runs:
             found[name] = [line["loss"] for kind in ("train", "eval") for line in bench.lines(name, kind)]
     return found
@@ -46,8 +50,7 @@ def _train_all(commands: list[tuple[str, list[str]]]) -> None:
         run_in_this_process(recipe, argv)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("kind", "preset"), CASES)
 def test_a_run_in_bf16_follows_the_one_in_fp32(bench: Workbench, losses: dict[str, list[float]], kind: str, preset: str) -> None:
     """As closely as 8 bits of a number allow; an equal loss would not have been computed in bf16."""
     of_fp32, of_bf16 = losses[f"{kind}-single_cpu-no"], losses[f"{kind}-{preset}-bf16"]
