@@ -57,13 +57,6 @@ def dropout_in_the_first_document_only(patch: MonkeyPatch) -> None:
     change(patch, documents._sdpa_a_document, ("dropout=dropout", "dropout=0.0 if outputs else dropout"))
 
 
-def default_scale_by_the_number_of_heads(patch: MonkeyPatch) -> None:
-    """Where a model names no scale, attention takes the wrong size for the head's."""
-    from toolkit.models import documents
-
-    change(patch, documents._eager_a_document, ("query_1HTD.shape[-1] ** -0.5", "query_1HTD.shape[1] ** -0.5"))
-
-
 def document_of_one_token_seen(patch: MonkeyPatch) -> None:
     """A document starts where positions fall; after a single token they do not."""
     from toolkit.parallel import masks

@@ -122,7 +122,6 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(lines.one_mask_for_all_documents, f"{ONE_BY_ONE}[dtype0-dropout]", "not equal"),
         Fault(lines.dropout_in_the_first_document_only, f"{ONE_BY_ONE}[dtype0-dropout]", "not equal"),
-        Fault(lines.default_scale_by_the_number_of_heads, f"{ONE_BY_ONE}[dtype1-default scale]", "not close"),
         Fault(lines.document_of_one_token_seen, f"{DENSE}[llama-sdpa a document]", "not close"),
         Fault(
             lines.bidirectional_windows_ignored,

@@ -63,10 +63,7 @@ def describe_attention(model: PreTrainedModel, device: torch.device, dtype: torc
     """
     name = private("_attn_implementation", model.config) or "of its own"
     if name == documents.BY_DOCUMENT:
-        on_cpu = "one causal sdpa each"
-        if longest := documents.longest_eager(device.type, dtype):
-            on_cpu = f"eager up to {longest:,} tokens, else {on_cpu}"
-        how = "torch's varlen kernel" if device.type == "cuda" else on_cpu
+        how = "torch's varlen kernel" if device.type == "cuda" else "one causal sdpa each"
         return f"sdpa, and packed rows document by document ({how}): no mask, and no cost of full rows"
     if name != "sdpa" or device.type != "cuda":
         return name

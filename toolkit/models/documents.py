@@ -13,16 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-
-from toolkit.private import private
 
 BY_DOCUMENT = "documents"
 """Name of the attention in a model's config."""
-LONGEST_EAGER, LONGEST_EAGER_AMX = 1024, 512
-"""In bf16 on a CPU, documents up to this many tokens have their scores in memory: without AMX sdpa's kernel multiplies blocks of
-32 to 64 queries, at a sixth of the speed of one product a document. Longer ones would take too much memory. With AMX it is
-faster than products and a softmax from 513 to 700 tokens on, by shape, and twice as fast at 1,024."""
 
 
 @dataclass(frozen=True)
@@ -90,56 +83,7 @@ def attend_by_document(
     assert query_1HTD.shape[0] == 1 and query_1HTD.shape[2] == sum(documents.lengths)
     if query_1HTD.is_cuda and not dropout:
         return _varlen(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
-    device = query_1HTD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
-    if max(documents.lengths) <= longest_eager(device, dtype) and not dropout:
-        return _eager_a_document(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
     return _sdpa_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
-
-
-def longest_eager(device_type: str, dtype: torch.dtype) -> int:
-    """Most tokens of a document that is attended to by plain products and a softmax; 0: none is."""
-    if device_type != "cpu" or dtype != torch.bfloat16:
-        return 0
-    return LONGEST_EAGER_AMX if torch.cpu.get_capabilities().get("amx_tile") else LONGEST_EAGER
-
-
-class _Eager(torch.autograd.Function):
-    """Attention of one document. Autograd's own backward copies transposed operands and gradients, for a third of its time."""
-
-    @staticmethod
-    def forward(ctx: Any, query_HLD: torch.Tensor, key_HLD: torch.Tensor, value_HLD: torch.Tensor, mask_LL: torch.Tensor) -> Any:
-        weights_HLL = torch.bmm(query_HLD, key_HLD.transpose(1, 2)).add_(mask_LL).softmax(dim=-1)
-        ctx.save_for_backward(query_HLD, key_HLD, value_HLD, weights_HLL)
-        return torch.bmm(weights_HLL, value_HLD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_HLD: torch.Tensor) -> Any:
-        query_HLD, key_HLD, value_HLD, weights_HLL = ctx.saved_tensors
-        grad_HLD = grad_HLD.contiguous()
-        of_weights_HLL = torch.bmm(grad_HLD, value_HLD.transpose(1, 2))
-        of_scores_HLL = private("_softmax_backward_data")(of_weights_HLL, weights_HLL, -1, weights_HLL.dtype)
-        of_key_HLD = torch.bmm(of_scores_HLL.transpose(1, 2), query_HLD)
-        return torch.bmm(of_scores_HLL, key_HLD), of_key_HLD, torch.bmm(weights_HLL.transpose(1, 2), grad_HLD), None
-
-
-def _eager_a_document(
-    query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, documents: Documents, scaling: float | None
-) -> torch.Tensor:
-    """As transformers' eager attention: scores and probabilities in bf16, the softmax's sums in fp32."""
-    groups, longest = query_1HTD.shape[1] // key_1KTD.shape[1], max(documents.lengths)
-    query_1HTD = (query_1HTD * (query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling)).bfloat16()
-    key_1HTD, value_1HTD = (private("repeat_kv")(tensor.bfloat16(), groups) for tensor in (key_1KTD, value_1KTD))
-    is_seen_LL = torch.ones(longest, longest, dtype=torch.bool).tril().triu(1 - (documents.window or longest))
-    mask_LL = torch.zeros(longest, longest, dtype=torch.bfloat16).masked_fill_(~is_seen_LL, -torch.inf)
-    parts = zip(*(tensor[0].split(documents.lengths, dim=1) for tensor in (query_1HTD, key_1HTD, value_1HTD)), strict=True)
-    outputs_LHD = []
-    for length, part in zip(documents.lengths, parts, strict=True):
-        # Contiguous, or every product would copy its operands (aten/src/ATen/native/mkldnn/Matmul.cpp).
-        output_HLD = _Eager.apply(*(tensor.contiguous() for tensor in part), mask_LL[:length, :length])
-        outputs_LHD.append(output_HLD.transpose(0, 1))
-    return torch.cat(outputs_LHD)[None]
 
 
 def _sdpa_a_document(

@@ -91,15 +91,13 @@ def test_attention_of_its_own_and_heads_of_two_sizes_keep_the_mask(config_class:
         ("flash_attention_2", False, True, torch.bfloat16, "flash_attention_2", "flash_attention_2"),
         (
             "documents", False, True, torch.bfloat16, BY_DOCUMENT.format("torch's varlen kernel"),
-            BY_DOCUMENT.format("eager up to 512 tokens, else one causal sdpa each"),
+            BY_DOCUMENT.format("one causal sdpa each"),
         ),
     ],
 )  # fmt: skip
 def test_a_run_says_which_attention_kernel_runs(
-    name: str, is_encoder_decoder: bool, packing: bool, dtype: torch.dtype, on_gpu: str, on_cpu: str,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, is_encoder_decoder: bool, packing: bool, dtype: torch.dtype, on_gpu: str, on_cpu: str
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
     model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name, is_encoder_decoder=is_encoder_decoder))
     with cudnn_attention(False):
         assert describe_attention(model, GPU, dtype, packing=packing) == on_gpu
