@@ -13,7 +13,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth bench-gpu gpu check docs clean
+.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth gpu gpu-small check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -85,17 +85,15 @@ support: $(VENV)/.installed-test
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.bench
 
-# The same on this machine's GPUs, and models beside published figures: one file to send back.
-bench-gpu: $(VENV)/.installed-bench
-	$(BIN)/python -m benchmarks.bench --parts t5-training t5-evaluation llm-training saves published
-
 # What grows with rows, row length, processes, vocabulary and model. It takes long.
 bench-growth: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.growth
 
-# The checks of docs/gpu_first_run.md, on the GPUs of this machine. Not in CI.
-gpu: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.gpu_first_run
+# The parts of docs/gpu_first_run.md on the GPUs of this machine, ten minutes for one; or tiny, on a CPU. `make test` has the latter.
+LOTS ?= first second
+PARTS ?=
+gpu gpu-small: $(VENV)/.installed-test $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS),--lots $(LOTS)) $(if $(filter gpu-small,$@),--small)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ a machine that is busy for a while slows all alike. The first turn of each side 
 
     python -m benchmarks.bench
 
-`make bench-gpu` does the same on GPUs, and trains an 8B Llama and a T5-3B beside published figures (`--parts published`).
+On a GPU, `make gpu` has these sides on models of the real shapes.
 
 Nothing else may run on the machine. A goal is met when the median passes it by the interquartile range.
 """
@@ -35,7 +35,6 @@ from benchmarks.measuring import (
     report_path,
     write_report,
 )
-from benchmarks.throughput import mfu
 from benchmarks.throughput.comparisons import Comparison, llm_training, t5_evaluation, t5_training
 
 PACKAGES = ["torch", "transformers", "accelerate", "trl", "datasets", "tokenizers"]
@@ -49,7 +48,7 @@ FULL = {
     "t5-evaluation": {"num_rows": 96, "weights_steps": 60},
     "llm-training": {"num_rows": 128, "default_steps": 4},
 }
-PARTS = [*FULL, "saves", "published"]
+PARTS = [*FULL, "saves"]
 COMPARISONS: dict[str, Callable[..., Comparison]] = {
     "t5-training": t5_training,
     "t5-evaluation": t5_evaluation,
@@ -80,7 +79,7 @@ Times are of training steps and evaluations, not of starts."""
     sections: list[str] = []
     raw: dict[str, Any] = {}
     for part in options.parts:
-        found, section, raw[part] = measure(part, options)
+        found, section, raw[part] = measure_saves(options) if part == "saves" else compare(part, options)
         rows += found
         sections.append(section)
         print(format_rows(found), flush=True)
@@ -91,16 +90,8 @@ Times are of training steps and evaluations, not of starts."""
         write_report("bench", "Ours beside the peers", about, [table, *sections], packages=PACKAGES, folder=folder)
 
 
-def measure(part: str, options: argparse.Namespace) -> tuple[list[Row], str, Any]:
-    """Rows of the table, a section of the report, and the figures they are made of."""
-    if part == "published":
-        return [], mfu.describe(["llm", "t5"])[1], None
-    return measure_saves(options) if part == "saves" else compare(part, options)
-
-
 def parse_options() -> argparse.Namespace:
     parser = build_parser("Ours beside the peers, in one table.", parts=PARTS, repetitions=5)
-    parser.set_defaults(parts=PARTS[:-1])
     parser.add_argument(
         "--small", action="store_true", help="few rows, to try the script; the result goes to the temporary folder"
     )

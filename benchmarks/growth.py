@@ -9,7 +9,6 @@ seconds of a step, the peak memory of a rank, and the bytes and collectives of a
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 import time
@@ -18,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.shapes import Case, write_inputs
 from benchmarks.measuring import build_parser, format_table, memory_gib, num_cores, run_worker, write_report
 from benchmarks.plan.plan_error import llama
-from benchmarks.throughput.mfu import Case, write_inputs
 
 PACKAGES = ["torch", "transformers", "accelerate"]
 NUM_STEPS = 5
@@ -101,10 +100,10 @@ def grow(axis: str, most: int | None) -> str:
 def measure(setting: dict[str, Any]) -> dict[str, Any]:
     """One run; the figures of `growth_side.py`."""
     model = llama(*WIDTHS[setting["width"]], setting["vocab_size"]) | {"max_position_embeddings": 8192}
-    case = Case("", "llm", model, {}, (setting["length"],), 1, "")
+    case = Case(title="", model=model, tokens=(setting["length"],), rows=max(1, setting["ranks"]), shares=None)
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
-        write_inputs(dataclasses.replace(case, rows=max(1, setting["ranks"])), 1, False, folder)
+        write_inputs(case, 2 * NUM_STEPS, folder)
         flags = {
             "model.name_or_path": str(folder / "model"),
             "model.from_scratch": True,

@@ -35,8 +35,10 @@ class Turns:
         self.start_s = time.perf_counter()
 
     def end(self, **figures: float) -> None:
-        """Report the turn's figures and its `seconds`, unless these are given."""
-        print(MARK + json.dumps({"seconds": time.perf_counter() - self.start_s} | figures), flush=True)
+        """Report the turn's figures, its `seconds` unless given, and on a GPU `gpu_gib`, the most allocated so far."""
+        seconds, torch = time.perf_counter() - self.start_s, sys.modules.get("torch")
+        gpu = {"gpu_gib": torch.cuda.max_memory_allocated() / 2**30} if torch and torch.cuda.is_available() else {}
+        print(MARK + json.dumps({"seconds": seconds} | gpu | figures), flush=True)
 
 
 class Side:

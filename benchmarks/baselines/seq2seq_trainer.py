@@ -150,7 +150,8 @@ def evaluate(config: PeerConfig, turns: Turns) -> None:
 def matched_options() -> dict[str, Any]:
     """What a knowing user of the Trainer would set for speed."""
     # The fused AdamW is the Trainer's own default since torch 2.8; named, so that it stays so.
-    return {"train_sampling_strategy": "group_by_length", "optim": "adamw_torch_fused", "dataloader_pin_memory": False}
+    pins = torch.cuda.is_available()
+    return {"train_sampling_strategy": "group_by_length", "optim": "adamw_torch_fused", "dataloader_pin_memory": pins}
 
 
 def build_arguments(config: PeerConfig, **options: Any) -> Seq2SeqTrainingArguments:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -25,7 +26,7 @@ class PeerConfig:
     """One measurement."""
 
     model_folder: str
-    """Config and tokenizer; the weights are random."""
+    """Config and tokenizer; without an adapter the weights are random."""
     rows_file: str
     """JSON lines with `prompt` and `completion`."""
     work_folder: str
@@ -36,6 +37,8 @@ class PeerConfig:
     """Rows of a step, over all processes; packed ones, if they are."""
     max_length_tokens: int = 512
     lr: float = 1e-3
+    adapter: dict[str, Any] | None = None
+    """Arguments of peft's `LoraConfig`, on the weights of `model_folder` in bf16."""
     seed: int = 0
     steps_per_turn: int | None = None
     """None: an epoch, whose number of steps packing decides."""
@@ -100,11 +103,16 @@ def build_trainer(config: PeerConfig) -> SFTTrainer:
         **config.options,
     )
     rows = [json.loads(line) for line in Path(config.rows_file).read_bytes().splitlines()]  # bytes: text splits at U+2028 too
+    if config.adapter is None:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_folder))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(config.model_folder, dtype=torch.bfloat16)
     return SFTTrainer(
-        model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model_folder)),
+        model=model,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(config.model_folder),
+        peft_config=None if config.adapter is None else LoraConfig(task_type="CAUSAL_LM", **config.adapter),
     )
 
 

@@ -1,6 +1,6 @@
 """What `python -m toolkit plan` says of a rank's memory beside what real training steps take, and what planning itself costs.
 
-Without a GPU: 2 processes under gloo, presets made from `fsdp2_cpu`. On GPUs: the published shapes, on all of them. Writes
+On 2 processes under gloo, presets made from `fsdp2_cpu`; `make gpu` puts a plan beside what a GPU allocates. Writes
 `plan_error_<hardware>_<date>.md` into `benchmarks/results/`.
 
     python -m benchmarks.plan.plan_error
@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ TOKENS, T5_TOKENS = (
     ("--data.max_length_tokens=256",),
     ("--data.max_source_length_tokens=256", "--data.max_target_length_tokens=64"),
 )
-CPU_CASES = [
+CASES = [
     Case("Llama 0.1B full, bf16", SMALL, "fsdp2_cpu", {}, TOKENS, 2),
     Case("Llama 0.1B full, bf16, 2 micro-batches", SMALL, "fsdp2_cpu", {}, TOKENS, 2, 2),
     Case("Llama 0.1B full, bf16, checkpointing", SMALL, "fsdp2_cpu", CHECKPOINTING, TOKENS, 2),
@@ -91,19 +90,9 @@ CPU_CASES = [
     Case("Llama 0.34B full, fp32", LARGER, "fsdp2_cpu", FP32, TOKENS, 2),
     Case("Llama 0.34B full, bf16", LARGER, "fsdp2_cpu", {}, TOKENS, 2),
 ]
-LONG, T5_LONG = ("--data.max_length_tokens=4096",), ("--data.max_source_length_tokens=512",)
-T5_LARGE, LLAMA_1B = t5(1024, 4096, 24, 16), llama(2048, 8192, 16, 32, 8, 128256, is_tied=True)
-LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128256)
-GPU_CASES = [
-    Case("T5-large full, bf16", T5_LARGE, "fsdp2_full_shard", {}, T5_LONG, 16),
-    Case("T5-large full, bf16, checkpointing", T5_LARGE, "fsdp2_full_shard", CHECKPOINTING, T5_LONG, 16),
-    Case("Llama 1B full, bf16", LLAMA_1B, "fsdp2_full_shard", {}, LONG, 4),
-    Case("Llama 1B full, bf16, checkpointing", LLAMA_1B, "fsdp2_full_shard", CHECKPOINTING, LONG, 4),
-    Case("Llama 8B LoRA, bf16", LLAMA_8B, "fsdp2_full_shard", {}, (*LONG, *LORA), 1),
-    Case("Llama 8B LoRA, bf16, checkpointing", LLAMA_8B, "fsdp2_full_shard", CHECKPOINTING, (*LONG, *LORA), 1),
-]  # fmt: skip
+LONG = ("--data.max_length_tokens=4096",)
 PLANNED = {
-    "8B on 8 ranks": (LLAMA_8B, 8),
+    "8B on 8 ranks": (llama(4096, 14336, 32, 32, 8, 128256), 8),
     "70B on 64 ranks": (llama(8192, 28672, 80, 64, 8, 128256), 64),
     "405B on 512 ranks": (llama(16384, 53248, 126, 128, 8, 128256), 512),
 }
@@ -112,34 +101,17 @@ PLANNED = {
 def main() -> None:
     parser = build_parser("The plan's memory beside that of real steps.")
     parser.add_argument("--only", default="", help="cases with this in their name")
-    parser.add_argument("--rows", type=Path, help="JSON lines that rows are added to; those in it are not measured again")
-    parser.add_argument("--report", action="store_true", help="measure nothing: write what --rows has")
-    options = parser.parse_args()
-    only, kept = options.only, load_rows(options.rows)
-    import torch
-
-    num_gpus = torch.cuda.device_count()
+    only = parser.parse_args().only
     with tempfile.TemporaryDirectory(prefix="plan-error-") as name:
-
-        def row(label: str, make: Callable[..., list[str]], *arguments: Any, **options_of: Any) -> list[str]:
-            if options.report:
-                return kept.get(label, [label, "not measured", *[""] * (1 if make is planning_cost else 5)])
-            return kept.get(label) or keep_row(options.rows, make(*arguments, Path(name), **options_of))
-
-        cpu = [row(case.name, measure, case, 2, is_gpu=False) for case in CPU_CASES if only in case.name]
-        gpu = [row(case.name, measure, case, num_gpus, is_gpu=True) for case in GPU_CASES if num_gpus and only in case.name]
-        costs = [] if only else [row(label, planning_cost, label, *what) for label, what in PLANNED.items()]
-    if not num_gpus:
-        gpu = [[case.name, "", "not measured", ""] for case in GPU_CASES]
-    about, *sections = report(num_gpus, cpu, gpu, costs).rstrip("\n").split("\n\n## ")
+        rows = [measure(case, 2, Path(name)) for case in CASES if only in case.name]
+        costs = [] if only else [planning_cost(label, *what, Path(name)) for label, what in PLANNED.items()]
+    about, *sections = report(rows, costs).rstrip("\n").split("\n\n## ")
     write_report("plan_error", "The planner's error", about, [f"## {section}" for section in sections], packages=PACKAGES)
-    print(judge(cpu, gpu))
+    print(judge(rows))
 
 
-def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> list[str]:
+def measure(case: Case, num_processes: int, folder: Path) -> list[str]:
     """Plan the case, run it; a row of the report."""
-    import torch
-
     from toolkit.tools.plan.plan import build_plan
 
     model, preset = _write_inputs(case, folder, num_processes)
@@ -149,8 +121,7 @@ def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> li
     ]  # fmt: skip
     if case.model["model_type"] == "t5":
         arguments.remove("--data.packing=false")
-    gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if is_gpu else 80.0  # chunks of logits follow a GPU's
-    plan = build_plan(str(model), preset, num_processes, arguments, None, gpu_gib, searches=False)
+    plan = build_plan(str(model), preset, num_processes, arguments, None, 80.0, searches=False)  # chunks of logits follow a GPU's
     settings = {
         "model": str(model), "preset": str(preset), "num_processes": num_processes, "is_t5": case.model["model_type"] == "t5",
         "num_micro_batches": case.num_micro_batches, "arguments": arguments,
@@ -159,31 +130,12 @@ def measure(case: Case, num_processes: int, folder: Path, *, is_gpu: bool) -> li
     launched = run_side([*launch, json.dumps(settings)], num_threads=max(1, num_cores() // num_processes))
     ranks = json.loads(launched.stdout.splitlines()[-1])
     planned, highest = plan.total / 2**30, max(ranks, key=lambda figures: figures["allocated_gib"])
-    unseen = highest.get("unseen_gib", 0.0)
+    unseen = highest["unseen_gib"]
     least, most = (100 * (planned / gib - 1) for gib in (highest["allocated_gib"], highest["allocated_gib"] - unseen))
-    cells = [case.name, f"{planned:.3f}", f"{highest['allocated_gib']:.3f}"]
-    cells += [f"{most:+.2f} %"] if is_gpu else [f"{unseen:.3f}", f"{most:+.2f} %", f"{least:+.2f} %"]
-    if not is_gpu:
-        cells.append(f"{max(figures['resident_gib'] for figures in ranks):.2f}")
+    cells = [case.name, f"{planned:.3f}", f"{highest['allocated_gib']:.3f}", f"{unseen:.3f}", f"{most:+.2f} %", f"{least:+.2f} %"]
+    cells.append(f"{max(figures['resident_gib'] for figures in ranks):.2f}")
     print(" | ".join(cells), flush=True)
     return cells
-
-
-def load_rows(path: Path | None) -> dict[str, list[str]]:
-    """Rows of an earlier call by their first cell."""
-    from toolkit.files.json_lines import load_json_lines
-
-    rows = load_json_lines(path) if path and path.is_file() else []
-    return {row[0]: row for row in rows}
-
-
-def keep_row(path: Path | None, row: list[str]) -> list[str]:
-    from toolkit.files.json_lines import encode_json_line
-
-    if path:
-        with path.open("ab") as file:
-            file.write(encode_json_line(row))
-    return row
 
 
 def planning_cost(label: str, model: dict[str, Any], num_processes: int, folder: Path) -> list[str]:
@@ -214,21 +166,21 @@ def _write_inputs(case: Case, folder: Path, num_processes: int) -> tuple[Path, P
     return model, preset
 
 
-def judge(cpu: list[list[str]], gpu: list[list[str]]) -> str:
+def judge(rows: list[list[str]]) -> str:
     """Which rows miss the goal; a row that was not measured meets none."""
-    errors = {row[0]: row[4] for row in cpu if row[4]} | {row[0]: row[3] for row in gpu if row[3]}
+    errors = {row[0]: row[4] for row in rows if row[4]}
     if not errors:
         return "Nothing was measured."
     missed = [name for name, error in errors.items() if abs(float(error.rstrip(" %"))) > GOAL_PERCENT]
     return f"Missed: {'; '.join(missed)}." if missed else "Met by every row that was measured."
 
 
-def report(num_gpus: int, cpu: list[list[str]], gpu: list[list[str]], costs: list[list[str]]) -> str:
-    columns = ["", "planned GiB a rank", "allocated GiB", "error"]
-    cpu_columns = [*columns[:3], "of it freed unseen", "error without that", "error with it", "resident GiB"]
+def report(rows: list[list[str]], costs: list[list[str]]) -> str:
+    freed = ["of it freed unseen", "error without that", "error with it"]
+    columns = ["", "planned GiB a rank", "allocated GiB", *freed, "resident GiB"]
     return f""".
 
-Goal: at most {GOAL_PERCENT:.0f} % between planned and allocated. {judge(cpu, gpu)}
+Goal: at most {GOAL_PERCENT:.0f} % between planned and allocated. {judge(rows)}
 
 Planned: the total of `python -m toolkit plan` for this preset and batch. Allocated: the most bytes of tensors that the rank with
 most has at once during one training step with moments (forward, backward, clipping, update).
@@ -241,13 +193,7 @@ backward's end that is not memory in use. So the error stands there without it a
 step, less that before the model was made; with what gloo, oneDNN and the C allocator hold, and what they keep of the whole model
 that was loaded before it was sharded. DDP's buckets are there before the step, and taken as planned.
 
-{format_table(cpu_columns, cpu)}
-
-## {f"{num_gpus} GPUs" if num_gpus else "GPUs"}
-
-Allocated is `torch.cuda.max_memory_allocated`.
-
-{format_table(columns, gpu)}
+{format_table(columns, rows)}
 
 ## What planning costs
 

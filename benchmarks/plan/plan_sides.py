@@ -69,22 +69,16 @@ def main() -> None:
     at_rest_gib = _at_rest_bytes([*sharded.model.parameters(), *sharded.model.buffers(), *inputs], optimizer) / 2**30
     if strategy.kind == "ddp":  # its buckets, which nothing in Python holds
         at_rest_gib += sum(p.nbytes for p in sharded.model.parameters() if p.requires_grad) / 2**30
-    figures = {}
-    if accelerator.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    restart_peak()
+    take_step()
+    figures = {"resident_gib": memory_gib("VmHWM") - before_gib}
+    with (
+        mock.patch.object(dist, "reduce_scatter_tensor", _freed_here(dist.reduce_scatter_tensor)),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         take_step()
-        figures["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        restart_peak()
-        take_step()
-        figures["resident_gib"] = memory_gib("VmHWM") - before_gib
-        with (
-            mock.patch.object(dist, "reduce_scatter_tensor", _freed_here(dist.reduce_scatter_tensor)),
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
-        ):
-            take_step()
-        rise, left = _allocated_bytes(profiler)
-        figures |= {"allocated_gib": at_rest_gib + rise / 2**30, "unseen_gib": left / 2**30}
+    rise, left = _allocated_bytes(profiler)
+    figures |= {"allocated_gib": at_rest_gib + rise / 2**30, "unseen_gib": left / 2**30}
     gathered = gather_objects(figures)
     if rank() == 0:
         print(json.dumps(gathered), flush=True)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.throughput.rows import MAX_LENGTH_TOKENS, MAX_SOURCE_TOKENS, MAX_TARGET_TOKENS, write_llm_data, write_t5_data
 from benchmarks.turns import Side
 
@@ -79,7 +77,7 @@ class _Start:
         }
         flags = {name: str(value) if isinstance(value, Path) else value for name, value in (shared | flags).items()}
         config = {"task": "train", "recipe": recipe, "flags": flags, **config}
-        return self(f"benchmarks/throughput/{script}.py", config, preset="single" if torch.cuda.is_available() else "single_cpu")
+        return self(f"benchmarks/throughput/{script}.py", config, preset="single_cpu")
 
 
 def t5_training(folder: Path, num_threads: int, *, num_rows: int, default_steps: int) -> Comparison:

@@ -1,15 +1,13 @@
 """`make gpu` on a machine without GPUs: torch is made to see 8 of them, and a command of each kind gets to its first CUDA call.
 
-What a check makes of its output is in `tests/unit/test_gpu_first_run.py`.
+How a part is judged is in `tests/unit/test_gpu.py`; the parts run on a CPU in `tests/recipes/test_gpu_parts.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_first_run import DOC, Check, read_checks
+from benchmarks.gpu.__main__ import DOC, Part, end_session, read_parts
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import build_model_folders
 
@@ -26,15 +24,15 @@ TIMEOUT_S = 600
 """Of one command. The plan of an 8B model comes before its first CUDA call."""
 CHOOSES_ITS_GPUS = "tests/gpu/test_hybrid_shard.py"
 """Its ranks set CUDA_VISIBLE_DEVICES, which CUDA reads at the first question."""
-PROGRAM = re.compile(rf".*{CHOOSES_ITS_GPUS}|-m \S+|recipes/llm\.py")
-CHECKS = [check for check in reversed(read_checks(DOC.read_text(encoding="utf-8"))) if PROGRAM.search(check.command)]
-CHECKS = [*{PROGRAM.search(check.command)[0]: check for check in CHECKS}.values()]  # type: ignore[index]
+PROGRAM = re.compile(rf".*{CHOOSES_ITS_GPUS}|-m \S+( --on-all-gpus)?|recipes/llm\.py")
+PARTS = [part for part in reversed(read_parts(DOC.read_text(encoding="utf-8"))) if PROGRAM.search(part.command)]
+PARTS = [*{PROGRAM.search(part.command)[0]: part for part in PARTS}.values()]  # type: ignore[index]
 """The first of each program that is started."""
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the place of the model that check 1 trains."""
+    """In the place of the model that `demo` trains."""
     args = (tmp_path_factory.mktemp("models"), ["llama"])
     on_cpu = {"mixed_precision": "no", "use_cpu": True}
     folders: dict[str, Path] = run_on_ranks(build_model_folders, preset="single", overrides=on_cpu, args=args)[0]
@@ -42,12 +40,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: str(check.number))
-def test_the_command_of_a_check_reaches_its_first_cuda_call(check: Check, llama: Path, tmp_path: Path) -> None:
-    """On a machine with more GPUs than it uses, check 5 failed: its ranks had asked for GPUs before they chose theirs."""
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_the_command_of_a_part_reaches_its_first_cuda_call(part: Part, llama: Path, tmp_path: Path) -> None:
+    """On a machine with more GPUs than it uses, `hybrid` failed: its ranks had asked for GPUs before they chose theirs."""
     shutil.copytree(llama, tmp_path / "gpu_llm" / "export")
     asked, reached, output = tmp_path / "asked.txt", tmp_path / "reached.txt", tmp_path / "output.txt"
-    command = check.command.replace("runs/gpu_", f"{tmp_path}/gpu_").replace(
+    command = part.command.replace("runs/gpu_", f"{tmp_path}/gpu_").replace(
         "--run.name", f"--run.output_dir {tmp_path} --run.name"
     )
     environment = os.environ | {
@@ -70,16 +68,3 @@ def test_the_command_of_a_check_reaches_its_first_cuda_call(check: Check, llama:
         users = {line.split()[0] for line in reached.read_text().splitlines()}
         lines = [line.split() for path in (asked, reached) for line in path.read_text().splitlines()]
         assert {visible for user, visible, _ in lines if user in users} <= {"0,1", "2,3"}, lines
-
-
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill what the command has started: launchers and ranks may lead sessions of their own."""
-    import psutil
-
-    started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    for each in started:
-        with contextlib.suppress(psutil.Error):
-            each.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -149,7 +149,8 @@ def check_command(command: list[str]) -> None:
     elif words[0] == "shardtune" or words[1:3] == ["-m", "toolkit"]:
         check_toolkit(words[1 if words[0] == "shardtune" else 3 :])
     elif words[1:2] == ["-m"]:
-        assert Path(words[2].replace(".", "/")).with_suffix(".py").exists() or words[2] in MODULES, words[2]
+        module = Path(words[2].replace(".", "/"))
+        assert any(path.exists() for path in (module.with_suffix(".py"), module / "__main__.py")) or words[2] in MODULES, words[2]
     elif words[0].endswith("python"):
         check_recipe(words[1], words[2:])
 

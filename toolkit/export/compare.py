@@ -32,7 +32,7 @@ LOGITS_LIMIT_S = 120.0
 LOGITS_SHARE_OF_FREE_MEMORY = 0.5
 READ_BYTES_PER_S = 5e8
 FLOP_PER_S = {"cpu": 2e10, "cuda": 1e13}
-"""fp32, of a thread or of a device. Assumed, and on the safe side: a CPU core reached 3.5e10; no GPU was measured."""
+"""fp32, of a thread or of a device. Assumed, and on the safe side: a CPU core reached 3.5e10; a GPU's was not measured."""
 
 
 def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.device, **options: Any) -> PreTrainedModel:

@@ -1,0 +1,58 @@
+"""The parts of `make gpu` for one GPU, tiny and on a CPU, as `make gpu-small` runs them: only the measuring needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.__main__ import DOC, LOTS, main, read_parts
+from benchmarks.gpu.presets import KINDS
+from benchmarks.gpu.shapes import CASES
+
+PARTS = [part for part in read_parts(DOC.read_text(encoding="utf-8")) if part.lot in LOTS[:2]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a part of that name; its entry in the report, which all tests of this file fill."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run_part(name: str) -> dict[str, Any]:
+        code = main(["--small", "--folder", str(folder), "--parts", name])
+        part: dict[str, Any] = json.loads(next(folder.glob("gpu_small_*.json")).read_text())["parts"][name]
+        assert code == 0, part["output"]
+        return part
+
+    return run_part
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", [part for part in PARTS if part.name != "presets"], ids=lambda part: part.name)
+def test_a_part_hands_in_what_its_command_names(part: Any, run: Any) -> None:
+    told = run(part.name)
+    if told["verdict"] == "left out":  # `make test` installs no TRL
+        assert part.name == "beside-trl" and "TRL is not installed" in told["line"]
+        return
+    words = [word.partition("@") for word in part.command.split() if word.partition("@")[0].removesuffix("-evaluation") in CASES]
+    sides = 2 if "peers" in part.command else 1
+    assert len(told["figures"]) == sides * len(words)
+    for place, figures in enumerate(told["figures"]):
+        name, _, preset = words[place // sides]
+        assert figures["work"] == CASES[name.removesuffix("-evaluation")].title and figures["preset"] == (preset or "single")
+        assert figures["rows_per_s"] > 0 and (sides == 2 or figures["profiled"]["host_operations"] > 100)
+
+
+@pytest.mark.timeout(900)
+def test_every_preset_trains_resumes_and_exports_as_the_cpu_does(run: Any) -> None:
+    told = run("presets")
+    tried = {(figures["preset"], figures["model"]): figures["verdict"] for figures in told["figures"]}
+    assert tried.keys() == {(preset, kind) for kind, (presets, _) in KINDS.items() for preset in presets}
+    assert {preset for (preset, _), verdict in tried.items() if verdict != "passed"} <= {"fsdp2_fp8"}  # which no CPU multiplies

@@ -1,0 +1,126 @@
+"""`make gpu` reads its parts from the docs, runs each as a process with a limit, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as driver
+from benchmarks.gpu.__main__ import DOC, FREE_GIB, LOTS, Part, find_refusal, main, read_parts, run_part
+from benchmarks.gpu.presets import EACH
+from benchmarks.gpu.report import format_beside, format_report, format_speed
+from benchmarks.gpu.train import read_trace
+from benchmarks.measuring import RESULTS
+from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY
+
+H200 = RESULTS / "gpu_nvidia-h200_2026-11.json"
+
+
+def test_the_page_has_two_lots_of_five_minutes_for_one_gpu() -> None:
+    text = DOC.read_text(encoding="utf-8")
+    parts = read_parts(text)
+    minutes = [round(sum(part.minutes for part in parts if part.lot == lot), 1) for lot in LOTS[:2]]
+    assert max(minutes) <= 5 and f"the first lot is {minutes[0]} minutes, the second {minutes[1]}" in text
+    assert [part.lot for part in parts] == sorted((part.lot for part in parts), key=LOTS.index)
+    assert all(part.minutes < part.limit_minutes and (part.num_gpus == 1 or part.lot == "third") for part in parts)
+
+
+def test_every_preset_that_one_rank_can_run_is_tried() -> None:
+    meshes = {name for name, on_cpu in GPU_PRESET_OVERRIDES_ON_CPU.items() if "parallelism_config" in on_cpu}
+    of_several = {*meshes, "fsdp2_multi_node", "fsdp1_hybrid_shard"}
+    assert {*EACH} == {"single", *GPU_PRESET_OVERRIDES_ON_CPU, *GPU_CHECKS} - of_several
+
+
+def run(command: str, tmp_path: Path, *, limit_minutes: float = 1, num_gpus: int = 0, small: bool = True) -> dict[str, Any]:
+    part = Part("x", "first", "", num_gpus, 0, limit_minutes, command)
+    return run_part(part, argparse.Namespace(folder=tmp_path, small=small))
+
+
+@pytest.mark.parametrize(
+    ("command", "verdict", "line"),
+    [
+        ("echo noise; echo '8 passed'; echo 'FIGURES {\"table\": \"t\"}'", "passed", "8 passed"),
+        ("echo why >&2; exit 3", "FAILED", "it exited with 3"),
+        ("echo left out: no TRL", "left out", "no TRL"),
+        ("python -c 'import toolkit; print(toolkit.__name__)'", "passed", "toolkit"),
+    ],
+)
+def test_a_part_is_judged_by_its_exit_status(command: str, verdict: str, line: str, tmp_path: Path) -> None:
+    told = run(command, tmp_path)
+    assert (told["verdict"], told["line"]) == (verdict, line)
+    assert told["figures"] == ([{"table": "t"}] if "FIGURES" in command else [])
+    assert told["output"] == ("why\n" if verdict == "FAILED" else "")
+
+
+def test_a_part_ends_at_its_limit_with_all_that_it_has_started(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    told = run(
+        f"setsid bash -c 'sleep 4; touch {late}' & echo 'FIGURES {{\"table\": \"t\"}}'; wait", tmp_path, limit_minutes=0.005
+    )
+    assert (told["verdict"], told["line"], told["figures"]) == ("FAILED", "it took more than 0.02 min", [{"table": "t"}])
+    time.sleep(4)
+    assert not late.exists()
+
+
+def test_a_second_start_goes_on_where_the_first_one_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = "| {} | first | it counts | 1 | 0.1 | 1 | `echo {} >>{}; {}` |"
+    page, started = tmp_path / "page.md", tmp_path / "started"
+    page.write_text(
+        "\n".join(row.format(name, name, started, end) for name, end in (("a", "true"), ("b", "echo why; false"), ("c", "true")))
+    )
+    monkeypatch.setattr(driver, "DOC", page)
+    arguments = ["--small", "--report", str(tmp_path), "--folder", str(tmp_path)]
+    assert main(arguments) == 1 and main(arguments) == 1
+    assert started.read_text().split() == ["a", "b", "c", "b"]
+    assert "a: passed before with this toolkit" in capsys.readouterr().out
+    monkeypatch.setattr(driver, "hash_code", lambda: "another toolkit")
+    assert main([*arguments, "--parts", "a"]) == 0 and started.read_text().split()[-1] == "a"
+    first = json.loads(next(path for path in tmp_path.glob("gpu_small_*.json") if "_anot" not in path.name).read_text())
+    assert [part["verdict"] for part in first["parts"].values()] == ["passed", "FAILED", "passed"]
+    assert "## The end of b" in format_report(first)
+
+
+def test_a_part_for_more_gpus_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    told = run("false", tmp_path, num_gpus=2, small=False)
+    assert (told["verdict"], told["line"]) == ("left out", "it needs 2 GPUs, torch sees 1")
+
+
+def test_the_parts_need_what_is_free_and_gpus_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(folder: Path) -> str:
+        return find_refusal(argparse.Namespace(folder=folder, report=tmp_path, small=False))
+
+    assert f"{FREE_GIB} GiB" in DOC.read_text(encoding="utf-8")
+    assert refusal(tmp_path / "none") == f"--folder {tmp_path / 'none'} is not a folder"
+    for free_gib, why in ((FREE_GIB - 1, f"{tmp_path} has 19 GiB free, and the parts need 20: name another"), (FREE_GIB, "old")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free_gib=free_gib: SimpleNamespace(free=free_gib * 2**30))
+        monkeypatch.setattr("toolkit.launch.environment.why_no_gpu", lambda: "old driver")
+        assert refusal(tmp_path).startswith(why)
+
+
+def test_a_trace_counts_kernels_that_overlap_once_and_the_waits_of_the_host(tmp_path: Path) -> None:
+    events = [("kernel", "a", 0, 1000), ("kernel", "b", 500, 1000), ("gpu_memcpy", "c", 2000, 250), ("cpu_op", "aten::to", 0, 9)]
+    events += [("cuda_runtime", "cudaStreamSynchronize", 0, 300), ("cuda_runtime", "cudaLaunchKernel", 0, 5)]
+    trace = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in events]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*trace, {"ph": "f", "cat": "ac2g"}]}))
+    assert read_trace(tmp_path / "trace.json") == {
+        "kernels": 2, "busy_ms": 1.8, "host_operations": 1, "casts": 1, "waits": 1, "waits_ms": 0.3,
+    }  # fmt: skip
+
+
+def test_the_pages_have_the_tables_of_the_report() -> None:
+    """`python -m benchmarks.gpu.report FILE` prints them."""
+    result = json.loads(H200.read_text(encoding="utf-8"))
+    assert format_beside(result) in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert format_speed(result) in (REPOSITORY / "benchmarks/README.md").read_text(encoding="utf-8")
+    assert H200.with_suffix(".md").read_text(encoding="utf-8") == format_report(result)
