@@ -15,6 +15,12 @@ ROWS = "".join(
     json.dumps({"source": f"alpha {'beta ' * (1 + i % 5)}gamma {i:b}", "target": f"beta {i:b}"}) + "\n" for i in range(NUM_ROWS)
 )
 
+TOKENIZER = {
+    "model/tokenizer.json": json.dumps(
+        {"model": {"type": "WordLevel", "vocab": {"<pad>": 0, "</s>": 1, "<unk>": 2}, "unk_token": "<unk>"}, "added_tokens": []}
+    ),
+    "model/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}',
+}
 OTHER_MODEL = "--model.name_or_path {here}/other"
 CSV = "--data.source csv --data.files {here}/rows.csv"
 
@@ -43,7 +49,7 @@ EARLY = {
     # The first thing to be reported once data is looked for.
     "missing file": Case(
         flags="--data.files {here}/rws.csv --data.source csv",
-        files={"rows.csv": "source,target\na,b\n"},
+        files={"rows.csv": "source,target\na,b\n"} | TOKENIZER,
         sentence="data.files: there is no file {here}/rws.csv: did you mean {here}/rows.csv?",
     ),
 }
@@ -51,11 +57,16 @@ EARLY = {
 DATA = {
     "missing column": Case(
         flags=CSV,
-        files={"rows.csv": "id,source,summary\n1,a,b\n"},
+        files={"rows.csv": "id,source,summary\n1,a,b\n"} | TOKENIZER,
         sentence="{here}/rows.csv has no column 'target' (its columns: id, source, summary): set data.source_column and "
         "data.target_column to columns that exist",
     ),
+    "model folder without a tokenizer": Case(
+        sentence="the tokenizer of {here}/model could not be read (T5Tokenizer finds no vocabulary); its files are config.json: "
+        "put the tokenizer that belongs to the weights there, or name a folder or hub id that has it in model.tokenizer",
+    ),
     "model folder without weights": Case(
+        files=TOKENIZER,
         sentence="model {here}/model has no loadable safetensors weights (…): give a folder with them, or model.from_scratch "
         "true for random ones",
     ),
@@ -122,7 +133,7 @@ ALONE = {
         flags="--model.freeze ['.*']", sentence="model.freeze ['.*'] freezes every parameter: leave something to train"
     ),
     "more characters than embeddings": Case(
-        flags=CSV,
+        flags=f"{CSV} --model.from_scratch true",
         files={"rows.csv": "source,target\n" + "".join(f"{chr(0x4E00 + 2 * i)},{chr(0x4E01 + 2 * i)}\n" for i in range(60))},
         sentence="the model has 64 token embeddings, fewer than the rows have different characters: raise vocab_size in its "
         "config.json, or give it a tokenizer",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from toolkit.checkpoint.folders import put_in_place, step_folder, step_of_name
 from toolkit.files.durable import fsync_names, hash_file, save_json, seal
 from toolkit.files.modes import WAY_IN
+from toolkit.files.pointers import refuse_pointers
 
 FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
@@ -59,6 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     # Read it.
     where = f"{folder.name}/{MANIFEST}"
     try:
+        refuse_pointers([folder / MANIFEST])
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder.name} has no {MANIFEST}: it was never finished") from None
@@ -118,6 +120,7 @@ def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> 
                 raise ValueError(f"{folder.name} lacks {name}")
             if not path.is_file():
                 raise ValueError(f"{folder.name}/{name} is not a file")
+            refuse_pointers([path])
             if (num_bytes := path.stat().st_size) != expected["bytes"]:
                 raise ValueError(f"{folder.name}/{name} has {num_bytes} bytes instead of {expected['bytes']}")
             if hashes and hash_file(path) != expected["sha256"]:

@@ -19,7 +19,7 @@ from toolkit.config.messages import Entry
 from toolkit.errors import UserError
 
 PATH_FIELDS = {
-    "model": ("name_or_path", "init_from"),
+    "model": ("name_or_path", "tokenizer", "init_from"),
     "adapter": ("name_or_path",),
     "data": ("source", "mix", "files", "eval_files", "chat_template", "folder"),
     "eval": ("metrics",),

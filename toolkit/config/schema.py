@@ -57,6 +57,11 @@ class ModelConfig:
     """Hub revision (branch, tag or commit)."""
     from_scratch: bool = False
     """Initialize weights randomly from the model's config and `train.seed` instead of loading pretrained ones."""
+    tokenizer: str | None = None
+    """Hub id or local folder of the tokenizer, if it is not that of `name_or_path`."""
+    train_tokenizer: bool = False
+    """Train a tokenizer on the rows, for a model that Python code has built, or with `from_scratch`, which does so anyway for a
+    folder without one. Pretrained weights need their own."""
     attn_implementation: str | None = None
     """Attention kernel: `sdpa`, `eager`, `flash_attention_2`, … If unset, transformers chooses; on a CPU a model with a position
     bias, such as T5, takes `eager`. Packed rows are attended to document by document where model and device allow it. The first

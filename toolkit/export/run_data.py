@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokens.prepare import TokenizedRows
+from toolkit.data.tokens.read_tokenizer import differing_parts, open_tokenizer
 from toolkit.errors import UserError, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.durable import describe_files, fsync_names, list_files, save_json
@@ -84,16 +85,25 @@ def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenize
 def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrainedTokenizerBase]:
     """The facts about the rows of this fingerprint, and their tokenizer; a `UserError` if the run has not kept them, or not
     whole."""
-    from transformers import AutoTokenizer
-
     try:
         data, reason = _read(run_folder), "they are of other rows"
         if data.fingerprint == fingerprint:
-            return data, AutoTokenizer.from_pretrained(run_folder / TOKENIZER)
+            return data, open_tokenizer(run_folder / TOKENIZER)
     except Exception as error:  # a damaged tokenizer may raise anything
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     what = f"{DATA_FILE} and {TOKENIZER}/ of {run_folder} cannot be used ({reason})"
     raise UserError(f"{what}: start the run once more, which writes them again")
+
+
+def check_kept_tokenizer(run_folder: Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer with other parts than the one that the run has kept, as where transformers or an earlier version of this
+    has read the same files otherwise, by a `UserError` with the way to go on."""
+    parts, place = list[str](), run_folder / TOKENIZER
+    with suppress(UserError, AttributeError):  # it is damaged, or one in Python
+        parts = differing_parts(open_tokenizer(place).backend_tokenizer, tokenizer.backend_tokenizer)
+    if parts:
+        began = f"this run began with the tokenizer in {place}, and the model's is now read with another {', '.join(parts)}"
+        raise UserError(f"{began}: set model.tokenizer {place} to go on with that one, or take another run.name")
 
 
 def _read(run_folder: Path) -> RunData:

@@ -108,10 +108,12 @@ def write_python(
         prompts, how = f"[tokenizer.apply_chat_template({chat}{date}) for text in texts]", f"add_special_tokens=False, {how}"
     elif num_after := [*tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][::-1], 0].index(0):
         end = f"[:, :-{num_after}]"
+    # A plain tokenizer, for which `AutoTokenizer` takes the class of some models, and version 4 none.
+    reader = {"TokenizersBackend": "PreTrainedTokenizerFast"}.get(type(tokenizer).__name__, "AutoTokenizer")
     lines = [
-        f"from transformers import {auto_class}, AutoTokenizer{imports}",
+        f"from transformers import {auto_class}, {reader}{imports}",
         f"folder, texts = {folder!r}, ['A text.']",
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"tokenizer = {reader}.from_pretrained(folder)",
         f'model = {auto_class}.from_pretrained({base}, dtype="{dtype}")',
         *adapt,
         f"prompts = {prompts}",

@@ -32,7 +32,8 @@ MAY_DIFFER = frozenset(
 )
 """Fields of the run YAML that may differ between ranks. Of `run.output_dir`, all ranks must see the same files."""
 _BY_CONTENTS = frozenset(
-    ("model.name_or_path", "model.init_from", "adapter.name_or_path", "data.chat_template", "data.source", "eval.metrics")
+    (*(f"model.{name}" for name in ("name_or_path", "tokenizer", "init_from")), "adapter.name_or_path")
+    + ("data.chat_template", "data.source", "eval.metrics")
 )
 """Fields whose local files are compared here; rows are compared as tokens (`data.tokens.prepare`)."""
 _PLACES_IN_YAML = frozenset(

@@ -13,6 +13,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
+from toolkit.files.pointers import refuse_pointers
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
         raise UserError(f"model.name_or_path {name} has no config.json: give a Hugging Face model folder")
     if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
+    refuse_pointers([folder / "config.json"])
     if folder.is_dir() and not config.from_scratch:
         check_weight_files(folder, f"model.name_or_path {name}")
     try:
@@ -133,16 +135,17 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
 
 
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights transformers would unpickle or load from elsewhere, by a `UserError` with the file and the
-    entry; `what` is its setting and path."""
+    """Refuse a folder whose weights transformers would unpickle or load from elsewhere, or are git-lfs pointers, by a `UserError`
+    with the file and the entry; `what` is its setting and path."""
     check_readable(what, folder)
+    refuse_pointers(folder / name for name in ("config.json", "generation_config.json", *WEIGHTS_FILES))
     if (folder / "adapter_config.json").is_file():  # transformers would load the adapter too, even from a pickle
         raise UserError(
             f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "
             "adapter.name_or_path"
         )
     if (folder / WEIGHTS_INDEX).is_file():
-        _check_index(folder / WEIGHTS_INDEX, what)
+        refuse_pointers(folder / shard for shard in _check_index(folder / WEIGHTS_INDEX, what))
 
 
 def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
@@ -162,8 +165,8 @@ def hash_model_config(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _check_index(index: Path, what: str) -> None:
-    """Refuse an index that names anything but safetensors files in its own folder."""
+def _check_index(index: Path, what: str) -> list[str]:
+    """The files that an index names; refuses all but safetensors files in its own folder."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
@@ -176,6 +179,7 @@ def _check_index(index: Path, what: str) -> None:
             f"the {WEIGHTS_INDEX} of {what} names {foreign[0]!r} in its weight_map, and only safetensors files of the same "
             "folder are read: save the model again with transformers' save_pretrained"
         )
+    return files
 
 
 def hub_commit(config: ModelConfig) -> str | None:

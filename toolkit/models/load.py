@@ -16,7 +16,8 @@ from torch import nn
 from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
 from toolkit.data.cache_folders import find_or_build, name_folder
-from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, load_tokenizer, read_tokenizer
+from toolkit.data.tokens.read_tokenizer import read_tokenizer, trains_tokenizer
+from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
@@ -39,6 +40,11 @@ def own_class(given: Any, config: ModelConfig, task: Task) -> Iterator[None]:
     """
     import transformers
 
+    if config.train_tokenizer and (given is None or isinstance(given, type)) and (config.init_from or not config.from_scratch):
+        raise UserError(
+            "model.train_tokenizer is true, but the weights are trained, and mean the tokens of their own tokenizer: leave it "
+            "out, or set model.from_scratch true"
+        )
     if given is None:
         yield
         return
@@ -79,7 +85,7 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
                 part.save_pretrained(folder)
             return {}
 
-        tokenizer = read_tokenizer(config) if has_tokenizer(config) else None
+        tokenizer = None if trains_tokenizer(config) else read_tokenizer(config)
         parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
         with torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config))
@@ -98,7 +104,7 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
     names = {name for name in gather_objects(on_all_ranks(lambda: save() if local_rank() == 0 else "")) if name}
     if len(names) > 1:
         raise UserError("the nodes have built different models: seed what is random, and read the same files on each")
-    return replace(config, name_or_path=str(cache / "models" / names.pop()), revision=None)
+    return replace(config, name_or_path=str(cache / "models" / names.pop()), revision=None, tokenizer=None)
 
 
 def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Task) -> PreTrainedModel:

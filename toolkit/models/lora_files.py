@@ -33,6 +33,7 @@ from torch import nn
 from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
+from toolkit.files.pointers import refuse_pointers
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.quantized import weight_name
 
@@ -85,6 +86,7 @@ def find_adapter(name_or_path: str) -> Path:
         if not (folder / file).is_file():
             raise UserError(f"adapter.name_or_path {folder} has no {file}{why}: give the folder of an adapter saved by peft")
     check_readable(f"adapter.name_or_path {folder}", folder)
+    refuse_pointers(folder / file for file in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE))
     return folder
 
 
@@ -190,6 +192,7 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """The JSON object in a file of the adapter `what`."""
+    refuse_pointers([file])
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

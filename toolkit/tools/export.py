@@ -48,8 +48,8 @@ from toolkit.training.setup import RunContext
 logger = logging.getLogger("toolkit")
 
 MAY_CHANGE = (
-    "model.name_or_path", "model.revision", "adapter.name_or_path", "export.max_shard_size", "export.merge_into",
-    "eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size",
+    "model.name_or_path", "model.revision", "model.tokenizer", "adapter.name_or_path", "export.max_shard_size",
+    "export.merge_into", "eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size",
 )  # fmt: skip
 """Settings of the run that an export may give otherwise: where the same model is now, how texts are generated."""
 

@@ -29,7 +29,7 @@ from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.model_files import name_of
 from toolkit.export.places import run_places
-from toolkit.export.run_data import RunData, describe_data, save_run_data
+from toolkit.export.run_data import RunData, check_kept_tokenizer, describe_data, save_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
 from toolkit.files.lock import release_locks
@@ -110,6 +110,8 @@ def start_run(
     data = describe_data(rows, evaluation)
     of_context = context.own, data, context.trackers
     run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, *of_context)
+    if (before := context.resume_from) and before.manifest["identity"]["data_fingerprint"] != identity.data_fingerprint:
+        on_rank_0(lambda: check_kept_tokenizer(folder, rows.tokenizer))
     resume(run, context.resume_from)
     save_run_config(config, folder)
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))

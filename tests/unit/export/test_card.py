@@ -58,9 +58,9 @@ Licence: not stated: the card and the config of the base model google/flan-t5-ba
 With plain transformers; `.` is this folder, or its id on the hub:
 
 ```python
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 folder, texts = '.', ['A text.']
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="bfloat16")
 prompts = ['sum: ' + text for text in texts]
 inputs = tokenizer(prompts, truncation=True, max_length=512, padding=True, return_tensors="pt")

@@ -24,6 +24,7 @@ from toolkit.data.sources.json_files import list_keys, read_json
 from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Cells, Form, open_bytes, read_csv, read_header, read_txt
 from toolkit.errors import UserError
+from toolkit.files.pointers import refuse_pointers
 
 logger = logging.getLogger("toolkit")
 
@@ -73,12 +74,13 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
     be read as something else is a warning.
 
     Raises:
-        UserError: the file cannot be opened or is empty, or (for text) is compressed otherwise than by gzip, has another encoding
-            or a NUL character; names the line.
+        UserError: the file cannot be opened, is a git-lfs pointer or empty, or (for text) is compressed otherwise than by gzip,
+            has another encoding or a NUL character; names the line.
     """
     digest = hashlib.sha256()
     decoder, num_lines, begin = codecs.getincrementaldecoder(encoding)(), 0, b""
     try:
+        refuse_pointers([path])
         with open_bytes(path) if is_text else path.open("rb") as file:
             while True:
                 block = file.read(_BYTES_PER_READ)

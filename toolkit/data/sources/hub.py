@@ -21,6 +21,7 @@ from toolkit.data.sources.files import name_kind
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError, escape_controls
+from toolkit.files.pointers import refuse_pointers
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources
         UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files outside of the dataset.
     """
     with _open_builder(name, subset, split, other_sources) as builder:
+        if Path(name).expanduser().is_dir():
+            refuse_pointers(Path(file) for files in (builder.config.data_files or {}).values() for file in files)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 
 from toolkit.errors import UserError, refusal_named
+from toolkit.files.pointers import refuse_pointers
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def read_chat_template(setting: str) -> str:
     path = Path(setting).expanduser()
     try:
         with refusal_named(f"data.chat_template {setting} cannot be read", "give a file, or the template"):
+            refuse_pointers([path])
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"data.chat_template {setting} is not valid UTF-8 ({error.reason}): convert the file") from None

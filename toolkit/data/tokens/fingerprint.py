@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.data.tokens.read_tokenizer import open_tokenizer
 from toolkit.data.tokens.tokenizer import hash_tokenizer
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ def hash_contents(folder: Path) -> str:
     the files, see `cache_folders`.
     """
     from datasets import load_from_disk
-    from transformers import AutoTokenizer
 
-    digest = hashlib.sha256(hash_tokenizer(AutoTokenizer.from_pretrained(folder / "tokenizer")).encode())
+    digest = hashlib.sha256(hash_tokenizer(open_tokenizer(folder / "tokenizer")).encode())
     for part in ("train", "evaluation"):
         table = load_from_disk(str(folder / part)).data.table
         for name in sorted(table.column_names):

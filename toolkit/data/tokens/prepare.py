@@ -21,7 +21,8 @@ from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens.fingerprint import hash_contents
-from toolkit.data.tokens.tokenizer import has_tokenizer, hash_tokenizer, keep_trained_tokenizer, load_tokenizer
+from toolkit.data.tokens.read_tokenizer import open_tokenizer, trains_tokenizer
+from toolkit.data.tokens.tokenizer import hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import working
@@ -83,7 +84,6 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
             over all or in one entry of `data.mix`; the nodes have read different data. On every rank.
     """
     from datasets import load_from_disk
-    from transformers import AutoTokenizer
 
     # Build, or verify, on the first process of each node.
     working("tokenizing")
@@ -112,7 +112,7 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
         return TokenizedRows(
             train=load_from_disk(str(folder / "train")),
             evaluation=load_from_disk(str(folder / "evaluation")),
-            tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+            tokenizer=open_tokenizer(folder / "tokenizer"),
             fingerprint=contents[0],
             remarks=about["remarks"],
             stop_token_ids=tuple(about["stop_token_ids"]),
@@ -131,7 +131,7 @@ def _find_or_build(config: Any, model: ModelConfig, vocab_size: int) -> tuple[st
         `TokenizedRows.fingerprint`; the rows.
     """
     kind = config.task.tokens
-    tokenizer = load_tokenizer(model, vocab_size) if has_tokenizer(model) else None
+    tokenizer = None if trains_tokenizer(model) else load_tokenizer(model, vocab_size)
     if tokenizer is not None:
         kind.set_up(tokenizer, config, model)
     settings = kind.list_settings(config, tokenizer)

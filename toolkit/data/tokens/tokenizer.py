@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model, or trains one on the rows if the model folder has none."""
+"""Loads the tokenizer of a model, or trains one on the rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build
+from toolkit.data.tokens.read_tokenizer import open_tokenizer, read_tokenizer
 from toolkit.errors import UserError
 from toolkit.private import VOCABULARY_TOO_SMALL
 
@@ -21,26 +22,6 @@ if TYPE_CHECKING:
 
 MAX_TRAINING_ROWS = 10_000
 MAX_TRAINING_CHARACTERS = 400
-TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
-
-
-def has_tokenizer(config: ModelConfig) -> bool:
-    """Whether the model comes with a tokenizer. A hub id counts as yes; if not, transformers reports it."""
-    folder = Path(config.name_or_path)
-    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
-def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer as it is stored; one that cannot be read is a `UserError`."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"the tokenizer of {config.name_or_path} could not be read ({first_line})") from None
 
 
 def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrainedTokenizerBase:
@@ -54,22 +35,19 @@ def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrai
     Raises:
         UserError: the tokenizer cannot be read, has neither a padding nor an end token, has more tokens than the model has
             embeddings, or has a vocabulary for targets that it does not encode with (FSMT's); a new token is
-            empty, named twice, or an ordinary token of the tokenizer, or there is no tokenizer to add it to.
+            empty, named twice, or an ordinary token of the tokenizer.
     """
-    if config.add_tokens and not has_tokenizer(config):
-        trouble = f"model.add_tokens is given, but {config.name_or_path} has no tokenizer to add them to"
-        raise UserError(f"{trouble}: put one there, or leave it out")
-    tokenizer = read_tokenizer(config)
+    tokenizer, name = read_tokenizer(config), config.tokenizer or config.name_or_path
     has_two = hasattr(tokenizer, "get_src_vocab")  # FSMT's: it decodes with the targets' vocabulary
     if has_two and any(tokenizer.convert_ids_to_tokens(place) != token for token, place in tokenizer.get_src_vocab().items()):
         raise UserError(
-            f"the tokenizer of {config.name_or_path} decodes targets with a vocabulary of their own, but encodes them with that "
+            f"the tokenizer of {name} decodes targets with a vocabulary of their own, but encodes them with that "
             "of the sources, so their labels would be wrong: take a model with one vocabulary, such as Marian or M2M-100"
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError(
-                f"the tokenizer of {config.name_or_path} has neither a padding nor an end token: set pad_token or eos_token "
+                f"the tokenizer of {name} has neither a padding nor an end token: set pad_token or eos_token "
                 "in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
@@ -86,7 +64,7 @@ def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrai
     tokenizer.add_tokens([token for token in tokens if token not in known], special_tokens=True)  # those known stay as they are
     if len(tokenizer) > vocab_size:
         raise UserError(
-            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
+            f"the tokenizer of {name} has {len(tokenizer)} tokens, but the model only {vocab_size} embeddings: "
             "take the tokenizer that belongs to the model, or name the tokens that are new in model.add_tokens, whose rows train"
         )
     return tokenizer
@@ -98,8 +76,6 @@ def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], Pre
     It has a folder of its own in `cache`, so that tokens that are damaged are built again as they were. `trained_on` is
     everything that decides it. A cache that cannot be written or read is a `UserError`.
     """
-    from transformers import AutoTokenizer
-
     folder = cache / f"tokenizer-{hashlib.sha256(trained_on.encode()).hexdigest()}"
 
     def build(unfinished: Path) -> dict[str, Any]:
@@ -107,7 +83,7 @@ def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], Pre
         return {"trained_on": trained_on}
 
     find_or_build("the trained tokenizer", folder, build)
-    return AutoTokenizer.from_pretrained(folder / "tokenizer")
+    return open_tokenizer(folder / "tokenizer")
 
 
 def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrainedTokenizerBase:

@@ -53,6 +53,7 @@ _OWN_WORDS = {
     "model.name_or_path ": "the model ",
     "data.csv_delimiter": "--csv-delimiter",
     "data.encoding": "--encoding",
+    ", or name a folder or hub id that has it in model.tokenizer": "",
 }
 """What the errors of runs say, in words of this command, which has no such settings."""
 

@@ -95,15 +95,6 @@ def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, tokens: list[st
     assert refusal(load_tokenizer, replace(write_tokenizer(tmp_path, eos_token="</s>"), add_tokens=tokens)) == sentence
 
 
-def test_tokens_are_not_added_to_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    import transformers
-
-    transformers.T5Config(vocab_size=300).save_pretrained(tmp_path)  # for which transformers makes up an empty tokenizer
-    assert refusal(load_tokenizer, ModelConfig(name_or_path=str(tmp_path), add_tokens=["<|a|>"])) == (
-        f"model.add_tokens is given, but {tmp_path} has no tokenizer to add them to: put one there, or leave it out"
-    )
-
-
 @pytest.mark.parametrize("target_vocabulary", [{0: "<pad>", 1: "</s>", 2: "oar"}, {0: "<pad>", 1: "</s>", 2: "rame"}])
 def test_targets_with_a_vocabulary_of_their_own_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_vocabulary: dict[int, str]
