@@ -47,9 +47,6 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
     if config.model.add_tokens and config.model.from_scratch:
         raise UserError("model.add_tokens is for weights that are there: with model.from_scratch, put them into the tokenizer")
-    for name in ("tokenizer", "add_tokens") if config.model.train_tokenizer else ():
-        if value := getattr(config.model, name):
-            raise UserError(f"model.train_tokenizer is true, and model.{name} is {value}: leave one of them out")
     own = OPTIMIZERS[optim.name].DEFAULTS
     for name in sorted({name for other in OPTIMIZERS.values() for name in other.DEFAULTS} - set(own)):
         if value := getattr(optim, name):  # a setting of another optimizer

@@ -18,6 +18,7 @@ from toolkit.data.tokens.read_tokenizer import differing_parts, open_tokenizer
 from toolkit.errors import UserError, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.durable import describe_files, fsync_names, list_files, save_json
+from toolkit.files.pointers import refuse_pointers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,8 +97,8 @@ def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrain
 
 
 def check_kept_tokenizer(run_folder: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer with other parts than the one that the run has kept, as where transformers or an earlier version of this
-    has read the same files otherwise, by a `UserError` with the way to go on."""
+    """Refuse a tokenizer with other parts than the kept one, as where transformers read the same files otherwise, by a
+    `UserError` with the way to go on."""
     parts, place = list[str](), run_folder / TOKENIZER
     with suppress(UserError, AttributeError):  # it is damaged, or one in Python
         parts = differing_parts(open_tokenizer(place).backend_tokenizer, tokenizer.backend_tokenizer)
@@ -109,6 +110,7 @@ def check_kept_tokenizer(run_folder: Path, tokenizer: Any) -> None:
 def _read(run_folder: Path) -> RunData:
     """The facts, after a check that the tokenizer's files are those that they name; else an `OSError`, `ValueError` or
     `TypeError`."""
+    refuse_pointers([run_folder / DATA_FILE, *(run_folder / TOKENIZER).glob("*")])
     data = RunData(**json.loads((run_folder / DATA_FILE).read_text(encoding="utf-8")))
     if _describe(run_folder / TOKENIZER) != data.tokenizer_files:
         raise ValueError(f"the files in {run_folder / TOKENIZER} are not those that the run wrote")

@@ -40,11 +40,10 @@ def own_class(given: Any, config: ModelConfig, task: Task) -> Iterator[None]:
     """
     import transformers
 
-    if config.train_tokenizer and (given is None or isinstance(given, type)) and (config.init_from or not config.from_scratch):
-        raise UserError(
-            "model.train_tokenizer is true, but the weights are trained, and mean the tokens of their own tokenizer: leave it "
-            "out, or set model.from_scratch true"
-        )
+    is_new = config.from_scratch or not (given is None or isinstance(given, type))
+    if config.train_tokenizer and not (is_new and config.init_from is config.tokenizer is config.add_tokens is None):
+        which = "a model built in Python or from scratch, without model.init_from, model.tokenizer and model.add_tokens"
+        raise UserError(f"model.train_tokenizer is true, which is for {which}: leave one out")
     if given is None:
         yield
         return

@@ -53,6 +53,9 @@ def test_what_fits_neither_the_task_nor_the_config_is_refused(folder: str) -> No
          rf"model is a BartForConditionalGeneration, for bart models, but model.name_or_path {folder} is a t5 model: "),
         (build(), {"from_scratch": True}, seq2seq.TASK, "model is built, and model.from_scratch asks for other weights: "),
         (build(), {"init_from": "runs/first"}, seq2seq.TASK, "model is built, and model.init_from asks for other weights: "),
+        *((given, {"train_tokenizer": True, **more}, seq2seq.TASK, "model.train_tokenizer is true, which is for a model built ")
+          for given, more in ((None, {}), (transformers.T5ForConditionalGeneration, {}), (build(), {"tokenizer": "other"}),
+                              (None, {"from_scratch": True, "init_from": "runs/first"}))),
     ]  # fmt: skip
     for given, changes, task, sentence in mistakes:
         config = ModelConfig(name_or_path=folder, **changes)
@@ -97,6 +100,20 @@ def test_a_built_model_follows_the_tokenizer_of_the_folder(folder: str, tmp_path
     (base / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=f"^the tokenizer of {base} could not be read "):
         save_built(build(), config, tmp_path)
+
+
+def test_a_built_model_without_a_tokenizer_gets_one_only_if_asked(folder: str, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    asked = ModelConfig(name_or_path=str(base), train_tokenizer=True)
+    with own_class(build(), asked, seq2seq.TASK):
+        saved = save_built(build(), asked, tmp_path)
+    assert saved.train_tokenizer and not list(Path(saved.name_or_path).glob("tokenizer*"))
+    with pytest.raises(UserError, match=r"could not be read \(T5Tokenizer finds no vocabulary\); its files are config.json, "):
+        save_built(build(), ModelConfig(name_or_path=str(base)), tmp_path)
+    named = save_built(build(), ModelConfig(name_or_path=str(base), tokenizer=folder), tmp_path)
+    assert named.tokenizer is None and (Path(named.name_or_path) / "tokenizer.json").is_file()
 
 
 def test_a_model_with_a_scalar_parameter_grows(folder: str) -> None:

@@ -118,7 +118,7 @@ def _with_own_parts(tokenizer: Any, file: Path, revision: str | None) -> PreTrai
         _say(f"transformers 5 would replace {theirs}: the file's own are used, and exported")
     if replaced and not has_languages:  # the class's own defaults hold where the file knows the token
         kept: dict[str, Any] = {
-            role: token for role, token in tokenizer.special_tokens_map.items() if stored.token_to_id(token) is not None
+            role: token for role, token in tokenizer.special_tokens_map.items() if stored.token_to_id(str(token)) is not None
         }
         kept |= {"model_input_names": tokenizer.model_input_names, "padding_side": tokenizer.padding_side}
         return PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path, revision=revision or "main", **kept)
