@@ -66,6 +66,7 @@ NAMES = listed(
     ("transformers.core_model_loading", "WeightConverter WeightRenaming rename_source_key", "matching weights to files"),
     ("transformers.core_model_loading", "dot_natural_key", "the order of experts in files"),
     ("transformers", "PreTrainedModel._keys_to_ignore_on_load_missing", "matching weights to files"),
+    ("transformers", "PreTrainedModel._adjust_missing_and_unexpected_keys", "matching weights to files"),
     ("transformers", "PreTrainedModel._get_dtype_plan", "knowing which weights stay in fp32"),
     ("transformers.core_model_loading", "revert_weight_conversion _weight_conversions build_glob_alternation", "the export"),
     ("transformers", "modeling_utils.remove_tied_weights_from_state_dict PreTrainedModel._keys_to_ignore_on_save", "the export"),
@@ -83,6 +84,7 @@ NO_PROCESS_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
 VIEW_RETURNED = "FSDP2-wrapped module .* returned a view tensor"
 ASKED_BY_PEFT = "`is_gradient_checkpointing` is deprecated|.*is a no-op"  # the latter as weights load on the meta device
 VOCABULARY_TOO_SMALL = "vocabulary is not large enough"  # tokenizers raises nothing more specific
+LOAD_REPORT = "LOAD REPORT"  # transformers' table of names that do not match
 WORKER_KILLED = "abruptly died"  # datasets
 GLOO = "gloo"  # it raises plain RuntimeErrors
 NOT_LOADED_BY_TORCHAO = r"Failed to load \S*/torchao/_C\w*(\.[\w-]+)*\.so: "

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "names-without-prefix": ("without_prefix", {}),
     "tied-weight-stored-twice": ("tied_twice", {}),
     "tied-weights-that-differ": ("tied_differing", {}),
+    "tensors-that-no-model-takes": ("with_others", {}),
     "flan-t5-lora": ("flan_t5_of_the_hub", LORA),
     "frozen-part": ("t5", {"model.freeze": [r"encoder\..*", r".*norm.*"], "model.frozen_dtype": "bfloat16"}),
     "other-weights": ("t5", {"model.init_from": "{other_t5}"}),
@@ -66,6 +67,12 @@ LEFT_WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "missing": (
         "without_tensor", {}, "the weights of model.name_or_path {folder} lack 1 of the model's parameters (model.norm.weight, …)"
+    ),
+    "other-names": (
+        "wrapped", {},
+        "…), which would stay random, and have 20 others (module.model.embed_tokens.weight, module.model.layers.0.input_"
+        "layernorm.weight, module.model.layers.0.mlp.down_proj.weight, …): give complete weights, or model.from_scratch true; if "
+        "only names differ, save it without what wraps it (DDP, torch.compile, an adapter, a larger model)",
     ),
     "shape": (
         "other_shape", {},
@@ -130,6 +137,14 @@ def build_folders(parent: Path) -> dict[str, Path]:
     change("without_bias", "bart", lambda tensors: tensors.pop("final_logits_bias"))
     change("without_tensor", "llama_tied", lambda tensors: tensors.pop("model.norm.weight"))
     change("other_shape", "llama_tied", lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    change(
+        "wrapped", "llama_tied", lambda tensors: [tensors.update({f"module.{name}": tensors.pop(name)}) for name in [*tensors]]
+    )
+    # Biases, a layer beyond the last, another head; the last is a buffer of older versions, which transformers ignores.
+    others = {f"model.layers.{layer}.self_attn.q_proj.bias": torch.ones(32) for layer in (0, 1)}
+    others |= {name: torch.ones(2) for name in ("model.layers.2.mlp.up_proj.weight", "score.weight")}
+    others["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    change("with_others", "llama", lambda tensors: tensors.update(others))
     change("other_t5", "t5", lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
     # As many rows as tokens: new ones make it grow.
     for name in ("t5", "flan_t5_of_the_hub", "bart", "llama", "llama_tied"):
@@ -219,7 +234,7 @@ def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str
             sharded = load(accelerator, folders, name, flags)
         with whole_only:
             whole = load(accelerator, folders, name, flags)
-        found[case] = {what: sharded[what] for what in ("printed", "reads", "num_parameters")}
+        found[case] = {what: sharded[what] for what in ("printed", "reads", "num_parameters", "others")}
         found[case]["differing"] = {what: differing(sharded[what], whole[what]) for what in COMPARED}
         found[case]["num_compared"] = {what: len(whole[what]) for what in COMPARED}
     return found
@@ -247,8 +262,8 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
     context = RunContext(accelerator, dtype, Path(), {}, None, init_from, ())
     config, model_config, skeleton = stages.build_skeleton(config, context)
-    printed: list[str] = []
-    with patch.object(stages.logger, "info", printed.append):
+    printed, warned = list[str](), list[str]()
+    with patch.multiple(stages.logger, info=printed.append, warning=warned.append):
         model, sources = stages.load_model(config, context, model_config, skeleton)
     identity = stages.identity_of(context, model_config, "", model, sources)
     assert sources is None or all(parameter.is_meta for parameter in model.parameters())
@@ -267,6 +282,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
             "generation_config": model.generation_config.to_dict(),
             "name": model.name_or_path,
             "training": model.training,
+            "warned": [text.partition(str(folders[name]))[2] for text in warned],
         },
         "printed": printed,
         "reads": reads,
@@ -309,6 +325,14 @@ def test_shards_are_what_transformers_loads(found: list[dict[str, Any]], case: s
     assert sum(map(sum, reads)) == num_parameters
     assert max(map(sum, reads)) < 0.45 * num_parameters, "of three ranks one has much more than its third"
     assert max(map(max, reads)) <= SMALL_PIECE_BYTES // 4
+
+
+def test_tensors_that_the_model_does_not_take_are_counted(found: list[dict[str, dict[str, Any]]]) -> None:
+    (warned,) = found[0]["tensors-that-no-model-takes"]["others"]["warned"]
+    assert warned == (
+        " also have 4 tensors that the model does not take, so neither trained nor exported: model.layers.*.self_attn.q_proj."
+        "bias (2), model.layers.2.mlp.up_proj.weight, score.weight"
+    )
 
 
 def test_replicas_read_the_same_shards(folders: dict[str, Path]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
 DEQUANTIZED = ("bitsandbytes nf4", "mxfp4", "fp8 in blocks of [128, 128]")
 """Formats of quantized weights that `dequantize.py` reads."""
+_OF_A_SET = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
@@ -135,8 +137,8 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
 
 
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights transformers would unpickle or load from elsewhere, or are git-lfs pointers, by a `UserError`
-    with the file and the entry; `what` is its setting and path."""
+    """Refuse a folder whose weights transformers would unpickle or load from elsewhere, are git-lfs pointers, or are two sets, by a
+    `UserError` with the file and the entry; `what` is its setting and path."""
     check_readable(what, folder)
     refuse_pointers(folder / name for name in ("config.json", "generation_config.json", *WEIGHTS_FILES))
     if (folder / "adapter_config.json").is_file():  # transformers would load the adapter too, even from a pickle
@@ -144,8 +146,15 @@ def check_weight_files(folder: Path, what: str) -> None:
             f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "
             "adapter.name_or_path"
         )
-    if (folder / WEIGHTS_INDEX).is_file():
-        refuse_pointers(folder / shard for shard in _check_index(folder / WEIGHTS_INDEX, what))
+    named = _check_index(folder / WEIGHTS_INDEX, what) if (folder / WEIGHTS_INDEX).is_file() else set()
+    refuse_pointers(folder / shard for shard in sorted(named))
+    # Each file once; nobody can tell which set is meant. Files of other formats (.bin, consolidated) are often beside them.
+    stored = {path.name for path in folder.glob("*.safetensors") if path.name in named or _OF_A_SET.fullmatch(path.name)}
+    sets = [sorted(files) for files in (stored & {WEIGHTS_FILES[0]} - named, stored & named, stored - named - {WEIGHTS_FILES[0]})]
+    if len(found := [files for files in sets if files]) > 1:
+        one, other = (f"{files[0]}{f' and {len(files) - 1} more' * (len(files) > 1)}" for files in found[:2])
+        by_index = f", of which {WEIGHTS_INDEX} names {sets[1][0]}" if sets[1] else ""
+        raise UserError(f"{what} holds two sets of weights, {one} and {other}{by_index}: keep one of them there")
 
 
 def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
@@ -165,8 +174,8 @@ def hash_model_config(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _check_index(index: Path, what: str) -> list[str]:
-    """The files that an index names; refuses all but safetensors files in its own folder."""
+def _check_index(index: Path, what: str) -> set[str]:
+    """The files that an index names; anything but safetensors files in its own folder is refused."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
@@ -179,7 +188,7 @@ def _check_index(index: Path, what: str) -> list[str]:
             f"the {WEIGHTS_INDEX} of {what} names {foreign[0]!r} in its weight_map, and only safetensors files of the same "
             "folder are read: save the model again with transformers' save_pretrained"
         )
-    return files
+    return {*files}
 
 
 def hub_commit(config: ModelConfig) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.safetensors_index import WholeOnly, find_weight_files, open_files
+from toolkit.models.safetensors_index import WholeOnly, check_loaded, find_weight_files, open_files, report_unknown
 from toolkit.models.shard_reader import Box, pieces
-from toolkit.private import private
+from toolkit.private import LOAD_REPORT, private
 from toolkit.variables import local_rank
 
 if TYPE_CHECKING:
@@ -177,7 +178,9 @@ def load_model(
             ": give a folder with them, or model.from_scratch true for random ones",
         )  # fmt: skip
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
-        check_loaded(task, model, config.name_or_path, report["missing_keys"], other_shapes)
+        unknown = report["unexpected_keys"]
+        check_loaded(task, model, config.name_or_path, report["missing_keys"], other_shapes, unknown)
+        report_unknown(config.name_or_path, unknown)
     grow_vocabulary(model, config)
     return model
 
@@ -203,7 +206,7 @@ def from_files(
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=options["revision"])
         nested = [value for value in settings.values() if isinstance(value, dict)]
         if not any(part.get("quantization_config") for part in (settings, *nested)):
-            return model_class.from_pretrained(name, use_safetensors=True, **options)
+            return _load(model_class, name, use_safetensors=True, **options)
         stored = open_files(find_weight_files(name, options["revision"]), what)
     except (OSError, WholeOnly) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -212,28 +215,24 @@ def from_files(
     built, is_meta = build(), torch.device("meta") in options.get("device_map", {}).values()
     boxes = {key: tuple(slice(0, size) for size in source.shape) for key, source in stored.items()}
     state = {key: torch.empty(stored[key].shape, device="meta") if is_meta else stored[key].read(boxes[key]) for key in boxes}
-    model, report = type(built).from_pretrained(None, state_dict=state, **options | {"config": built.config})
+    model, report = _load(type(built), None, state_dict=state, **options | {"config": built.config})
     model.name_or_path = model.config.name_or_path = built.name_or_path
     model.generation_config = built.generation_config
     return model, report
 
 
-def check_loaded(
-    task: Task, model: PreTrainedModel, name_or_path: str, missing: Iterable[str], other_shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes; a head that the
-    task may draw may be missing."""
-    what = f"the weights of model.name_or_path {name_or_path}"
-    if names := sorted(name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")):
-        raise UserError(
-            f"{what} lack {len(names)} of the model's parameters ({', '.join(names[:3])}, …), which would stay random: give "
-            "complete weights, or model.from_scratch true"
-        )
-    for name, stored in sorted(other_shapes.items()):
-        raise UserError(
-            f"{what} have {name} of shape {stored}, but its config.json makes it {tuple(model.state_dict()[name].shape)}: give "
-            "the config.json that the weights were saved with"
-        )
+def _load(model_class: Any, name: str | None, **options: Any) -> Any:
+    """`from_pretrained` without transformers' table of names that do not match, except for errors: callers have own words."""
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return LOAD_REPORT not in (text := record.getMessage()) or "CONVERSION" in text
+
+    theirs = logging.getLogger("transformers.modeling_utils")
+    theirs.addFilter(is_kept)
+    try:
+        return model_class.from_pretrained(name, **options)
+    finally:
+        theirs.removeFilter(is_kept)
 
 
 def fastest_attention(model_config: PretrainedConfig, device_type: str) -> str | None:

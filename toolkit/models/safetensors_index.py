@@ -8,21 +8,25 @@ cannot be read in parts: `WholeOnly` says why.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from toolkit.config.task import Task
 from toolkit.distributed.comm import on_rank_0
-from toolkit.errors import UserError
+from toolkit.errors import UserError, plural
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
 from toolkit.models.dequantize import dequantized
 from toolkit.models.shard_reader import Box, Source, Sources, pieces
@@ -31,6 +35,7 @@ from toolkit.private import private
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger("toolkit")
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -40,6 +45,7 @@ DTYPES = {
 """torch dtypes by safetensors' names."""
 _OF_EXPERTS = [("MergeModulelist", 0), ("Concatenate", 1)]
 """transformers' operations, one or both, on the tensors of the experts that are one weight in the model."""
+_NUM_NAMES = 12
 
 
 class WholeOnly(UserError):
@@ -57,7 +63,7 @@ class Match:
     other_shapes: dict[str, tuple[int, ...]]
     """Names of the model whose stored tensor has another shape → the stored shape."""
     unknown: list[str]
-    """Names in the files that the model does not have."""
+    """Names that the model does not have, as transformers renames them; without those that it ignores in models of this class."""
 
 
 def open_files(paths: Iterable[Path], what: str) -> Sources:
@@ -135,14 +141,15 @@ def match_names(model: PreTrainedModel, files: Sources) -> Match:
     # Rename each key as transformers does.
     rename = private("rename_source_key")
     tensors: dict[str, str] = {}
-    unknown = []
+    unknown: set[str] = set()
     of_experts: dict[str, dict[str, list[Source]]] = {}  # the tensors of a weight, by the pattern of their names
     for key in sorted(files, key=private("dot_natural_key")):  # expert 10 after 9
         name, pattern = rename(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename(key, [], [], prefix, wanted)
         if name not in wanted:
-            unknown.append(key)
+            first, *others = next((one.target_patterns for one in converters if pattern in one.source_patterns), [name])
+            unknown |= {name, *(name.replace(first, other) for other in others)}
         elif pattern is not None and name not in tensors:
             of_experts.setdefault(name, {}).setdefault(pattern, []).append(files[key])
         elif name in tensors or name in of_experts:
@@ -158,14 +165,55 @@ def match_names(model: PreTrainedModel, files: Sources) -> Match:
             files[name], tensors[name] = merged, name
     # transformers keeps the conversions for saving.
     model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
+    ignoring: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=unknown)
+    private("_adjust_missing_and_unexpected_keys", model)(ignoring)
     present = {id(wanted[name]) for name in tensors}
     shapes = {name: files[key].shape for name, key in tensors.items()}
     return Match(
         tensors=tensors,
         missing=sorted(name for name, tensor in wanted.items() if id(tensor) not in present),
         other_shapes={name: shape for name, shape in shapes.items() if shape != tuple(wanted[name].shape)},
-        unknown=unknown,
+        unknown=sorted(ignoring.unexpected_keys),
     )
+
+
+def check_loaded(
+    task: Task,
+    model: PreTrainedModel,
+    name_or_path: str,
+    missing: Iterable[str],
+    other_shapes: dict[str, tuple[int, ...]],
+    unknown: Collection[str],
+) -> None:
+    """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes; a head that the
+    task may draw may be missing. `unknown` ones may be the missing ones under other names."""
+    what = f"the weights of model.name_or_path {name_or_path}"
+    if names := sorted(name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")):
+        others = f", and have {len(unknown)} others ({', '.join(sorted(unknown)[:3])}, …)" if unknown else ""
+        renamed = "; if only names differ, save it without what wraps it (DDP, torch.compile, an adapter, a larger model)"
+        raise UserError(
+            f"{what} lack {len(names)} of the model's parameters ({', '.join(names[:3])}, …), which would stay random{others}: "
+            f"give complete weights, or model.from_scratch true{renamed if unknown else ''}"
+        )
+    for name, stored in sorted(other_shapes.items()):
+        raise UserError(
+            f"{what} have {name} of shape {stored}, but its config.json makes it {tuple(model.state_dict()[name].shape)}: give "
+            "the config.json that the weights were saved with"
+        )
+
+
+def report_unknown(name_or_path: str, unknown: Collection[str]) -> None:
+    """Log stored tensors that the model does not take, counted by their names, in which `*` stands for numbers."""
+    named: dict[str, list[str]] = {}
+    for name in sorted(unknown):
+        named.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
+    if named:
+        shown = [f"{pattern} ({len(names)})" if len(names) > 1 else names[0] for pattern, names in named.items()]
+        more = f" and {len(shown) - _NUM_NAMES} names more" * (len(shown) > _NUM_NAMES)
+        also = (
+            f"the weights of model.name_or_path {name_or_path} also have {plural(len(unknown), 'tensor')} that the model does not"
+        )
+        logger.warning(f"{also} take, so neither trained nor exported: {', '.join(shown[:_NUM_NAMES])}{more}")
 
 
 def untie_differing(model: PreTrainedModel, files: Sources, match: Match) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.config.task import Task
 from toolkit.errors import UserError
-from toolkit.models.config import hub_commit, load_model_config
+from toolkit.models.config import check_weight_files, hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
 from toolkit.models.position_limits import warn_of_shared_rope
 from toolkit.tasks import causal, seq2seq
@@ -98,6 +99,29 @@ def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(
     (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
     with pytest.raises(UserError, match="^the config.json of .* names the attention user/kernel, which is code of the hub: set "):
         load_model_config(ModelConfig(name_or_path=str(tmp_path)), causal.TASK)
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (("model.safetensors", "model-1-of-1.safetensors"), "model.safetensors and model-1-of-1.safetensors, of which"),
+        (("model-1-of-1.safetensors", "model-2-of-2.safetensors"), "model-1-of-1.safetensors and model-2-of-2.safetensors"),
+        (("model.safetensors", "model-1-of-2.safetensors", "model-2-of-2.safetensors"), "model-1-of-2.safetensors and 1 more"),
+        (("model.safetensors", "consolidated.safetensors", "pytorch_model.bin"), ""),
+        (("model-1-of-1.safetensors",), ""),
+    ],
+)
+def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path: Path, files: tuple[str, ...], sentence: str) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    index = {"weight_map": {"lm_head.weight": "model-1-of-1.safetensors"}}  # it may be older than model.safetensors
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if not sentence:
+        return check_weight_files(tmp_path, "the model")
+    with pytest.raises(
+        UserError, match=f"^the model holds two sets of weights, .*{re.escape(sentence)}.*: keep one of them there$"
+    ):
+        check_weight_files(tmp_path, "the model")
 
 
 def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
