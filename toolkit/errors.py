@@ -48,6 +48,9 @@ _WAYS_OUT = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (ulimit -n)"),
     errno.ENOMEM: "free memory on this machine, or take one that has more",
 }
+_SHARED_MEMORY = "/dev/shm"
+_LOADER_WORKER = re.compile(r"DataLoader worker \(pid.*\d\)* (is killed by signal: \w[\w ]*|exited unexpectedly)")
+"""What torch raises of a loader worker that is gone."""
 _ERROR_OF_RUST = re.compile(r"\(os error (\d+)\)")
 
 
@@ -79,12 +82,17 @@ def as_user_error(error: BaseException) -> UserError | None:
     """A `UserError` itself, or one about what the operating system `refused` or does not permit; None for any other error."""
     if isinstance(error, UserError):
         return error
+    if lost := _LOADER_WORKER.search(str(error)):
+        way_out = "free memory, where the system ends processes because it runs out, or set data.num_loader_workers 0"
+        return UserError(f"a process that collates batches {lost[1]}: {way_out}, and start the same command again", "rank")
     denied = error if isinstance(error, PermissionError) and error.filename else None
     if (found := denied or refused(error)) is None:
         return None
     where = f" ({found.filename})" if found.filename else ""
     otherwise = "ask its owner, or chmod" if denied else "do not clean the folder of temporary files (TMPDIR) while this runs"
     way_out = _WAYS_OUT.get(found.errno or 0, otherwise)
+    if found.errno == errno.ENOSPC and str(found.filename or _SHARED_MEMORY).startswith(_SHARED_MEMORY):
+        way_out = f"make room on the disk, or in {_SHARED_MEMORY} (docker run --shm-size 1g, or data.num_loader_workers 0)"
     return UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again", "rank")
 
 

@@ -185,6 +185,15 @@ def test_what_the_system_does_not_permit_is_a_sentence_with_its_path() -> None:
     assert error is not None and "Permission denied (/run/metrics.jsonl); ask its owner, or chmod" in str(error)
 
 
+def test_a_full_disk_without_a_path_may_be_the_shared_memory() -> None:
+    """Of a semaphore, or of NCCL's buffers."""
+    error = as_user_error(OSError(errno.ENOSPC, "No space left on device"))
+    assert str(error) == (
+        "the system refuses: No space left on device; make room on the disk, or in /dev/shm (docker run --shm-size 1g, or "
+        "data.num_loader_workers 0), and start the same command again"
+    )
+
+
 class OtherError(UserError):
     """As recipes and tools may have one."""
 

@@ -13,6 +13,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -203,7 +204,7 @@ def load_micro_batches(
         sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys works
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=_leave_signals_to_the_rank,
+        worker_init_fn=_prepare_worker,
         pin_memory=pin_memory,
         collate_fn=tuple,  # type: ignore[arg-type]  # items are collated where they are read
     )
@@ -224,10 +225,16 @@ class _CollatedRows(torch.utils.data.Dataset):
         return micro_batch, self.collator.collate(packs, is_dummy=micro_batch.is_dummy)
 
 
-def _leave_signals_to_the_rank(worker: int) -> None:
-    """A terminal signals the whole process group, but workers must live until their rank has reached a step boundary."""
+def _prepare_worker(worker: int) -> None:
+    """Leave signals to the rank: a terminal signals the whole process group, but workers must live until it has reached a step
+    boundary. Send batches through the pipe, by value.
+
+    torch would put each tensor into /dev/shm, of which containers have 64 MiB, and send its file descriptor through a socket in
+    TMPDIR, whose path may have 107 characters. A worker that cannot do that only prints so, and its rank waits.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
 
 
 def _end_workers() -> None:

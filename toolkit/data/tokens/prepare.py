@@ -9,11 +9,13 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
@@ -41,6 +43,8 @@ FORMAT_VERSION = 7
 """Part of the cache's name. Raise it when the columns or their meaning change."""
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
+_LONGEST_FOLDER, _OTHER_FOLDERS = 107 - len("/pymp-12345678/listener-12345678"), ("/tmp", "/var/tmp", "/dev/shm")
+"""The longest path of a folder with sockets of `multiprocess` in it, and where else they can be."""
 
 Tokenize = Callable[[dict[str, list]], dict[str, list]]
 """Called with a batch of rows as columns."""
@@ -200,6 +204,8 @@ def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path,
     datasets.disable_progress_bars()  # ours is on rank 0 only, and becomes lines where there is no terminal
     num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
     has_workers = num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES
+    if has_workers:
+        _shorten_sockets()
     num_processes, phase = num_workers if has_workers else 1, Phase(f"tokenizing {name} rows", len(dataset), "rows")
     try:
         return dataset.map(
@@ -223,6 +229,16 @@ def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path,
             f"one of the {num_workers} processes that tokenize the {name} rows was killed, as the system does where memory runs "
             "out: set data.num_tokenizer_workers to fewer, and run the same command again"
         ) from None
+
+
+def _shorten_sockets() -> None:
+    """Let the sockets of the processes that tokenize have paths that the system takes, of at most 107 bytes. `multiprocess` puts
+    them into a folder that it makes in TMPDIR at the first use, and keeps until this process exits."""
+    import multiprocess.util
+
+    places = (place for place in (tempfile.gettempdir(), *_OTHER_FOLDERS) if len(os.fsencode(place)) <= _LONGEST_FOLDER)
+    with mock.patch.object(tempfile, "tempdir", next((place for place in places if os.access(place, os.W_OK | os.X_OK)), None)):
+        multiprocess.util.get_temp_dir()
 
 
 def _tokenize_shown(
