@@ -38,7 +38,7 @@ logger = logging.getLogger("toolkit")
 MAY_CHANGE_ON_RESUME = (
     "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
     "data.num_tokenizer_workers", "data.num_loader_workers", "data.cache_dir", "data.files", "data.eval_files",
-    "data.hub_eval_split", "data.format", "data.csv_delimiter", "data.encoding", "recipe", "model.tokenizer",
+    "data.hub_eval_split", "data.format", "data.csv_delimiter", "data.encoding", "data.field", "recipe", "model.tokenizer",
     "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.", "optim.max_skipped_steps", "attention",
 )  # fmt: skip
 """Config keys (or sections) that a resumed run may set differently. Data is compared by its tokens, not by its files."""

@@ -43,6 +43,9 @@ class _Data(_Rows):
     b.csv], mail: c.csv}`, each is a set with figures of its own. If unset, `eval_fraction` of the rows are held out."""
     csv_delimiter: str | None = None
     """Character between the cells of `csv` files. If unset, a comma."""
+    field: str | None = None
+    """Key under which the rows are in a JSON file that is one object, as in `data`. If unset, the only one with a list of
+    objects."""
     encoding: str | None = None
     """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
     num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]

@@ -105,7 +105,13 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
     """The reading, the columns used and those left out, as in "messages, from messages and tools; not read: id"."""
     *first, last = [show_names([name]) for name in columns.names if name in existing]
     used = f"{', '.join(first)} and {last}" if first else last
-    left_out = show_names(name for name in existing if name not in columns.names)
+
+    def has_read(name: str) -> bool:
+        return any(used.startswith(f"{name}.") for used in columns.names)
+
+    # The parts of an object are named where one of them is read, and else the object.
+    parts = [name for name in existing if not (outer := name.rpartition(".")[0]) or outer not in existing or has_read(outer)]
+    left_out = show_names(name for name in parts if name not in columns.names and not has_read(name))
     return f"{KINDS[columns.kind].how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
 
 

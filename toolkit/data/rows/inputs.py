@@ -15,10 +15,12 @@ from toolkit.config.paths import split_own_source
 from toolkit.config.sets import name_entries
 from toolkit.data.rows.columns import KINDS, Columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
+from toolkit.data.sources.columnar import list_struct_fields
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
+from toolkit.data.sources.json_files import list_fields
 from toolkit.data.sources.own_function import load_own_source, read_options
-from toolkit.data.sources.row import show_names
+from toolkit.data.sources.row import list_parts, show_names, take_part
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
 
@@ -80,7 +82,7 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
             )
     is_own = any(split_own_source(entry.source) for entry in entries.values())
     choose = partial(config.task.choose_columns, config=config, has_chat_template=has_chat_template)
-    form = build_form(config.csv_delimiter, config.encoding)
+    form = build_form(config.csv_delimiter, config.encoding)._replace(field=config.field)
     source = config.source if config.source in READERS else ""
     # Evaluation files and splits. A function that is the only source gets the files, and may read them.
     named = config.eval_files if isinstance(config.eval_files, dict) else {"": config.eval_files or []}
@@ -106,6 +108,8 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
             raise UserError(f"data.csv_delimiter is {config.csv_delimiter!r}, but no file is read as csv: leave it out")
         if config.encoding and not kinds.intersection(("csv", "tsv", "json", "jsonl", "txt")):
             raise UserError(f"data.encoding is {config.encoding}, but no text file is read: leave it out")
+        if config.field and not kinds.intersection(("json", "jsonl")):
+            raise UserError(f"data.field is {config.field}, but no file is read as json: leave it out")
         check_columns_used(config, inputs)
     return inputs
 
@@ -179,9 +183,13 @@ def _read_examples(item: RowInput) -> Iterator[Example | str]:
             if "skip" in options:
                 yield options["skip"]
                 continue
-            names = [key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}" for key in row]
+            names = list_parts(
+                {key if isinstance(key, str) else f"{key!r} of type {type(key).__name__}": row[key] for key in row}
+            )
             columns = columns(where, names)
             item.used.update(columns.names)
+        if parts := [name for name in columns.names if name not in row]:
+            row = row | {name: take_part(row, name) for name in parts}
         yield build_example(row, columns, where, for_generation=item.for_generation, **options)
 
 
@@ -209,10 +217,17 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     try:
         columns = choose(path, existing)
     except UserError as error:
+        fields = list_fields(path, form) if kind in ("json", "jsonl") and form.field is None else []
+        if len(fields) == 1:  # nothing else can be meant
+            return open_file(path, kind, choose, form._replace(field=fields[0]), **known)
+        if fields:
+            found = " and ".join(fields)
+            raise UserError(f"{path} is one object, with rows under {found}: set data.field to one of them") from None
         raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
     if kind in ("json", "jsonl"):  # optional columns may come in later rows than were looked at
         columns = columns._replace(names=tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
-    details = f" {form.encoding} {form.delimiter}" if is_text else ""
+    details = f" {form.encoding} {form.delimiter}{f' {form.field}' if form.field else ''}" if is_text else ""
+    about += f"; its rows are under {form.field}" if form.field else ""
     return RowInput(
         label=str(path),
         source=kind,
@@ -245,7 +260,8 @@ def _open_own(entry: MixEntry, config: Any, choose: partial[Columns], setting: s
 def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, choose: Callable[..., Columns], **known: Any) -> RowInput:
     """A hub dataset, or a folder that only `datasets` can read."""
     dataset = load_hub_dataset(entry.source, entry.hub_subset, entry.hub_split, other_sources=tuple(READERS))
-    columns = choose(entry.source, dataset.column_names)
+    existing = list_struct_fields(dataset.features.arrow_schema)
+    columns = choose(entry.source, existing)
     # The fingerprint of `datasets` depends on paths and times; only the rows themselves are the same on every machine.
     read = partial(read_hub_rows, dataset, columns.names)
     _, digest = _hash_rows(islice(read(), None if known.get("is_eval_file") else config.num_rows))
@@ -255,6 +271,6 @@ def _open_hub(entry: MixEntry, config: DataConfig | LLMDataConfig, choose: Calla
         read=read,
         columns=columns,
         digest=f"{digest} {columns}",
-        reading=describe_columns(columns, dataset.column_names),
+        reading=describe_columns(columns, existing),
         **known,
     )

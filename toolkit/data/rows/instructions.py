@@ -12,7 +12,7 @@ from toolkit.errors import UserError
 _ROLES = {
     "user": ("human", "user"),
     "assistant": ("gpt", "assistant", "chatgpt", "bot", "model", "bing", "bard"),
-    "system": ("system",),
+    "system": ("system", "developer"),
     "tool": ("tool", "function", "observation", "function_response", "tool_response"),
 }
 _CALLS = ("function_call", "tool_call")

@@ -14,6 +14,8 @@ from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER
 
 ROLES = ("system", "user", "assistant", "tool")
+_OTHER_ROLES = {"function": "tool", "developer": "system"}
+"""OpenAI's, before there were tools, and in place of `system` for models that reason."""
 TOOLS_COLUMN = "tools"
 _MESSAGE_FORM = 'write {"role": ..., "content": ...}'
 _WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
@@ -83,7 +85,7 @@ def _read_message(item: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where} has from and value, as ShareGPT's turns do: set data.format sharegpt")
     if "role" not in message:
         raise UserError(f"{where} has no role (its keys: {', '.join(map(str, message)) or 'none'}): {_MESSAGE_FORM}")
-    message["role"] = "tool" if message["role"] == "function" else message["role"]  # OpenAI's, before there were tools
+    message["role"] = _OTHER_ROLES.get(str(message["role"]), message["role"])
     if message["role"] not in ROLES:
         raise UserError(f"{where}: {message['role']!r:.60} is not a role: write one of {', '.join(ROLES)}")
     if call := message.pop("function_call", None):  # likewise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.sources.row import count_rows_at_once
+from toolkit.data.sources.row import count_rows_at_once, list_parts
 from toolkit.data.sources.text_files import Cells, Form
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER
@@ -19,14 +19,30 @@ def read_columnar(path: Path, columns: Sequence[str], form: Form) -> Iterator[Ce
     Raises:
         UserError: another kind of file, truncated or damaged; text that is not UTF-8, with the row.
     """
-    with _open(path) as (_, read):
-        yield from read_batches(path, read(list(columns)), columns)
+    with _open(path) as (schema, read):
+        columns = outer_names(schema, columns)
+        yield from read_batches(path, read(columns), columns)
 
 
 def list_names(path: Path, form: Form) -> list[str]:
-    """The column names of such a file; raises as `read_columnar`."""
-    with _open(path) as (names, _):
-        return names
+    """The column names of such a file, as `list_parts`; raises as `read_columnar`."""
+    with _open(path) as (schema, _):
+        return list_struct_fields(schema)
+
+
+def outer_names(schema: Any, names: Sequence[str]) -> list[str]:
+    """The columns of an Arrow schema in which named parts stand."""
+    return list(dict.fromkeys(name if name in schema.names else name.partition(".")[0] for name in names))
+
+
+def list_struct_fields(schema: Any) -> list[str]:
+    """`list_parts` of the rows of an Arrow schema."""
+    import pyarrow as pa
+
+    def as_row(fields: Any) -> dict[str, Any]:
+        return {field.name: as_row(field.type) if pa.types.is_struct(field.type) else None for field in fields}
+
+    return list_parts(as_row(schema))
 
 
 def read_batches(where: object, batches: Iterable[Any], columns: Sequence[str]) -> Iterator[Cells]:
@@ -60,8 +76,8 @@ def _find_change(kind: Any) -> Callable[[Any], Any] | None:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
-    """The column names, and a function that reads batches with some columns at least; Arrow files are memory-mapped."""
+def _open(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Iterable[Any]]]]:
+    """The schema, and a function that reads batches with some columns at least; Arrow files are memory-mapped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -73,13 +89,13 @@ def _open(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterabl
                 about = parquet.metadata
                 num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
                 size = count_rows_at_once(about.num_rows, num_bytes)
-                yield parquet.schema_arrow.names, lambda columns: parquet.iter_batches(batch_size=size, columns=columns)
+                yield parquet.schema_arrow, lambda columns: parquet.iter_batches(batch_size=size, columns=columns)
         elif begin == b"ARROW1":
             with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as arrow:
-                yield arrow.schema.names, lambda _: map(arrow.get_batch, range(arrow.num_record_batches))
+                yield arrow.schema, lambda _: map(arrow.get_batch, range(arrow.num_record_batches))
         else:
             with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
-                yield stream.schema.names, lambda _: stream
+                yield stream.schema, lambda _: stream
     except (pa.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise UserError(f"{path} is not a complete parquet or Arrow file ({reason}): copy or write it again") from None

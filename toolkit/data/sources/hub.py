@@ -8,6 +8,7 @@ Therefore the name and a folder's README are checked before `datasets` sees them
 from __future__ import annotations
 
 import contextlib
+import json
 import posixpath
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from unittest import mock
 
 import yaml
 
-from toolkit.data.sources.columnar import read_batches
+from toolkit.data.sources.columnar import outer_names, read_batches
 from toolkit.data.sources.files import name_kind
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
@@ -73,6 +74,8 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return [], ""
+    if saved := _list_saved(folder, name, split):
+        return saved, f"{name}: split {split} is {_name_files([file.relative_to(folder) for file in saved])}, by save_to_disk"
     with _open_builder(name, subset, split, other_sources) as builder:
         home = folder.resolve()
         splits = {str(key): [Path(file).relative_to(home) for file in files] for key, files in builder.config.data_files.items()}
@@ -97,6 +100,27 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
     return [folder / file for file in files] if is_ours else [], sentence
 
 
+def _list_saved(folder: Path, name: str, split: str) -> list[Path]:
+    """The Arrow files of a split in a folder of `save_to_disk`, in their order; none if it is another folder."""
+
+    def read(file: Path, key: str) -> Any:
+        about = None
+        with contextlib.suppress(OSError, ValueError):  # files of that name with rows
+            about = json.loads(file.read_text(encoding="utf-8"))
+        return about.get(key) if isinstance(about, dict) else None
+
+    splits = read(folder / "dataset_dict.json", "splits")
+    if splits and split not in splits:
+        raise UserError(f"data.source {name} has no split {split}, but {' and '.join(splits)}: set data.hub_split to one of them")
+    home = folder / split if splits else folder
+    if read(home / "state.json", "_indices_data_files"):
+        raise UserError(f"data.source {name} is a selection of its files' rows: save it again by this version of datasets")
+    files = [home / about["filename"] for about in read(home / "state.json", "_data_files") or []]
+    for file in files:
+        check_inside(name, folder, file)
+    return files
+
+
 @contextlib.contextmanager
 def _open_builder(name: str, subset: str | None, split: str, other_sources: tuple[str, ...]) -> Iterator[DatasetBuilder]:
     """Yield the builder of a dataset whose files are all its own, and turn what is raised with it into a `UserError`."""
@@ -111,10 +135,6 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
     is_folder = path.is_dir()
     if not is_folder and (path.is_absolute() or name.startswith(".")):
         raise UserError(f"data.source {name}: there is no such folder: check the path")
-    for state, pattern in (("state.json", "data-*.arrow"), ("dataset_dict.json", f"{split}/data-*.arrow")):
-        if (path / state).is_file() and any(path.rglob("data-*.arrow")):  # caches of `map` may lie beside its files
-            way_out = f"name its files in data.files, as in {path / pattern}"
-            raise UserError(f"data.source {name} was written by save_to_disk: {way_out}")
     offline = mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True)  # HF_HUB_OFFLINE=1 would be read only at its import
     try:
         with offline if is_folder else contextlib.nullcontext():
@@ -143,7 +163,8 @@ def _open_builder(name: str, subset: str | None, split: str, other_sources: tupl
 def read_hub_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[Cells]:
     """Yield the cells of some columns, row by row, as those of a parquet file."""
     batch_size = count_rows_at_once(len(dataset), dataset.data.nbytes)
-    batches = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=batch_size)
+    columns = outer_names(dataset.features.arrow_schema, columns)
+    batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=batch_size)
     yield from read_batches(f"the dataset {dataset.info.dataset_name}", batches, columns)
 
 

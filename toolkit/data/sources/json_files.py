@@ -1,14 +1,19 @@
-"""Readers of JSON: one object per line, or one array of objects. Which of them a file is shows at its first character."""
+"""Readers of JSON: one object per line, one array of objects, or one object that holds them all.
+
+An array shows at its first character, an object of rows where no other follows it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from toolkit.data.sources.row import list_parts
 from toolkit.data.sources.text_files import Cells, Form, open_bytes, open_text
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER, read_json_lines
@@ -21,13 +26,21 @@ _WAY_OUT = "write one object per line, or one array of objects"
 def read_json(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
     """Yield each object, with None for those of some keys that it lacks; a `UserError` names the line of anything else."""
     for row in _read_objects(path, form, example_key=columns[0]):
-        yield {**dict.fromkeys(columns), **row}
+        yield {**dict.fromkeys(name for name in columns if "." not in name), **row}
 
 
 def list_keys(path: Path, form: Form) -> list[str]:
-    """The keys of the first thousand objects."""
+    """The keys of the first thousand objects, and those inside the objects of the first, as `list_parts`."""
     objects = islice(_read_objects(path, form, example_key="text"), ROWS_TO_FIND_KEYS_IN)
-    return list({key: None for row in objects for key in row})
+    return list({key: None for number, row in enumerate(objects) for key in (row if number else list_parts(row))})
+
+
+def list_fields(path: Path, form: Form) -> list[str]:
+    """Under which keys a file that is one object has lists of objects."""
+    with open_text(path, form) as file:
+        whole = _read_whole(file)
+    lists = {key: value for key, value in (whole or {}).items() if isinstance(value, list)}
+    return [key for key, value in lists.items() if value and all(isinstance(row, dict) for row in value)]
 
 
 def _read_objects(path: Path, form: Form, *, example_key: str) -> Iterator[dict[str, Any]]:
@@ -39,11 +52,49 @@ def _read_objects(path: Path, form: Form, *, example_key: str) -> Iterator[dict[
         if char == "[":
             yield from _read_array(path, begin + char + file.read(), len(begin), example_key)
             return
+    with open_text(path, form) as file:
+        whole = _read_whole(file)
+    if form.field is not None and not isinstance((whole or {}).get(form.field), list):
+        raise UserError(f"data.field is {form.field}, but {path} is not an object with a list there: correct it, or leave it out")
+    if whole is not None:
+        for number, row in enumerate(_list_rows(whole, form.field), start=1):
+            yield _check_object(row, f"{path}, row {number}", example_key)
+        return
     with open_bytes(path) as raw, open_text(path, form, newline="") as file:
         # Lines are split as bytes: see `read_json_lines`.
         lines = raw if form.encoding == "utf-8" else (line.encode() for line in file)
         for line, value in read_json_lines(path, lines=lines, way_out=_WAY_OUT):
             yield _check_object(value, f"{path}, line {line}", example_key)
+
+
+def _read_whole(file: TextIO) -> dict[str, Any] | None:
+    """The object that is all of a file; None if it has lines of objects, or is broken."""
+    value, line = None, next(filter(str.strip, file), "")
+    try:
+        value = DECODER.decode(line)
+    except (ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
+            value = DECODER.decode(line + file.read())
+    return value if isinstance(value, dict) and not any(map(str.strip, file)) else None
+
+
+def _list_rows(whole: dict[str, Any], field: str | None) -> list[Any]:
+    """The rows under a key of an object, or those that pandas has written as one, by its `orient`; else the object itself."""
+
+    def are_numbers(keys: Iterable[str]) -> bool:
+        return all(map(str.isdecimal, keys))
+
+    first, *others = list(whole.values()) or [None]
+    if field is not None:
+        return list(whole[field])
+    if isinstance(first, dict) and first and all(isinstance(value, dict) for value in others):
+        if are_numbers(first) and all(value.keys() == first.keys() for value in others):
+            return [{column: cells[row] for column, cells in whole.items()} for row in first]  # columns, the default
+        return list(whole.values()) if are_numbers(whole) else [whole]  # index
+    names, table = whole.get("columns"), whole.get("data")
+    if whole.keys() <= {"columns", "index", "data"} and isinstance(names, list) and isinstance(table, list):  # split
+        return [dict(zip(map(str, names), cells, strict=False)) for cells in table]
+    return [whole]
 
 
 def _check_object(value: Any, where: str, example_key: str) -> dict[str, Any]:

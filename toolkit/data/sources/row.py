@@ -13,6 +13,22 @@ def show_names(names: Iterable[str]) -> str:
     return ", ".join(name if name.isprintable() and name.strip() else repr(name) for name in names)
 
 
+def list_parts(row: Mapping[str, Any], before: str = "") -> list[str]:
+    """The columns of a row, each followed by those inside it where it is an object, as in `translation.en`."""
+    parts = []
+    for name, value in row.items():
+        parts += [f"{before}{name}", *(list_parts(value, f"{before}{name}.") if isinstance(value, Mapping) else ())]
+    return parts
+
+
+def take_part(row: Mapping[str, Any], name: str) -> Any:
+    """What stands inside a column, by a name of `list_parts`; None where it is missing."""
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def check_text(value: Any, where: str) -> None:
     """Refuse a cell that not every tokenizer and file format takes as text, by a `UserError` that begins with `where`."""
     if not isinstance(value, str):

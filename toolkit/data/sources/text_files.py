@@ -37,6 +37,8 @@ class Form(NamedTuple):
     encoding: str = "utf-8"
     delimiter: str = ","
     """Between the cells of CSV files."""
+    field: str | None = None
+    """Key of a JSON file that is one object, under which its rows are."""
     text_quote: int = 0
     """Of a TSV file: the line that shows that double quotes are text in it; 0 where they stand around cells."""
 

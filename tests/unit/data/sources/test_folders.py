@@ -62,18 +62,23 @@ def refusal(source: str = "data", **settings: Any) -> str:
     return str(caught.value)
 
 
-def test_a_folder_of_save_to_disk_is_refused_with_the_files_to_name() -> None:
+def test_a_folder_of_save_to_disk_is_read_by_its_splits() -> None:
     import datasets
 
-    dataset = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    dataset.save_to_disk("data")
+    dataset = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
+    dataset.save_to_disk("data", num_shards=2)
     datasets.load_from_disk("data").map(lambda row: {"text": row["text"].upper()})
     assert list(Path("data").glob("cache-*.arrow"))
-    assert refusal() == ("data.source data was written by save_to_disk: name its files in data.files, as in data/data-*.arrow")
-    datasets.DatasetDict(train=dataset, test=dataset).save_to_disk("both")
-    assert refusal("both", hub_split="test").endswith("name its files in data.files, as in both/test/data-*.arrow")
-    for pattern in ("data/data-*.arrow", "both/test/data-*.arrow"):
-        assert texts("arrow", files=pattern) == ["one", "two"]
+    assert texts() == ["one", "two", "three"]
+    assert split_line() == "data: split train is data-00000-of-00002.arrow, data-00001-of-00002.arrow, by save_to_disk"
+    datasets.DatasetDict(train=dataset, test=dataset.select([2, 0])).save_to_disk("both")
+    assert texts("both", hub_split="test") == ["three", "one"]
+    assert load("both", hub_eval_split="test").evaluation["text"][:] == ["three", "one"]
+    assert refusal("both", hub_split="dev") == (
+        "data.source both has no split dev, but train and test: set data.hub_split to one of them"
+    )
+    Path("both/train/state.json").write_text('{"_data_files": [{"filename": "../../secret.csv"}]}')
+    assert refusal("both").startswith("data.source both holds a link out of it or names a file there, ")
 
 
 def test_rows_of_states_are_not_taken_for_a_folder_of_save_to_disk() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.refusals import refusal
-from tests.support.row_files import CHAT, load_llm, load_t5, stored_call, with_call, write_objects
+from tests.support.row_files import CHAT, list_pairs, load_llm, load_t5, stored_call, with_call, write_objects
 from toolkit.data.rows.load import TextRows
 from toolkit.errors import UserError
 
@@ -88,3 +89,71 @@ def test_a_repeated_key_is_refused_by_line() -> None:
     write_objects("calls.jsonl", [{"messages": with_call('{"x": 1, "x": 2}')}])
     with pytest.raises(UserError, match="row 1, message 2, arguments of f: not JSON .the key 'x' stands twice in one object"):
         load_llm("calls.jsonl")
+
+
+ROWS = [{"prompt": f"{number}", "completion": " a"} for number in range(12)]
+PANDAS = {
+    "columns": {column: {str(number): row[column] for number, row in enumerate(ROWS)} for column in ROWS[0]},
+    "index": {str(number): row for number, row in enumerate(ROWS)},
+    "split": {"columns": ["prompt", "completion"], "index": [*range(12)], "data": [[*row.values()] for row in ROWS]},
+    "table": {"schema": {"fields": [{"name": "prompt", "type": "string"}]}, "data": ROWS},
+}
+"""What `DataFrame.to_json` writes, by `orient`."""
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    "whole", [*PANDAS.values(), {"version": "1.0", "data": ROWS}, {"train": ROWS}, {"rows": ROWS, "errors": []}]
+)
+def test_an_object_that_holds_all_rows_is_read(whole: dict[str, Any], indent: int | None) -> None:
+    Path("rows.json").write_text(json.dumps(whole, indent=indent))
+    assert list_pairs(load_llm("rows.json")) == [(row["prompt"], " a") for row in ROWS]
+
+
+def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
+    both = {"train": ROWS, "test": ROWS[:2]}
+    with gzip.open("both.json.gz", "wt") as file:
+        json.dump(both, file)
+    assert refusal(load_llm, "both.json.gz") == (
+        "both.json.gz is one object, with rows under train and test: set data.field to one of them"
+    )
+    rows = load_llm("both.json.gz", field="test")
+    assert len(rows.train) == 2 and rows.readings[0].endswith("; no other columns; its rows are under test")
+    assert rows.fingerprint != load_llm("both.json.gz", field="train").fingerprint
+    assert refusal(load_llm, "both.json.gz", field="dev") == (
+        "data.field is dev, but both.json.gz is not an object with a list there: correct it, or leave it out"
+    )
+    # One row stays one, whatever lists it has, in one line or several.
+    for indent in (None, 1):
+        Path("chat.json").write_text(json.dumps({"messages": CHAT, "tools": SCHEMA}, indent=indent))
+        assert len(load_llm("chat.json").train) == 1
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_column_may_stand_inside_another(ending: str) -> None:
+    from datasets import Dataset
+
+    rows = [{"id": 1, "translation": {"en": f"Say {number}", "fr": {"text": f"Dis {number}"}}} for number in range(2)]
+    rows.append({"id": 1, "translation": {"en": "Say", "fr": None}})
+    write_objects("rows.jsonl", rows)
+    Dataset.from_list(rows).to_parquet("rows.parquet")
+    loaded = load_t5(f"rows.{ending}", source_column="translation.en", target_column="translation.fr.text")
+    assert list_pairs(loaded) == [("Say 0", "Dis 0"), ("Say 1", "Dis 1")]
+    assert loaded.readings == [
+        f"rows.{ending}: read as a source with its target, from translation.en and translation.fr.text; not read: id"
+    ]
+    assert refusal(load_t5, f"rows.{ending}") == (
+        f"rows.{ending} has no column 'source' (its columns: id, translation, translation.en, translation.fr, "
+        "translation.fr.text): set data.source_column and data.target_column to columns that exist"
+    )
+    Path("own.py").write_text(f"def load(config):\n    yield from {rows[:2]}\n")
+    settings = {"source_column": "translation.en", "target_column": "translation.fr.text", "source": "own.py:load"}
+    assert list_pairs(load_t5(**settings)) == [("Say 0", "Dis 0"), ("Say 1", "Dis 1")]
+
+
+def test_a_developer_speaks_for_the_system() -> None:
+    developer = {"role": "developer", "content": "Be brief."}
+    write_objects("rows.jsonl", [{"messages": [developer, *CHAT]}])
+    write_objects("turns.jsonl", [{"conversations": [{"from": "developer", "value": "Be brief."}, *TURNS]}])
+    for file in ("rows.jsonl", "turns.jsonl"):
+        assert json.loads(load_llm(file).train["messages"][0]) == [developer | {"role": "system"}, *CHAT]

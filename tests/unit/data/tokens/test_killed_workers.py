@@ -60,7 +60,7 @@ if __name__ == "__main__":
 
 
 def test_workers_need_no_short_folder_of_temporary_files_and_a_lost_one_is_a_sentence(tmp_path: Path) -> None:
-    """Sockets have paths of at most 107 bytes, and those of workers stood in TMPDIR: a rank waited for one that could not bind."""
+    """Paths of sockets have at most 107 bytes, and those of workers stood in TMPDIR: a rank waited for one that could not."""
     folder, script = tmp_path / ("long" * 25), tmp_path / "script.py"
     folder.mkdir()
     script.write_text(SCRIPT)
