@@ -98,8 +98,11 @@ class AdapterConfig:
     dropout: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
     """Dropout rate on the adapter's input."""
     target_modules: list[str] | str = "all-linear"
-    """Name suffixes of the modules to adapt, as in `[q_proj, v_proj]`. `all-linear` means all linear modules except the head
-    and, in a mixture of experts, experts and routers."""
+    """Name suffixes of the modules to adapt, as in `[q_proj, v_proj]`, or a regular expression of their full names. `all-linear`
+    means all linear modules except the head and, in a mixture of experts, experts and routers. Of a model that also takes images
+    or sound, the text part is adapted."""
+    exclude_modules: list[str] | str | None = None
+    """Name suffixes, or a regular expression, of modules that get no adapter. Nor do layers that `model.freeze` names."""
     experts: bool = False
     """Also adapt the experts of a mixture, each with matrices of its own. For experts alone, set `target_modules` to `[]`."""
     modules_to_save: list[str] = field(default_factory=list)

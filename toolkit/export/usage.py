@@ -11,21 +11,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
+from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.chat_template import DATE
 from toolkit.errors import UserError
 from toolkit.export.card import Origin, is_hub_id
 from toolkit.export.places import Places
 from toolkit.export.run_data import RunData
+from toolkit.models.lora import text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SETTINGS_FILE = "toolkit.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How a model that takes images or sound has them processed."""
 _VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """What its `--max-lora-rank` takes, from the default."""
 
@@ -145,6 +151,19 @@ def load_usage(folder: Path) -> Usage | None:
         raise UserError(f"{path} is not what an export writes ({error}): export the model again, or remove the file") from None
 
 
+def copy_processors(config: ModelConfig, folder: Path) -> None:
+    """Copy what the base has of `PROCESSOR_FILES`; its images and sound are processed by it as before."""
+    from transformers.utils import cached_file
+
+    for file in PROCESSOR_FILES:
+        with suppress(OSError):  # the base is no longer within reach
+            of_base = cached_file(
+                config.name_or_path, file, revision=config.revision, _raise_exceptions_for_missing_entries=False
+            )
+            if of_base is not None:
+                shutil.copyfile(of_base, folder / file)
+
+
 def list_commands(
     config: RecipeConfig, skeleton: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, origin: Origin, places: Places
 ) -> list[str]:
@@ -158,7 +177,7 @@ def list_commands(
     lines = [use, "use it in Python:", *python.splitlines()]
     base, revision = shlex.quote(config.model.name_or_path), config.model.revision
     if not skeleton.config.is_encoder_decoder:  # vLLM has no T5 and no encoder-decoder of text
-        if serve := _serve(config, skeleton, place, is_adapter=is_adapter):
+        if serve := _serve(config, skeleton, folder, is_adapter=is_adapter):
             lines.append(f"serve it: {serve}")
         pretrained = f"{base},peft={place},tokenizer={place}" if is_adapter else place
         at = f",revision={revision}" if is_adapter and revision else ""
@@ -172,10 +191,12 @@ def list_commands(
     return lines
 
 
-def _serve(config: RecipeConfig, skeleton: PreTrainedModel, place: str, *, is_adapter: bool) -> str | None:
-    """vLLM's command; None for an adapter that it does not take: DoRA, or one that trains modules or token rows fully."""
+def _serve(config: RecipeConfig, skeleton: PreTrainedModel, folder: Path, *, is_adapter: bool) -> str | None:
+    """vLLM's command; None for an adapter that it does not take (DoRA, or one that trains modules or token rows fully), or a
+    model with images whose folder does not say how they are processed."""
     if not is_adapter:
-        return f"vllm serve {place}"
+        lacks = text_part(skeleton) and not any((folder / file).is_file() for file in PROCESSOR_FILES)
+        return None if lacks else f"vllm serve {shlex.quote(str(folder))}"
     lora: Any = skeleton.peft_config["default"]  # type: ignore[index]
     rank = max(lora.r, *lora.rank_pattern.values()) if lora.rank_pattern else lora.r
     if lora.use_dora or lora.modules_to_save or lora.trainable_token_indices or rank > _VLLM_RANKS[-1]:
@@ -183,5 +204,5 @@ def _serve(config: RecipeConfig, skeleton: PreTrainedModel, place: str, *, is_ad
     needed = min(allowed for allowed in _VLLM_RANKS if allowed >= rank)
     ranks = f" --max-lora-rank {needed}" if needed > _VLLM_RANKS[0] else ""
     at = f" --revision {config.model.revision}" if config.model.revision else ""
-    base, name = shlex.quote(config.model.name_or_path), shlex.quote(config.run.name)
+    base, name, place = (shlex.quote(str(part)) for part in (config.model.name_or_path, config.run.name, folder))
     return f"vllm serve {base}{at} --tokenizer {place} --enable-lora --lora-modules {name}={place}{ranks}"

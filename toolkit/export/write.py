@@ -28,11 +28,11 @@ from toolkit.export.model_files import Cast, ModelFiles, cast_on_meta, name_of
 from toolkit.export.places import Places, replaced, write_on_rank_0
 from toolkit.export.run_data import cut_check_rows
 from toolkit.export.trainer_state import save_trainer_state
-from toolkit.export.usage import save_usage, set_generation, write_python
+from toolkit.export.usage import copy_processors, save_usage, set_generation, write_python
 from toolkit.files.durable import written_beside
 from toolkit.files.modes import give_usual_mode
 from toolkit.launch.accelerator import compute_dtype
-from toolkit.models.lora import is_enabled
+from toolkit.models.lora import is_enabled, text_part
 from toolkit.models.lora_files import base_name, hash_weight
 from toolkit.models.quantized import dequantized
 from toolkit.parallel.gather import evaluation_model, plain_copy, whole_parameters
@@ -175,6 +175,8 @@ class _Export:
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
         save_usage(self.config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
+        if kind != "adapter" and text_part(skeleton):
+            copy_processors(self.config.model, unfinished)
         use = write_python(self.config, self.tokenizer, ".", origin.computed_in, origin.data, is_adapter=kind == "adapter")
         save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype), use)
         save_trainer_state(unfinished, origin.lines, origin.step, origin.data.num_training_rows if origin.data else None)

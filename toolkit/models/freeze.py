@@ -25,20 +25,26 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
     """Freeze every parameter that has a name (tied aliases included) fully matched by a pattern.
 
     Raises:
-        UserError: a pattern is not a regular expression or matches nothing, or nothing is left to train.
+        UserError: that of `find_frozen`, or nothing is left to train.
     """
-    named = list(model.named_parameters(remove_duplicate=False))
+    for name in find_frozen(model, patterns):
+        model.get_parameter(name).requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"model.freeze {patterns} freezes every parameter: leave something to train")
+
+
+def find_frozen(model: nn.Module, patterns: list[str]) -> set[str]:
+    """The names that a pattern fully matches; a `UserError` for one that is not a regular expression or matches nothing."""
+    named, found = [name for name, _ in model.named_parameters(remove_duplicate=False)], set[str]()
     for pattern in patterns:
         try:
-            matched = [parameter for name, parameter in named if re.fullmatch(pattern, name)]
+            matched = [name for name in named if re.fullmatch(pattern, name)]
         except re.error as error:
             raise UserError(f"model.freeze {pattern!r} is not a regular expression ({error})") from None
         if not matched:
-            raise UserError(f"model.freeze {pattern!r} matches no parameter; names look like {named[0][0]}, {named[-1][0]}")
-        for parameter in matched:
-            parameter.requires_grad_(False)
-    if not any(p.requires_grad for _, p in named):
-        raise UserError(f"model.freeze {patterns} freezes every parameter: leave something to train")
+            raise UserError(f"model.freeze {pattern!r} matches no parameter; names look like {named[0]}, {named[-1]}")
+        found.update(matched)
+    return found
 
 
 def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:

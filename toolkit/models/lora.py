@@ -15,7 +15,7 @@ from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
-from toolkit.models.freeze import aliases
+from toolkit.models.freeze import aliases, find_frozen
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 from toolkit.models.quantized import quantize_layers
 
@@ -55,10 +55,8 @@ def check_adapter_config(config: Any) -> None:
             f"adapter.method is {adapter.method} and model.init_from {model.init_from}: the adapter would belong to weights that "
             "model.name_or_path does not have; give the exported model as model.name_or_path"
         )
-    if model.freeze:
-        raise UserError(
-            f"model.freeze is {model.freeze}, but adapter.method {adapter.method} freezes the whole base: leave it out"
-        )
+    if model.freeze and adapter.modules_to_save:
+        raise UserError(f"model.freeze is {model.freeze} and adapter.modules_to_save {adapter.modules_to_save}: give one of them")
 
 
 def is_enabled(config: AdapterConfig) -> bool:
@@ -84,7 +82,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     # peft's config: the existing adapter's, or a new one.
     folder = find_adapter(config.name_or_path) if config.name_or_path else None
     what = f"adapter.name_or_path {config.name_or_path}" if folder else "the adapter"
-    lora = read_lora_config(folder, config) if folder else _new_lora(model, config)
+    lora = read_lora_config(folder, config) if folder else _new_lora(model, config, base.freeze)
     tokens: Any = load_tokenizer(base).convert_tokens_to_ids(base.add_tokens) if base.add_tokens else []
     saved = lora.modules_to_save or ()
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -148,20 +146,30 @@ def magnitudes(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(weight.float(), dim=1 if isinstance(layer, nn.Linear) else 0)
 
 
-def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
-    """peft's config of a new adapter."""
+def text_part(model: PreTrainedModel) -> str:
+    """The name of the module that texts pass, in a model that has other parts too, as for images; else empty."""
+    if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
+        return ""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+def _new_lora(model: PreTrainedModel, config: AdapterConfig, frozen: list[str]) -> LoraConfig:
+    """peft's config of a new adapter, which leaves out layers with parameters that match `frozen`."""
     from peft import LoraConfig
 
     from toolkit.models.expert_adapters import WEIGHTS, choose_linears, is_known, taken_for_experts
 
     modules_to_save, is_tied = _modules_to_save(model, config.modules_to_save)
     targets: list[str] | str = config.target_modules
+    excluded = _exclude(model, config.exclude_modules, frozen)
     if targets == ALL_LINEAR:
         targets = choose_linears(model) or targets
     else:
-        targets = [targets] if isinstance(targets, str) else targets
-        _check_targets(model, targets, modules_to_save)
-        if taken := taken_for_experts(model, targets):
+        if isinstance(targets, str) and any(_ends_with(name, targets) for name, _ in model.named_modules()):
+            targets = [targets]
+        _check_targets(model, targets, modules_to_save, excluded)
+        if isinstance(targets, list) and (taken := taken_for_experts(model, targets)):
             raise UserError(
                 f"adapter.target_modules {min(taken)} is what peft takes for experts or routers in a {model.config.model_type}, "
                 "also where dense layers have the name: leave it out, and set adapter.experts true to adapt experts"
@@ -175,6 +183,7 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig) -> LoraConfig:
         lora_alpha=int(config.alpha) if float(config.alpha).is_integer() else config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets,
+        exclude_modules=excluded or None,
         target_parameters=sorted(f"{holder}.{weight}" for holder in holders for weight in WEIGHTS) or None,
         modules_to_save=modules_to_save or None,
         use_rslora=config.method == "rslora",
@@ -204,14 +213,44 @@ def _modules_to_save(model: PreTrainedModel, ends: list[str]) -> tuple[list[str]
     return sorted(matched | tied), bool(tied)
 
 
-def _check_targets(model: PreTrainedModel, ends: list[str], modules_to_save: list[str]) -> None:
-    """Refuse an end that matches nothing, or a layer that cannot be adapted."""
+def _exclude(model: PreTrainedModel, exclude: list[str] | str | None, frozen: list[str]) -> str:
+    """An expression of the modules that get no adapter: those that settings name, and what texts do not pass. A setting that
+    names nothing is a `UserError`."""
+    patterns = [exclude] if isinstance(exclude, str) else [rf"(.*\.)?{re.escape(end)}" for end in exclude or []]
+    for pattern in patterns:
+        if not _matching(model, pattern, "adapter.exclude_modules"):
+            raise UserError(f"adapter.exclude_modules {exclude} matches no module: name one that there is, or leave it out")
+    patterns += sorted({re.escape(name.rpartition(".")[0]) for name in find_frozen(model, frozen)})
+    if part := text_part(model):
+        head = model.get_output_embeddings()
+        kept = [rf"{re.escape(part)}\.", *(f"{re.escape(name)}$" for name, module in model.named_modules() if module is head)]
+        patterns.append(f"(?!{'|'.join(kept)}).*")
+    return "|".join(patterns)
+
+
+def _matching(model: PreTrainedModel, pattern: str, setting: str) -> list[str]:
+    """The modules whose names an expression fully matches."""
+    try:
+        return [name for name, _ in model.named_modules() if name and re.fullmatch(pattern, name)]
+    except re.error as error:
+        raise UserError(f"{setting} {pattern} is not a regular expression ({error}), and no module has a name like it") from None
+
+
+def _check_targets(model: PreTrainedModel, targets: list[str] | str, modules_to_save: list[str], excluded: str) -> None:
+    """Refuse an end or expression that matches nothing, or a layer that cannot be adapted."""
     from transformers.pytorch_utils import Conv1D
 
     named = dict(model.named_modules())
     linear = sorted({name.rpartition(".")[2] for name, module in named.items() if isinstance(module, (nn.Linear, Conv1D))})
-    for end in ends:
-        found = [name for name in named if name and _ends_with(name, end)]
+    for end in [targets] if isinstance(targets, str) else targets:
+        pattern = end if isinstance(targets, str) else rf"(.*\.)?{re.escape(end)}"
+        matched = _matching(model, pattern, "adapter.target_modules")
+        found = [name for name in matched if not re.fullmatch(excluded, name)]
+        if matched and not found:
+            raise UserError(
+                f"adapter.target_modules {end} matches {matched[0]}, which gets no adapter: "
+                "adapter.exclude_modules or model.freeze names it, or no text passes it"
+            )
         if not found:
             raise UserError(
                 f"adapter.target_modules {end} matches no module; linear ones end in: {', '.join(linear)} ({ALL_LINEAR} takes "

@@ -27,7 +27,7 @@ from toolkit.models.config import hash_model_config, hub_commit, load_model_conf
 from toolkit.models.experts import check_experts, check_routers
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
 from toolkit.models.load_sharded import complete_sources, open_weights
-from toolkit.models.lora import add_adapter, is_enabled
+from toolkit.models.lora import add_adapter, is_enabled, text_part
 from toolkit.models.quantized import choose_kernel
 from toolkit.models.safetensors_index import WholeOnly
 from toolkit.models.shard_reader import Sources
@@ -63,6 +63,8 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
     on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
     on_all_ranks(lambda: _adapt(skeleton, config))
+    if is_enabled(config.adapter) and (part := text_part(skeleton)):
+        logger.info(f"the adapter is on {part}, the part of the model that texts pass")
     on_all_ranks(lambda: check_routers(skeleton, config.optim.router_aux_loss, config.model.name_or_path))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
     on_all_ranks(lambda: check_sharding(config.optim.name, is_flat=fsdp_version(context.accelerator) == 1))

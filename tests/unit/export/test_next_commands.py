@@ -27,13 +27,16 @@ def commands(
     run_name: str = "my_run",
     model_type: str = "t5",
     chat_template: str | None = None,
+    takes_images: bool = False,
     **model: Any,
 ) -> list[str]:
     """The lines but those of Python, which must be where they belong."""
     required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": run_name}
     config = load_config(recipe, overrides=required | {f"model.{name}": value for name, value in model.items()})
     model_config = SimpleNamespace(is_encoder_decoder=recipe == "t5", model_type=model_type)
-    skeleton: Any = SimpleNamespace(peft_config={"default": lora}, config=model_config)
+    model_config.get_text_config = lambda: None if takes_images else model_config
+    skeleton: Any = SimpleNamespace(peft_config={"default": lora}, config=model_config, get_decoder=lambda: 1)
+    skeleton.named_modules = lambda: [("model.language_model", 1)]
     tokenizer, origin = _build_tokenizer(("<pad>", "</s>")), Origin(data=PAIRS)
     tokenizer.chat_template = chat_template
     use, in_python, *lines = list_commands(config, skeleton, tokenizer, origin, places)
@@ -43,7 +46,7 @@ def commands(
     return [use, *lines[python.count("\n") + 1 :]]
 
 
-def test_each_kind_of_model_has_the_tools_that_take_it() -> None:
+def test_each_kind_of_model_has_the_tools_that_take_it(tmp_path: Path) -> None:
     places = Places(model=Path("my runs/export"))
     use = "use it: python -m toolkit generate 'my runs/export' --file FILE.csv --output OUT.jsonl"
     convert = "convert it: ct2-transformers-converter --model 'my runs/export' --output_dir 'my runs/export-ct2'"
@@ -54,6 +57,10 @@ def test_each_kind_of_model_has_the_tools_that_take_it() -> None:
     assert commands("t5", Places(adapter=Path("my runs/export")), LoraConfig()) == [use, share]
     assert commands("llm", places) == [use, "serve it: vllm serve 'my runs/export'", score, share]
     assert commands("llm", places, chat_template="{{ messages }}")[0] == f"{use} --plain", "its rows are not chats"
+    with_images = Places(model=tmp_path)
+    assert not any("vllm" in line for line in commands("llm", with_images, takes_images=True))
+    (tmp_path / "processor_config.json").touch()
+    assert f"serve it: vllm serve {tmp_path}" in commands("llm", with_images, takes_images=True)
     both = Places(adapter=Path("runs/a/export"), model=Path("runs/a/merged"))
     assert "serve it: vllm serve runs/a/merged" in commands("llm", both, LoraConfig(r=4))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.support.adapter_models import (
     BASES,
@@ -77,6 +78,39 @@ def test_all_linear_is_all_but_the_head(bases: Path) -> None:
         "mlp.down_proj",
     ]
     assert names == {f"model.layers.{layer}.{end}.weight" for layer in range(2) for end in ends}
+
+
+ATTENTION = {f"{name}_proj" for name in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "freeze", "layers", "ends"),
+    [
+        ({}, [], {"0", "1"}, ATTENTION | {"gate_proj", "up_proj", "down_proj"}),
+        ({"target_modules": ["q_proj"]}, [], {"0", "1"}, {"q_proj"}),
+        ({"target_modules": ".*(q|v)_proj"}, [], {"0", "1"}, {"q_proj", "v_proj"}),
+        ({"exclude_modules": ".*mlp.*"}, [], {"0", "1"}, ATTENTION),
+        (
+            {"exclude_modules": ["mlp.up_proj", "q_proj"]},
+            [r".*layers\.1\..*"],
+            {"0"},
+            ATTENTION - {"q_proj"} | {"gate_proj", "down_proj"},
+        ),
+    ],
+)
+def test_the_part_that_texts_pass_is_adapted_but_what_is_excluded_or_frozen(
+    settings: dict[str, Any], freeze: list[str], layers: set[str], ends: set[str]
+) -> None:
+    """The others get no gradient from texts, which was found out after the weights had loaded."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+        add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path="m", freeze=freeze), 0)
+    names = {tuple(name.partition(".lora_A")[0].split(".")) for name, _ in model.named_parameters() if "lora_A" in name}
+    assert {name[:3] for name in names} == {("model", "language_model", "layers")}
+    assert ({name[3] for name in names}, {name[-1] for name in names}) == (layers, ends)
 
 
 def test_a_is_drawn_from_the_seed(bases: Path) -> None:

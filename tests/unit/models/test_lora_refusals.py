@@ -44,6 +44,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "adapter.target_modules query matches no module; linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, "
         "q_proj, up_proj, v_proj (all-linear takes all of them but the output head)",
     ),
+    "target_modules_expression": (
+        "llama", {"target_modules": "(q_proj"},
+        "adapter.target_modules (q_proj is not a regular expression (missing ), unterminated subpattern at position 0), and no "
+        "module has a name like it",
+    ),
+    "target_modules_that_are_excluded": (
+        "llama", {"target_modules": ["q_proj"], "exclude_modules": ".*attn.*"},
+        "adapter.target_modules q_proj matches model.layers.0.self_attn.q_proj, which gets no adapter: adapter.exclude_modules "
+        "or model.freeze names it, or no text passes it",
+    ),
+    "exclude_modules": (
+        "llama", {"exclude_modules": ["q_proj", "query"]},
+        "adapter.exclude_modules ['q_proj', 'query'] matches no module: name one that there is, or leave it out",
+    ),
     "target_modules_conv1d": (
         "gpt2", {"target_modules": "q_proj"},
         "adapter.target_modules q_proj matches no module; linear ones end in: c_attn, c_fc, c_proj, lm_head (",
@@ -215,7 +229,10 @@ def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.Monkey
             "adapter.method is lora and model.init_from runs/a: the adapter would belong to weights that model.name_or_path does "
             "not have; give the exported model as model.name_or_path",
         ),
-        ({}, {"freeze": ["a"]}, False, "model.freeze is ['a'], but adapter.method lora freezes the whole base: leave it out"),
+        (
+            {"modules_to_save": ["b"]}, {"freeze": ["a"]}, False,
+            "model.freeze is ['a'] and adapter.modules_to_save ['b']: give one of them",
+        ),
     ],
 )  # fmt: skip
 def test_settings_that_exclude_each_other(adapter: dict, model: dict, merge: bool, sentence: str) -> None:
