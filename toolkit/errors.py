@@ -186,7 +186,12 @@ def exit_on_user_error() -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2 on every rank, and so what the system `refused`.
 
     Other exceptions keep their traceback, unless another rank has printed such a line: they follow from its end.
+    Where the locale lets Python read names of files in another encoding than UTF-8, the program starts again in UTF-8 mode: it
+    would hold other letters than ASCII as halves of surrogate pairs, which libraries refuse.
     """
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
+        sys.stdout.flush()
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONUTF8": "1"})
     launch = _launch_folder()
     if launch is not None:
         signal.signal(signal.SIGTERM, partial(_end_with_the_launch, launch))

@@ -220,6 +220,20 @@ def test_what_the_system_refuses_is_one_sentence(capsys: pytest.CaptureFixture[s
     )
 
 
+def test_names_are_read_as_utf_8_in_every_locale(tmp_path: Path) -> None:
+    """In a C locale without UTF-8 mode a name has halves of surrogate pairs, which libraries in Rust refuse with a traceback."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, tokenizers\n"
+        "from toolkit.errors import exit_on_user_error\n"
+        "with exit_on_user_error():\n"
+        "    tokenizers.Tokenizer(tokenizers.models.BPE()).save(sys.argv[1])\n"
+    )
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, str(script), str(tmp_path / "läufe_日本")], env=environment, check=True)
+    assert (tmp_path / "läufe_日本").is_file()
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank: str) -> None:
     script = (
