@@ -21,20 +21,11 @@ from toolkit.config.task import Task
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
-from toolkit.models.load import build_on_meta, grow_vocabulary, mean_row
+from toolkit.models.load import build_on_meta, check_loaded, grow_vocabulary, mean_row
 from toolkit.models.lora import draw_new, magnitudes
 from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
 from toolkit.models.quantized import QuantizedLinear, QuantizedWeight, dequantize, find_scales, quantize, weight_name
-from toolkit.models.safetensors_index import (
-    Match,
-    WholeOnly,
-    check_loaded,
-    find_weight_files,
-    match_names,
-    open_files,
-    report_unknown,
-    untie_differing,
-)
+from toolkit.models.safetensors_index import Match, WholeOnly, find_weight_files, match_names, open_files, untie_differing
 from toolkit.models.shard_reader import Box, Source, Sources, hash_sources, pieces
 from toolkit.private import private
 
@@ -76,7 +67,6 @@ def open_weights(
         check_loaded(task, model, config.name_or_path, match.missing, match.other_shapes, match.unknown)
         if match.missing:
             raise WholeOnly("its head is new, and drawn in full")
-        unknown = match.unknown
         if init_from is not None:
             grow_vocabulary(model, config)  # it has rows for the tokens
             files, match = _match(model, str(init_from), None, f"model.init_from {init_from}")
@@ -85,7 +75,6 @@ def open_weights(
             for names, what in ((match.missing, "lacks"), (sorted(match.other_shapes), "has another shape of")):
                 if names:
                     raise UserError(f"model.init_from {init_from} does not fit {model.name_or_path}: it {what} {names[0]}")
-        report_unknown(config.name_or_path, unknown)
         return model, files, match
 
     model, files, match = on_all_ranks(begin)

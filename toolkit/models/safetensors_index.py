@@ -186,7 +186,7 @@ def check_loaded(
     unknown: Collection[str],
 ) -> None:
     """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes; a head that the
-    task may draw may be missing. `unknown` ones may be the missing ones under other names."""
+    task may draw may be missing. Log `unknown` ones, counted by their names, in which `*` stands for numbers."""
     what = f"the weights of model.name_or_path {name_or_path}"
     if names := sorted(name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")):
         others = f", and have {len(unknown)} others ({', '.join(sorted(unknown)[:3])}, …)" if unknown else ""
@@ -200,10 +200,6 @@ def check_loaded(
             f"{what} have {name} of shape {stored}, but its config.json makes it {tuple(model.state_dict()[name].shape)}: give "
             "the config.json that the weights were saved with"
         )
-
-
-def report_unknown(name_or_path: str, unknown: Collection[str]) -> None:
-    """Log stored tensors that the model does not take, counted by their names, in which `*` stands for numbers."""
     named: dict[str, list[str]] = {}
     for name in sorted(unknown):
         named.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)

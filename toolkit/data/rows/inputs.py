@@ -217,13 +217,12 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     try:
         columns = choose(path, existing)
     except UserError as error:
-        fields = list_fields(path, form) if kind in ("json", "jsonl") and form.field is None else []
+        reason, fields = str(error), list_fields(path, form) if kind in ("json", "jsonl") and form.field is None else []
         if len(fields) == 1:  # nothing else can be meant
             return open_file(path, kind, choose, form._replace(field=fields[0]), **known)
         if fields:
-            found = " and ".join(fields)
-            raise UserError(f"{path} is one object, with rows under {found}: set data.field to one of them") from None
-        raise UserError(f"{error}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
+            reason = f"{path} is one object, with rows under {' and '.join(fields)}: set data.field to one of them"
+        raise UserError(f"{reason}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
     if kind in ("json", "jsonl"):  # optional columns may come in later rows than were looked at
         columns = columns._replace(names=tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
     details = f" {form.encoding} {form.delimiter}{f' {form.field}' if form.field else ''}" if is_text else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -38,9 +38,8 @@ def list_keys(path: Path, form: Form) -> list[str]:
 def list_fields(path: Path, form: Form) -> list[str]:
     """Under which keys a file that is one object has lists of objects."""
     with open_text(path, form) as file:
-        whole = _read_whole(file)
-    lists = {key: value for key, value in (whole or {}).items() if isinstance(value, list)}
-    return [key for key, value in lists.items() if value and all(isinstance(row, dict) for row in value)]
+        whole = _read_whole(file) or {}
+    return [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
 
 
 def _read_objects(path: Path, form: Form, *, example_key: str) -> Iterator[dict[str, Any]]:
@@ -81,16 +80,13 @@ def _read_whole(file: TextIO) -> dict[str, Any] | None:
 def _list_rows(whole: dict[str, Any], field: str | None) -> list[Any]:
     """The rows under a key of an object, or those that pandas has written as one, by its `orient`; else the object itself."""
 
-    def are_numbers(keys: Iterable[str]) -> bool:
-        return all(map(str.isdecimal, keys))
-
     first, *others = list(whole.values()) or [None]
     if field is not None:
         return list(whole[field])
     if isinstance(first, dict) and first and all(isinstance(value, dict) for value in others):
-        if are_numbers(first) and all(value.keys() == first.keys() for value in others):
+        if "".join(first).isdecimal() and all(value.keys() == first.keys() for value in others):
             return [{column: cells[row] for column, cells in whole.items()} for row in first]  # columns, the default
-        return list(whole.values()) if are_numbers(whole) else [whole]  # index
+        return list(whole.values()) if "".join(whole).isdecimal() else [whole]  # index
     names, table = whole.get("columns"), whole.get("data")
     if whole.keys() <= {"columns", "index", "data"} and isinstance(names, list) and isinstance(table, list):  # split
         return [dict(zip(map(str, names), cells, strict=False)) for cells in table]
