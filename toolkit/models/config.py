@@ -137,8 +137,8 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
 
 
 def check_weight_files(folder: Path, what: str) -> None:
-    """Refuse a folder whose weights transformers would unpickle or load from elsewhere, are git-lfs pointers, or are two sets, by a
-    `UserError` with the file and the entry; `what` is its setting and path."""
+    """Refuse a folder whose weights are git-lfs pointers or two sets, or that transformers would unpickle or load from elsewhere,
+    by a `UserError` with the file and the entry; `what` is its setting and path."""
     check_readable(what, folder)
     refuse_pointers(folder / name for name in ("config.json", "generation_config.json", *WEIGHTS_FILES))
     if (folder / "adapter_config.json").is_file():  # transformers would load the adapter too, even from a pickle
