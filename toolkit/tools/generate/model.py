@@ -51,6 +51,7 @@ _OWN_WORDS = {
     "set data.format sharegpt": "let the column be named conversations",
     "adapter.name_or_path ": "the adapter ",
     "model.name_or_path ": "the model ",
+    "set data.field to one of them": "give a file with one of them",
     "data.csv_delimiter": "--csv-delimiter",
     "data.encoding": "--encoding",
     ", or name a folder or hub id that has it in model.tokenizer": "",
