@@ -70,7 +70,7 @@ NAMES = listed(
     ("transformers", "PreTrainedModel._get_dtype_plan", "knowing which weights stay in fp32"),
     ("transformers.core_model_loading", "revert_weight_conversion _weight_conversions build_glob_alternation", "the export"),
     ("transformers", "modeling_utils.remove_tied_weights_from_state_dict PreTrainedModel._keys_to_ignore_on_save", "the export"),
-    ("transformers", "GenerationConfig._from_model_config", "the export"),
+    ("transformers", "GenerationConfig._get_default_generation_params", "a generation config like the base's"),
     ("transformers.utils.chat_template_utils", "_compile_jinja_template render_jinja_template", "rendering chats"),
     ("datasets.packaged_modules", "_PACKAGED_DATASETS_MODULES", "the check of data.source"),
     ("datasets", "data_files.FILES_TO_IGNORE data_files.sanitize_patterns", "the check of data.source"),

@@ -183,12 +183,12 @@ class EvalConfig:
     """Rows per evaluation batch of one process. In fp32 the result does not depend on it."""
     generate: bool = True
     """Generate texts and measure ROUGE."""
-    num_beams: PositiveInt = 1  # type: ignore[valid-type]
-    """Number of beams. 1 means greedy decoding."""
+    num_beams: PositiveInt | None = None  # type: ignore[valid-type]
+    """Number of beams. 1 means greedy decoding. If unset, that of the base's generation config; 1 if it has none."""
     max_new_tokens: PositiveInt = 64  # type: ignore[valid-type]
     """Maximum tokens per generated text."""
-    no_repeat_ngram_size: NonNegativeInt = 0  # type: ignore[valid-type]
-    """Forbid repeated n-grams of this size in generated texts. 0 allows all."""
+    no_repeat_ngram_size: NonNegativeInt | None = None  # type: ignore[valid-type]
+    """Forbid repeated n-grams of this size in generated texts. 0 allows all. If unset, that of the base's generation config."""
     metrics: list[str] = field(default_factory=list)
     """More metrics of generated texts: modules of `evaluate` by their name on the hub (`sacrebleu`), or folders with a script
     (`./my_metric`). They are code, and it runs. Figures are named `sacrebleu/score`: module, slash, key of its result."""
@@ -237,6 +237,9 @@ class ExportConfig:
     merge_into: Literal["dequantized", "original"] = "dequantized"
     """The base that a merge starts from if `adapter.base_dtype` has quantized it: the dequantized one, on which the adapter was
     trained, or the original one of the files, which the exported adapter names."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face hub, `NAMESPACE/NAME`, to upload the export to at the end: the model, merged if
+    `export.merge` is set, else the adapter. A new one is private. A token that may not write there is refused at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)

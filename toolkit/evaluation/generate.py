@@ -88,10 +88,8 @@ def generate_texts(
             max_new_tokens=config.max_new_tokens,
             pad_token_id=data.collator.pad_token_id,
             eos_token_id=stop_token_ids,
-            num_beams=config.num_beams,
-            no_repeat_ngram_size=config.no_repeat_ngram_size,
-            do_sample=False,
-            use_cache=True,
+            num_beams=config.num_beams or 1,
+            no_repeat_ngram_size=config.no_repeat_ngram_size or 0,
             synced_gpus=in_step,
         )
     if not indices:

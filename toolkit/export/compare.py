@@ -38,6 +38,8 @@ FLOP_PER_S = {"cpu": 2e10, "cuda": 1e13}
 def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.device, **options: Any) -> PreTrainedModel:
     """A model of the skeleton's class, loaded by plain transformers in fp32 on `device`; a quantized base is dequantized."""
 
+    from transformers import GenerationConfig
+
     def build_base() -> Any:
         config = type(skeleton.config).from_pretrained(name_or_path, revision=options.get("revision", "main"))
         pop_quantization(config)
@@ -50,7 +52,7 @@ def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.de
         options["attn_implementation"] = attention
     if device.type != "cpu":  # otherwise all of it would pass through host memory
         options["device_map"] = {"": device}
-    options |= {"dtype": torch.float32, "ignore_mismatched_sizes": False}
+    options |= {"dtype": torch.float32, "ignore_mismatched_sizes": False, "generation_config": GenerationConfig()}
     loaded, _ = from_files(type(skeleton), str(name_or_path), f"model {name_or_path}", options, build_base)
     return loaded.eval()
 

@@ -69,20 +69,9 @@ def set_generation(model: Any, config: RecipeConfig, stop_token_ids: tuple[int, 
         model: its config and generation config are changed.
         stop_token_ids: tokens that end a text in the rows, in addition to the model's own.
     """
-    generation = model.generation_config
-    generation._from_model_config = False  # transformers 4 would take the model config's settings in place of such ones
-    own = generation.eos_token_id
+    own = model.generation_config.eos_token_id
     stops = sorted({*stop_token_ids, *(own if isinstance(own, list) else [own])} - {None})
-    generation.update(
-        max_new_tokens=config.eval.max_new_tokens,
-        num_beams=config.eval.num_beams,
-        no_repeat_ngram_size=config.eval.no_repeat_ngram_size,
-        do_sample=False,
-        pad_token_id=pad_token_id,
-        eos_token_id=stops[0] if len(stops) == 1 else stops or None,
-        # Settings of sampling beside do_sample=False are refused when the config is saved.
-        **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p")),
-    )
+    model.generation_config.update(pad_token_id=pad_token_id, eos_token_id=stops[0] if len(stops) == 1 else stops or None)
     vars(model.config).pop("task_specific_params", None)
     if model.config.is_encoder_decoder:
         own = {"prefix": config.data.prefix, "max_new_tokens": config.eval.max_new_tokens, "num_beams": config.eval.num_beams}

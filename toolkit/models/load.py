@@ -81,8 +81,10 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
 
     def save() -> str:
         def write(folder: Path) -> dict[str, Any]:
-            for part in parts:
-                part.save_pretrained(folder)
+            with mock.patch.object(model, "generation_config", type(model.generation_config)()):
+                for part in parts:
+                    part.save_pretrained(folder)
+            model.generation_config.to_json_file(folder / "generation_config.json")  # `save_pretrained` refuses some of them
             return {}
 
         tokenizer = None if trains_tokenizer(config) else read_tokenizer(config)
@@ -97,7 +99,8 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
             raise UserError(f"model has frozen {frozen[0]}, which a run does not see: name what is frozen in model.freeze")
         weights = {name: hash_tensor(tensor, tensor.dtype) for name, tensor in model.state_dict().items()}
         of_tokenizer = tokenizer and [hash_tokenizer(tokenizer), str(tokenizer.init_kwargs), tokenizer.chat_template]
-        name = name_folder({"model": repr(model.config), "weights": weights, "tokenizer": of_tokenizer})
+        of_model = {"model": repr(model.config), "generation": model.generation_config.to_json_string(), "weights": weights}
+        name = name_folder(of_model | {"tokenizer": of_tokenizer})
         find_or_build("the built model", cache / "models" / name, write)
         return name
 
@@ -148,7 +151,7 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
-    if model.can_generate():  # read generation_config.json, as `from_pretrained` does at its end
+    if config.trust_remote_code:  # `from_pretrained` takes its generate function at its end
         hub: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "subfolder": ""}
         hub |= {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None}
         model.adjust_generation_fn(None, True, False, config.name_or_path, **hub)
@@ -172,6 +175,8 @@ def load_model(
         model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     else:
         options = {"config": model_config, "revision": config.revision, "dtype": dtype, **_options(config)}
+        if not config.trust_remote_code:  # `choose_generation` reads the base's, of which transformers may refuse some keys
+            options["generation_config"] = transformers.GenerationConfig()
         model, report = from_files(
             getattr(transformers, task.auto_class), config.name_or_path, f"model {config.name_or_path}", options,
             lambda: build_on_meta(config, model_config, task, dtype),

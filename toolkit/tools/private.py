@@ -17,7 +17,6 @@ NAMES = core.listed(
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.alloc_all_gather_outputs", "the memory plan"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.init_unsharded_param", "the memory plan"),
     ("transformers", "integrations.moe._can_use_grouped_mm", "the memory plan"),
-    ("transformers.generation.utils", "GENERATION_MODES_MAPPING", "generating with a model's own settings"),
 )
 FAKE_POINTER_READ = "Accessing the data pointer of FakeTensor"  # by a copy; nothing reads what is there
 

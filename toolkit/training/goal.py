@@ -26,7 +26,8 @@ def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
     keys = _GENERATION if config.generate else ()
     code = {f"metrics/{own.name}": own.code_hash for own in data.metrics}
     sets = {"sets": {name: rows.fingerprint for name, rows in data.sets.items()}} if data.sets else {}
-    return goal_of(config, {"rows": data.fingerprint, **{key: getattr(config, key) for key in keys}, **code, **sets})
+    how = {key: getattr(config, key) or int(key == "num_beams") for key in keys}  # unset, as in a base without settings
+    return goal_of(config, {"rows": data.fingerprint, **how, **code, **sets})
 
 
 def goal_of(config: EvalConfig, measured_on: dict[str, Any]) -> Goal:

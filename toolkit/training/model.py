@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from toolkit.models.attention import attends_by_document, choose_packed_attentio
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
 from toolkit.models.experts import check_experts, check_routers
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
+from toolkit.models.generation import choose_generation
 from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled, text_part
 from toolkit.models.quantized import choose_kernel
@@ -52,7 +54,8 @@ ROOMY_SHARE = 0.25
 
 def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeConfig, PretrainedConfig, PreTrainedModel]:
     """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early: what is wrong is a
-    `UserError` on every rank. Returns the config with `data.packing` chosen, the model's config and the model. Collective."""
+    `UserError` on every rank. Returns the config with `data.packing` and the base's generation settings, the model's config and
+    the model. Collective."""
     working("building the model")
     task = config.task
     model_config = on_all_ranks(lambda: load_model_config(config.model, task))
@@ -61,6 +64,8 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
+    config = replace(config, eval=on_all_ranks(lambda: choose_generation(config.eval, skeleton, config.model)))
+    context.settings.update({f"eval.{key}": getattr(config.eval, key) for key in ("num_beams", "no_repeat_ngram_size")})
     on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
     on_all_ranks(lambda: _adapt(skeleton, config))
     if is_enabled(config.adapter) and (part := text_part(skeleton)):
@@ -167,6 +172,7 @@ def load_model(
     on_all_ranks(lambda: _adapt(model, config))
     if attends_by_document(skeleton):
         model.set_attn_implementation(private("_attn_implementation", skeleton.config))
+    model.generation_config = skeleton.generation_config
     freeze_as(model, skeleton)
     cast_frozen(model, context.frozen_dtype)
     if opened is None:

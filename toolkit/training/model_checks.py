@@ -118,8 +118,10 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
                         **prompts,
                         **encoded,
                         max_new_tokens=2,
+                        min_length=0,
+                        min_new_tokens=0,
                         pad_token_id=collator.pad_token_id,
-                        num_beams=config.num_beams,
+                        num_beams=config.num_beams or 1,
                         synced_gpus=in_step,
                     )
 

@@ -24,18 +24,13 @@ from toolkit.export.usage import load_usage, save_usage, set_generation
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1}
 
 
-def test_generation_settings_replace_those_of_sampling_and_can_be_saved(tmp_path: Path) -> None:
-    generation = GenerationConfig(
-        _from_model_config=True, do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=2, max_length=4096
-    )
-    settings = {"eval.max_new_tokens": 7, "eval.num_beams": 3, "eval.no_repeat_ngram_size": 2}
-    model = SimpleNamespace(config=GPT2Config(), generation_config=generation)
-    set_generation(model, load_config("llm", overrides=REQUIRED | settings), (5,), 0)
-    generation.save_pretrained(tmp_path)
+@pytest.mark.parametrize(("own", "ends"), [(2, [2, 5]), ([2, 3], [2, 3, 5]), (None, 5)])
+def test_an_export_ends_texts_at_tokens_of_the_model_and_of_the_rows(tmp_path: Path, own: Any, ends: Any) -> None:
+    model = SimpleNamespace(config=GPT2Config(), generation_config=GenerationConfig(eos_token_id=own))
+    set_generation(model, load_config("llm", overrides=REQUIRED), (5,), 0)
+    model.generation_config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
-    expected = {"max_new_tokens": 7, "num_beams": 3, "no_repeat_ngram_size": 2, "eos_token_id": [2, 5], "pad_token_id": 0}
-    assert {name: saved[name] for name in expected} == expected
-    assert not saved["_from_model_config"] and not {"temperature", "top_p"} & saved.keys() and not saved.get("do_sample")
+    assert (saved["eos_token_id"], saved["pad_token_id"]) == (ends, 0)
 
 
 def test_pipelines_of_transformers_4_get_the_runs_settings_in_place_of_the_bases() -> None:

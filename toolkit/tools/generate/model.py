@@ -5,6 +5,7 @@ What loads is data: no code of the folder or the hub, no pickle, no file outside
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,12 +32,12 @@ from toolkit.export.usage import Usage, load_usage
 from toolkit.launch.accelerator import cudnn_attention
 from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.config import load_model_config
+from toolkit.models.generation import build_generation, load_settings
 from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
 from toolkit.models.position_limits import num_positions
 from toolkit.tasks import causal, seq2seq
-from toolkit.tools.private import private
 from toolkit.tools.recipes import is_encoder_decoder
 from toolkit.variables import local_rank
 
@@ -122,7 +123,8 @@ class Generator:
     def generate(self, rows: list[dict[str, Any]]) -> list[str]:
         """A text for each row, by the model's generation config; its flaws are counted."""
         prompts, config = self.collator.prompts(rows), self.model.generation_config
-        new_tokens_BT = self.collator.new_tokens(self.model.generate(**move_to(self.model.device, prompts)), prompts)
+        tokens_BT = self.model.generate(**move_to(self.model.device, prompts), tokenizer=self.tokenizer)  # of stop strings
+        new_tokens_BT = self.collator.new_tokens(tokens_BT, prompts)
         texts = self.tokenizer.batch_decode(new_tokens_BT, skip_special_tokens=True)
         for flaws in find_flaws(self.model, new_tokens_BT, texts, config.max_new_tokens, config.eos_token_id):
             self.flaws.update(["num_texts", *flaws])
@@ -193,7 +195,6 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
     Raises:
         UserError: the weights cannot be read or do not fit the device; they generate in a way that is code of the hub.
     """
-    from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     folder, config, device = generator.folder, generator.config, _choose_device()
@@ -201,21 +202,17 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
     if not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     config._attn_implementation = fastest_attention(config, device.type)
-    try:
-        own = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"the generation_config.json of {folder} cannot be read ({error}): correct or remove it") from None
+    has_own = (folder / "generation_config.json").is_file()
+    base = replace(generator.base, name_or_path=str(folder)) if has_own else generator.base
+    theirs = {key: value for key, value in load_settings(base).items() if key not in settings}
+    new = theirs.get("max_new_tokens", EvalConfig().max_new_tokens)  # without it `generate` would stop after 20 tokens
+    generation = build_generation(
+        generator.model, theirs, {"max_new_tokens": new, **settings}, {}, base.name_or_path, logging.WARNING
+    )
     model: Any = load_model(generator.base, config, generator.task, seed=0, dtype=loaded_as)
     if (folder / CONFIG_FILE).is_file():
         add_adapter(model, AdapterConfig(name_or_path=str(folder)), generator.base, seed=0)
-    model.generation_config = generation = own or model.generation_config
-    if generation.max_new_tokens is None:  # no export of ours; `generate` would stop after 20 tokens
-        settings = {"max_new_tokens": EvalConfig().max_new_tokens, **settings}
-    generation.update(use_cache=True, **settings)
-    if "/" in (code := private("GENERATION_MODES_MAPPING")[generation.get_generation_mode()]):
-        raise UserError(
-            f"the generation_config.json of {folder} asks for {code}, which is code of the hub: take that setting out"
-        )
+    model.generation_config = generation
     _, limit = num_positions(config)
     if limit is not None and generation.max_new_tokens > limit:
         raise UserError(f"--max-new-tokens is {generation.max_new_tokens}, and the model has {limit} positions: lower it")

@@ -1,0 +1,128 @@
+"""Makes the generation config of evaluations and exports: what the run YAML sets, then what is valid of the base's."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.schema import EvalConfig, ModelConfig
+from toolkit.errors import UserError
+from toolkit.private import private
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+logger = logging.getLogger("toolkit")
+
+_WHYS = {
+    "it changes the type of the output": (
+        "return_dict_in_generate output_scores output_logits output_attentions output_hidden_states num_return_sequences"
+    ),
+    "transformers runs it by code of the hub": (
+        "penalty_alpha dola_layers num_beam_groups diversity_penalty constraints force_words_ids low_memory"
+    ),
+    "it is for speed or memory, and not for every batch and device": (
+        "cache_implementation cache_config max_cache_len prompt_lookup_num_tokens assistant_early_exit use_mtp use_cache"
+    ),
+    "max_new_tokens limits the texts": "max_length",
+}
+LEFT_OUT = {key: why for why, keys in _WHYS.items() for key in keys.split()}
+"""What is left out of every generation config, and why."""
+_OF_RUNS = dict.fromkeys(("stop_strings", "token_healing"), "plain `generate` needs the tokenizer for it")
+_OF_RUNS |= {"max_time": "texts would depend on the machine", "do_sample": "evaluations do not sample"}
+
+
+def choose_generation(config: EvalConfig, model: PreTrainedModel, base: ModelConfig) -> EvalConfig:
+    """Give the model, which may be on the meta device, a run's generation config; returns the config with the base's values where
+    it leaves them unset. Settings of the base that cannot be read are a `UserError`."""
+    theirs, standard = load_settings(base), {"num_beams": 1, "no_repeat_ngram_size": 0}
+    unset: dict[str, Any] = {key: theirs.get(key) or standard[key] for key in standard if getattr(config, key) is None}
+    config = replace(config, **unset)
+    ours = {key: getattr(config, key) for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
+    reasons = _OF_RUNS | {key: f"eval.{key} is {value}" for key, value in ours.items()}
+    model.generation_config = build_generation(
+        model, theirs, {"do_sample": False, **ours}, reasons, base.name_or_path, logging.INFO
+    )
+    if (beams := unset.get("num_beams", 1)) > 1:
+        logger.info(f"{beams} beams take about {beams} times the time and cache of greedy decoding, which is eval.num_beams 1")
+    return config
+
+
+def load_settings(base: ModelConfig) -> dict[str, Any]:
+    """What the `generation_config.json` of a folder or of the hub sets, else what an old `config.json` does; a `UserError` if it
+    cannot be read."""
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    path = Path()
+    for name in ("config.json", "generation_config.json"):
+        with suppress(OSError):  # there is no such file
+            path = Path(cached_file(base.name_or_path, name, revision=base.revision) or "")
+    if not path.name:
+        return {}
+    try:
+        settings = dict(json.loads(path.read_text(encoding="utf-8")))
+        if path.name == "config.json":
+            known = {key: value for key, value in settings.items() if key not in LEFT_OUT}
+            settings = GenerationConfig.from_model_config(known).to_diff_dict()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(f"the {path.name} of {base.name_or_path}", error) from None
+    return {key: value for key, value in settings.items() if key[0] != "_" and key != "transformers_version"}
+
+
+def build_generation(
+    model: PreTrainedModel, theirs: dict[str, Any], ours: dict[str, Any], reasons: dict[str, str], name: str, level: int
+) -> GenerationConfig:
+    """Our settings, and of `theirs`, those of the model `name`, what is valid beside them and has no reason against it. Logs a
+    line of `level` for each one that is left out, and at INFO for those that are taken. One of a wrong type is a `UserError`."""
+    made: Any = type(model.generation_config)()
+    vars(made).update(ours, use_cache=True)
+    defaults, reasons, taken = private("_get_default_generation_params", made)(), LEFT_OUT | reasons, []
+    what = f"the generation config of {name}"
+    for key, value in theirs.items():
+        shown, default = f"{key} {json.dumps(value)[:40]}", defaults.get(key)
+        standard = {"use_cache": True, **ours}.get(key, default)
+        if type(default) in (int, float) and type(value) not in (int, float, type(None)):
+            raise _unreadable(what, TypeError(f"{key} is {value!r}"))
+        if value not in (None, standard) and (value or standard or key not in reasons):
+            trial = copy.copy(made)
+            try:
+                trial.update(**{key: value}) if isinstance(value, dict) else setattr(trial, key, value)
+                why = reasons.get(key) or _why_invalid(trial, key, value)
+            except (TypeError, AttributeError) as error:
+                raise _unreadable(what, error) from None
+            if why:
+                logger.log(level, f"{shown} of {what} is left out: {why}")
+                continue
+            made = trial
+        if value not in (None, False, default) and not key.endswith("_token_id"):
+            taken.append(shown)
+    if taken and level == logging.INFO:
+        logger.info(f"texts are generated with {', '.join(taken)} of {what}")
+    return made
+
+
+def _why_invalid(made: GenerationConfig, key: str, value: Any) -> str:
+    """Why transformers refuses the config, for this setting; empty if it does not."""
+    if key in ("min_length", "min_new_tokens") and value > made.max_new_tokens:
+        return f"texts have up to {made.max_new_tokens} tokens"
+    try:
+        made.validate(strict=True)
+    except ValueError as error:
+        for what, change in (("beams", {"num_beams": 2}), ("sampling", {"do_sample": True})):
+            other = copy.copy(made)
+            vars(other).update(change)
+            with suppress(ValueError):
+                other.validate(strict=True)
+                return f"it needs {what}"
+        return " ".join(str(error).split())
+    return ""
+
+
+def _unreadable(what: str, error: Exception) -> UserError:
+    return UserError(f"{what} cannot be read ({' '.join(str(error).split())}): correct or remove it")
