@@ -13,7 +13,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth gpu gpu-small check docs clean
+.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container test-transformers4 $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth gpu gpu-small check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -68,6 +68,10 @@ test-tensorboard test-wandb test-trackio test-mlflow: test-%: $(VENV)/.installed
 # A tool that reads an export, offline: its log-likelihoods or its texts are ours. Not in CI.
 test-lm-eval test-ctranslate2: test-%: $(VENV)/.installed-%
 	$(BIN)/python -m pytest tests/other_tools/test_$(subst -,_,$*).py
+
+# An export read by transformers 4.57, beside the version that wrote it: equal losses and tokens. Not in CI.
+test-transformers4: $(VENV)/.installed-transformers4
+	$(BIN)/python -m pytest tests/other_tools/test_transformers4.py
 
 # 100 kills at random moments of one run, which must come out as if there had been none. Not in CI.
 soak: $(VENV)/.installed-test
@@ -128,6 +132,12 @@ $(VENV)/.installed-browser: $(VENV)/.installed-test
 
 $(patsubst %,$(VENV)/.installed-%,$(TRACKERS) $(READERS) docs): $(VENV)/.installed-%: $(VENV)/.installed-test
 	@$(INSTALL) -e '.[$*]'
+	$(INSTALLED)
+
+# Not into site-packages, where version 5 is.
+$(VENV)/.installed-transformers4: $(VENV)/.installed-test
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/transformers4 --no-deps --upgrade \
+	  'transformers==4.57.6' 'huggingface_hub<1' 'tokenizers<0.23'
 	$(INSTALLED)
 
 # trackio takes no pillow 13 yet, which nothing else here minds.

@@ -9,9 +9,13 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+TRANSFORMERS_4 = Path(sys.prefix) / "transformers4"
+"""Where `make test-transformers4` puts it."""
 absent = [
     (module, name) for module, name in (("lm_eval", "lm-eval"), ("ctranslate2", "ctranslate2")) if find_spec(module) is None
 ]
+if not TRANSFORMERS_4.is_dir():
+    absent.append(("transformers4", "transformers4"))
 if absent:
     collect_ignore = [f"test_{module}.py" for module, _ in absent]
     targets = ", ".join(f"make test-{name}" for _, name in absent)

@@ -45,6 +45,8 @@ class Origin:
     """Of the libraries that trained; None: those of this process."""
     frozen_hashes: dict[str, str] = field(default_factory=dict)
     """Of its frozen parameters, by name, as a checkpoint records them; empty: not known."""
+    remarks: list[str] = field(default_factory=list)
+    """On what others than transformers 5 read otherwise."""
 
 
 def save_card(
@@ -65,7 +67,8 @@ def save_card(
     sections = [
         f"# {_cell(config.run.name)}\n\n{_describe(plain, origin, kind, weights_dtype)}",
         f"Licence: {stated}",
-        f"## Use\n\nWith plain transformers; `.` is this folder, or its id on the hub:\n\n```python\n{use}\n```",
+        f"## Use\n\nWith plain transformers; `.` is this folder, or its id on the hub:\n\n```python\n{use}\n```"
+        + "".join(f"\n\n{remark}" for remark in origin.remarks),
         f"## Data\n\n{_data_section(config, origin)}",
         f"## Metrics\n\n{_metrics_section(origin)}",
         f"## Settings\n\n{_settings_section(config, origin)}",

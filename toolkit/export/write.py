@@ -25,6 +25,7 @@ from toolkit.export.card import Kind, Origin, save_card
 from toolkit.export.compare import check_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import Cast, ModelFiles, cast_on_meta, name_of
+from toolkit.export.old_spelling import spell_config, spell_tokenizer
 from toolkit.export.places import Places, replaced, write_on_rank_0
 from toolkit.export.run_data import cut_check_rows
 from toolkit.export.trainer_state import save_trainer_state
@@ -144,6 +145,7 @@ class _Export:
         with replaced(folder) as unfinished:
             files = ModelFiles(unfinished, model, self.config.export.max_shard_size)
             write_on_rank_0(folder, files.begin)
+            write_on_rank_0(folder, lambda: self.origin.remarks.extend(spell_config(unfinished, model)))
             _gather(self.sharded, write, folder)
             write_on_rank_0(folder, files.finish)
             write_on_rank_0(folder, lambda: self._write_rest(unfinished, "merged" if merge else "model", model.dtype))
@@ -157,6 +159,8 @@ class _Export:
         elif stored:
             logger.info(f"{folder} is merged into the dequantized {base_dtype} base, on which the adapter was trained")
         on_rank_0(lambda: check_logits(folder, model, load, self.check, device, coarse, why))
+        for remark in self.origin.remarks:
+            logger.info(f"{folder}: {remark}")
         if self.places.dtype is not None:
             logger.info(cast.describe())
 
@@ -171,6 +175,7 @@ class _Export:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             fix = f"check the disk of {unfinished.parent}, and start the same command again"
             raise UserError(f"transformers cannot load the tokenizer that was exported ({reason}): {fix}") from None
+        spell_tokenizer(unfinished, self.tokenizer)
         skeleton, origin = self.sharded.skeleton, self.origin
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
