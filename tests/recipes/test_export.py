@@ -109,6 +109,29 @@ def test_an_export_goes_to_the_hub_too(run: Path, tmp_path: Path) -> None:
     assert hub.repositories["mine/run"]["model.safetensors"] == (run / "export" / "model.safetensors").read_bytes()
 
 
+def test_a_run_uploads_its_export_and_ends_well_where_that_fails(bench: Workbench) -> None:
+    given = {"HF_TOKEN": "hf_good", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "ACCELERATE_USE_CPU": "true"}
+    flags = bench.flags("pushed", train__max_steps=1, export__push_to_hub="mine/pushed", eval__generate=False)
+    command, folder = [sys.executable, str(REPOSITORY / "recipes" / "t5.py"), *flags], bench.runs / "pushed" / "export"
+
+    def run() -> str:
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "hf_good" not in done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    with hub_server() as hub:
+        environment = os.environ | given | {"HF_ENDPOINT": hub.url}
+        hub.fails_at = "/commit/"
+        printed = run()
+        assert f"the export will be uploaded to {hub.url}/mine/pushed, which is private\n" in printed
+        assert f"type hf upload mine/pushed {folder} --private\n" in printed and "share it" not in printed
+        assert not hub.repositories["mine/pushed"] and hub.private == {"mine/pushed"}
+        hub.fails_at = ""
+        assert f"uploaded to {hub.url}/mine/pushed\n" in run()
+        assert hub.repositories["mine/pushed"] == contents(folder)
+
+
 @pytest.mark.usefixtures("held")
 def test_any_checkpoint_is_exported_as_the_run_would_have(run: Path, tmp_path: Path) -> None:
     import torch

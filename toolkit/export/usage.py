@@ -173,6 +173,8 @@ def list_commands(
         lines.append(f"score it: lm_eval --model hf --model_args pretrained={pretrained}{at} --tasks TASK")
     elif skeleton.config.model_type in ("t5", "mt5", "umt5") and not is_adapter:  # whose texts are the same in CTranslate2 4.8
         lines.append(f"convert it: ct2-transformers-converter --model {place} --output_dir {shlex.quote(f'{folder}-ct2')}")
+    if config.export.push_to_hub:
+        return lines
     if is_adapter and not is_hub_id(config.model.name_or_path):
         lines.append(f"share it: export it with --merge first, as its base {base} is a folder here")
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.export.card import Origin, is_hub_id
+from toolkit.export.card import Origin
 from toolkit.export.places import Places, check_place
+from toolkit.export.push import check_push, push
 from toolkit.export.run_data import load_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
@@ -98,40 +98,10 @@ def export(run_flags: list[str], **given: Any) -> None:
 
 def _check_push(options: Options, config: RecipeConfig) -> None:
     """Refuse before the export what would fail after it."""
-    from huggingface_hub import constants, get_token
-
-    name, base = options.push_to_hub, config.model.name_or_path
-    if name is None and options.private:
+    if options.push_to_hub is None and options.private:
         raise UserError("--private is given without --push-to-hub NAMESPACE/NAME: give both, or neither")
-    if name is not None and not ("/" in name and is_hub_id(name)):
-        raise UserError(f"--push-to-hub is {name}: give NAMESPACE/NAME, as in my_name/my_model")
-    if name is not None and is_enabled(config.adapter) and not options.merge and not is_hub_id(base):
-        raise UserError(f"--push-to-hub is given, but the adapter's base {base} is a folder here: add --merge")
-    if name is not None and constants.HF_HUB_OFFLINE:
-        raise UserError(f"--push-to-hub is {name}, but HF_HUB_OFFLINE is set: unset it")
-    if name is not None and get_token() is None:
-        raise UserError(f"--push-to-hub is {name}, but there is no token: type hf auth login, or set HF_TOKEN")
-
-
-def push(folder: Path, name: str, *, private: bool) -> None:
-    """Upload an export to a repository of the hub, which is made if it is not there.
-
-    Raises:
-        UserError: the hub did not take it, or the repository is public and `private` is asked for. The folder is as it was.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        url = HfApi().create_repo(name, private=private or None, exist_ok=True)
-        if not (is_public := private and not HfApi().model_info(name).private):
-            HfApi().upload_folder(repo_id=name, folder_path=folder)
-    except Exception as error:  # of the client, its transport, or the network
-        reason, command = " ".join(str(error).split()), f"hf upload {name} {shlex.quote(str(folder))}{' --private' * private}"
-        fix = f"the folder is whole: check the name, the token's rights and the network, and type {command}"
-        raise UserError(f"{folder} was not uploaded to {name} ({reason}): {fix}") from None
-    if is_public:
-        raise UserError(f"{folder} was not uploaded to {name}, which is public: make it private, or take another name")
-    logger.info(f"uploaded to {url}")
+    if options.push_to_hub is not None:
+        check_push(config, options.push_to_hub, "--push-to-hub", merge=options.merge, way_out="add --merge")
 
 
 def _export(options: Options, config: RecipeConfig) -> Path | None:

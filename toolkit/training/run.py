@@ -25,10 +25,12 @@ from toolkit.distributed.device import all_cores
 from toolkit.distributed.progress import Progress
 from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import stop, working
+from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.model_files import name_of
 from toolkit.export.places import run_places
+from toolkit.export.push import push
 from toolkit.export.run_data import RunData, check_kept_tokenizer, describe_data, save_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
@@ -226,7 +228,13 @@ def finish(run: Run) -> Path | None:
     on_rank_0(lambda: _tool("report.picture").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
     _tool("report.page").save_run_page(run.folder)
+    is_main = rank() == 0
     leave(run.trackers)
+    if exports and config.export.push_to_hub and is_main:  # no rank waits for the upload
+        try:
+            push(places.model or run.folder / "export", config.export.push_to_hub, private=True, may_be_public=True)
+        except UserError as error:
+            logger.warning(str(error))
     return run.folder / "export" if exports else None
 
 

@@ -19,6 +19,7 @@ from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, working
 from toolkit.evaluation.metrics import TextMetric, describe_code, load_text_metrics, metric_name
 from toolkit.export.places import check_export_places
+from toolkit.export.push import prepare_push
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.log import start_logging
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder
@@ -77,6 +78,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)
     on_rank_0(lambda: check_export_places(config, run_folder))
+    on_rank_0(lambda: prepare_push(config))
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
     resolved |= {name: code.get(name) for name in ("model", "loss")}
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}

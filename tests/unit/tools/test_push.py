@@ -12,8 +12,10 @@ import huggingface_hub.constants
 import pytest
 
 from tests.support.hub_server import Hub, hub_server
+from toolkit.config.python import load_config
 from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
+from toolkit.export.push import prepare_push
 from toolkit.tools.export import Options, _check_push, push
 
 FILES = {"model.safetensors": b"\x01" * 5000, "config.json": b"{}", "README.md": b"---\nlicense: mit\n---\n"}
@@ -108,3 +110,48 @@ def test_a_hub_that_is_offline_by_its_variable_is_refused_before_the_export(monk
     config: Any = SimpleNamespace(adapter=AdapterConfig(method="none"), model=SimpleNamespace(name_or_path="base"))
     with pytest.raises(UserError, match=r"^--push-to-hub is mine/model, but HF_HUB_OFFLINE is set: unset it$"):
         _check_push(options, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "changes", "sentence"),
+    [
+        ("mine/model", "hf_good", {}, None),
+        ("mine/public", "hf_good", {}, None),
+        ("mine/model", "hf_bad", {}, "where the hub does not let this token write (.*Invalid credentials.*): check the name"),
+        (
+            "theirs/model",
+            "hf_good",
+            {},
+            "where the hub does not let this token write (.*rights to create a model under.*): check",
+        ),
+        ("model", "hf_good", {}, "export.push_to_hub is model: give NAMESPACE/NAME"),
+        ("mine/model", "hf_good", {"train.max_steps": 0}, "a run with train.max_steps 0 exports nothing: leave it out"),
+        (
+            "mine/model",
+            "hf_good",
+            {"adapter.method": "lora"},
+            "the adapter's base /models/base is a folder here: set export.merge",
+        ),
+    ],
+)
+def test_a_run_makes_its_repository_or_is_refused_before_it_trains(
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    token: str,
+    changes: Any,
+    sentence: Any,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    given = {"model.name_or_path": "/models/base", "data.source": "x", "train.max_steps": 1, "export.push_to_hub": name}
+    config = load_config("llm", overrides=given | changes)
+    if sentence is None:
+        prepare_push(config)
+        kind = "public" if name == "mine/public" else "private"
+        assert f"the export will be uploaded to {hub.url}/{name}, which is {kind}\n" in capsys.readouterr().out
+        assert name in hub.repositories
+        return
+    with pytest.raises(UserError, match=re.escape(sentence).replace(r"\.\*", ".*")) as error:
+        prepare_push(config)
+    assert token not in str(error.value)
