@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _NAMES = {"gpt_neox": "rotary_emb_base rotary_pct -", "modernbert-decoder": "global_rope_theta - local_rope_theta"}
 _USUAL_NAMES = "rope_theta partial_rotary_factor rope_local_base_freq"
 """Of the base frequency, the share of a head that rotates, and the base frequency of layers with a window."""
+_BY_FLAGS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+"""Tokenizers for which transformers 4 adds begin and end by flags, whatever `tokenizer.json` says."""
 _SCALED = {"mt5": False, "umt5": True}
 """Whether transformers 5 scales the logits as T5 does, where no setting says so."""
 
@@ -68,6 +70,9 @@ def spell_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if str(settings.get("tokenizer_class")).removesuffix("Fast") in _BY_FLAGS:
+        ids = tokenizer("a")["input_ids"]
+        settings |= {"add_bos_token": ids[0] == tokenizer.bos_token_id, "add_eos_token": ids[-1] == tokenizer.eos_token_id}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     if hash_tokenizer(AutoTokenizer.from_pretrained(folder)) != hash_tokenizer(tokenizer):
         path.write_text(before, encoding="utf-8")

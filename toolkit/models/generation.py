@@ -81,6 +81,7 @@ def build_generation(
     """Our settings, and of `theirs`, those of the model `name`, what is valid beside them and has no reason against it. Logs a
     line of `level` for each one that is left out, and at INFO for those that are taken. One of a wrong type is a `UserError`."""
     made: Any = type(model.generation_config)()
+    known = {*vars(made)}
     vars(made).update(ours, use_cache=True)
     defaults, reasons, taken = private("_get_default_generation_params", made)(), LEFT_OUT | reasons, []
     what = f"the generation config of {name}"
@@ -100,7 +101,7 @@ def build_generation(
                 logger.log(level, f"{shown} of {what} is left out: {why}")
                 continue
             made = trial
-        if value not in (None, False, default) and not key.endswith("_token_id"):
+        if value not in (None, False, default) and key in known and not key.endswith("_token_id"):
             taken.append(shown)
     if taken and level == logging.INFO:
         logger.info(f"texts are generated with {', '.join(taken)} of {what}")
