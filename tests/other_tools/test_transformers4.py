@@ -32,7 +32,7 @@ _LLAMA = {
 _GEMMA = _LLAMA | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh"}
 _HALF = [1.0, 1.1, 1.3, 1.5], [1.08, 1.6, 4.0, 32.0]
 CASES: dict[str, dict[str, Any]] = {
-    # As their owners publish them, but for sizes.
+    # As their owners publish them, except sizes.
     "google-t5/t5-small": _T5 | {"n_positions": 512, "task_specific_params": {"summarization": {"num_beams": 4}}},
     "google/flan-t5-base": _T5_1_1 | {"n_positions": 512, "bos_token_id": None},
     "google/mt5-small": _T5_1_1 | {"model_type": "mt5", "tokenizer_class": "T5Tokenizer"},

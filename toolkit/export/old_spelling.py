@@ -65,6 +65,8 @@ def spell_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     from transformers import AutoTokenizer
 
     path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return
     settings = json.loads(before := path.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
