@@ -51,7 +51,8 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
         except (OSError, RuntimeError) as error:  # no such user, too long a name, a folder that may not be entered
             raise UserError(f"{setting}: {pattern!r:.200} cannot be read ({error}): check the path") from None
         if path.is_dir():
-            raise UserError(f"{setting}: {pattern} is a folder: name the files in it, as in {path / '*'}, or give it as source")
+            or_source = ", or give it as source" if setting.endswith(".files") else ""
+            raise UserError(f"{setting}: {pattern} is a folder: name the files in it, as in {path / '*'}{or_source}")
         if path.exists():
             found[path] = None
         elif glob.has_magic(pattern):

@@ -123,8 +123,8 @@ def test_a_chat_is_read_as_for_training(tmp_path: Path) -> None:
     ]
     assert item.tools == [tool] and item.prompt is None
     assert how.endswith("read as messages, from messages and tools; not read: id")
-    write(tmp_path, "a.jsonl", json.dumps({"messages": [{"role": "developer", "content": "be brief"}, *turns]}))
-    with pytest.raises(UserError, match="row 1, message 1: 'developer' is not a role"):
+    write(tmp_path, "a.jsonl", json.dumps({"messages": [{"role": "narrator", "content": "be brief"}, *turns]}))
+    with pytest.raises(UserError, match="row 1, message 1: 'narrator' is not a role"):
         read_rows(file)
 
 
