@@ -42,20 +42,20 @@ def spell_config(folder: Path, model: PreTrainedModel) -> list[str]:
     else:
         remarks.append("Its rope_parameters have no older spelling: transformers 4, and tools that read as it does, miss them.")
     # The head. Before version 5, T5 and its kin scaled their logits where the head was tied, by the same flag.
-    embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    is_tied = head is None or head.weight is embedding.weight
-    flag = getattr(config, "scale_decoder_outputs", _SCALED.get(config.model_type, is_tied))
-    for part in (settings, settings.get("text_config") or {}) if head is not None else ():
-        part["tie_word_embeddings"] = flag
-    if head is not None and flag != is_tied:
-        what = "untied and its logits are scaled" if flag else "tied and its logits are not scaled"
-        remarks.append(f"Its head is {what}: transformers 4, and tools that read as it does, take one flag for both.")
-    elif config.is_encoder_decoder and config.tie_word_embeddings != flag:
-        remarks.append(
-            "CTranslate2 scales its logits as if its head were tied, if it converts with transformers 5: greedy texts are the "
-            "same, scores and beams are not. Convert with transformers 4."
-        )
+    if head is not None and hasattr(config, "tie_word_embeddings"):
+        is_tied = sum(p is head.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
+        flag = getattr(config, "scale_decoder_outputs", _SCALED.get(config.model_type, is_tied))
+        for part in (settings, settings.get("text_config") or {}):
+            part["tie_word_embeddings"] = flag
+        if flag != is_tied:
+            what = "untied and its logits are scaled" if flag else "tied and its logits are not scaled"
+            remarks.append(f"Its head is {what}: transformers 4, and tools that read as it does, take one flag for both.")
+        elif config.is_encoder_decoder and config.tie_word_embeddings != flag:
+            remarks.append(
+                "CTranslate2 scales its logits as if its head were tied, if it converts with transformers 5: greedy texts are "
+                "the same, scores and beams are not. Convert with transformers 4."
+            )
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return remarks
 
