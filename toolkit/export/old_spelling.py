@@ -36,8 +36,9 @@ def spell_config(folder: Path, model: PreTrainedModel) -> list[str]:
     old = [_old_rope(part) for part in parts]
     for part, own in zip(parts, old, strict=True):
         part |= own or {}
-    before, after = (_ropes(type(config).from_dict(copy.deepcopy(each))) for each in (settings, spelled))
-    if after == before and None not in old:
+    before = _ropes(type(config).from_pretrained(folder))
+    path.write_text(json.dumps(spelled), encoding="utf-8")
+    if _ropes(type(config).from_pretrained(folder)) == before and None not in old:
         settings = spelled
     else:
         remarks.append("Its rope_parameters have no older spelling: transformers 4, and tools that read as it does, miss them.")
