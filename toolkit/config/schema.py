@@ -71,7 +71,8 @@ class ModelConfig:
     is for rows of one length. Generation never takes it: its shape is new at every token."""
     add_tokens: list[str] | None = None
     """Special tokens to add to the tokenizer, as `[<|im_start|>, <|im_end|>]` of a chat template on a base model. Their rows of
-    the embedding and of the head train, with an adapter too. A special token that the tokenizer has is used as it is."""
+    the embedding and of the head train, with an adapter too. A special token that the tokenizer has is used as it is. Texts
+    keep those that targets hold, such as tags or `"\\n"`."""
     dropout: ClosedUnitInterval | None = None  # type: ignore[valid-type]
     """Set every dropout rate in the model's config. If unset, the model keeps its own."""
     freeze: list[str] = field(default_factory=list)

@@ -13,6 +13,7 @@ import torch
 
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import move_to
+from toolkit.data.tokens.special_tokens import decode_texts
 from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
@@ -95,7 +96,7 @@ def generate_texts(
     if not indices:
         return []
     new_tokens_BT = data.collator.new_tokens(tokens_BT, prompts)
-    predictions = data.tokenizer.batch_decode(new_tokens_BT, skip_special_tokens=True)
+    predictions = decode_texts(data.tokenizer, new_tokens_BT.tolist(), data.kept_tokens)
     flaws = find_flaws(model, new_tokens_BT, predictions, config.max_new_tokens, stop_token_ids)
     per_row = rouge_scores(predictions, [row["target"] for row in rows], data.rouge_tokenizer)
     return [Score(*scored) for scored in zip(indices, predictions, per_row, flaws, strict=True)]

@@ -25,6 +25,7 @@ from toolkit.distributed.rng import random_state_kept
 from toolkit.evaluation.generate import encoder_output_kept, gather_scores, generate_texts
 from toolkit.evaluation.rows import EvaluationRows, plan_evaluation
 from toolkit.loss import summed_loss
+from toolkit.models.position_limits import list_shared_ropes
 from toolkit.parallel.gather import evaluation_model
 from toolkit.parallel.wrap import ShardedModel
 
@@ -53,8 +54,9 @@ def evaluate(
         all of these for each of `data.sets` too, as `<name>/loss`; `num_texts` and those of `FLAWS`; `num_rows`, `rows_per_s`.
     """
     start_s = time.perf_counter()
-    batches = plan_evaluation(data, config.batch_size_rows, rank(), world_size())
     generates = config.generate and bool(data.prompted)
+    ropes, new = list_shared_ropes(sharded.skeleton.config), config.max_new_tokens * generates
+    batches = plan_evaluation(data, config.batch_size_rows, rank(), world_size(), ropes, new)
     sums, scores = _LossSums(data, sharded.accelerator.device), []
     with random_state_kept(), torch.no_grad(), evaluation_model(sharded, config.unshard) as (model, in_step):
         for indices in batches:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.data.collate import Collator
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
+from toolkit.data.tokens.special_tokens import Kept
 from toolkit.distributed.rng import derive_seed
 from toolkit.evaluation.metrics import TextMetric
 from toolkit.evaluation.words import Tokenizer, choose_tokenizer
+from toolkit.models.position_limits import group_by_rope
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,6 +40,8 @@ class EvaluationRows:
     """As `TokenizedRows.sets`."""
     metrics: tuple[TextMetric, ...] = ()
     """Metrics of generated texts beside ROUGE."""
+    kept_tokens: Kept = field(default_factory=dict)
+    """As `TokenizedRows.kept_tokens`."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -120,17 +124,33 @@ def even_places(num: int, most: int) -> list[int]:
     return [place * num // most for place in range(most)] if num > most else list(range(num))
 
 
-def plan_evaluation(data: EvaluationRows, batch_size_rows: int, rank: int, world_size: int) -> list[list[int]]:
+def plan_evaluation(
+    data: EvaluationRows,
+    batch_size_rows: int,
+    rank: int,
+    world_size: int,
+    ropes: list[tuple[str, int]] | None = None,
+    max_new_tokens: int = 0,
+) -> list[list[int]]:
     """This rank's batches of row indices. Rows are sorted by tokens before the labels, longest first; batches are dealt out.
 
-    All rows of a batch have the same set. Every rank gets the same number of batches; the last ones may be empty.
+    All rows of a batch have the same set and, for `ropes` of `list_shared_ropes`, the same groups, of their loss and of generated
+    texts. Every rank gets the same number of batches; the last ones may be empty.
     """
     columns = data.rows.with_format("numpy")
     num_labels = columns["num_label_tokens"][:]
     order = np.lexsort((-num_labels, num_labels - columns["num_tokens"][:]))
     # Few rows are cut into smaller batches, so that no rank is left without work.
     size = max(1, min(batch_size_rows, math.ceil(len(order) / world_size)))
-    of_sets = [np.flatnonzero(data.places[order] == place) for place in np.unique(data.places)]
+    groups = data.places
+    if ropes:
+        prompts = columns["prompt_length"][:] if "prompt_length" in data.rows.column_names else np.zeros_like(num_labels)
+        keys = [
+            (place, group_by_rope(ropes, row, row), group_by_rope(ropes, prompt, prompt + max_new_tokens))
+            for place, row, prompt in zip(groups.tolist(), columns["num_tokens"][:].tolist(), prompts.tolist(), strict=True)
+        ]
+        groups = np.array([sorted({*keys}).index(key) for key in keys])
+    of_sets = [np.flatnonzero(groups[order] == group) for group in np.unique(groups)]
     parts = [part[i : i + size] for part in of_sets for i in range(0, len(part), size)]
     batches = [order[part].tolist() for part in sorted(parts, key=lambda part: int(part[0]))]
     batches += [[]] * (-len(batches) % world_size)

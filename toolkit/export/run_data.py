@@ -44,6 +44,8 @@ class RunData:
     """From `cut_check_rows`."""
     has_chats: bool = True
     """Whether any row is a chat. Runs that did not record it count as such, if their tokenizer has a chat template."""
+    kept_tokens: dict[str, list[str]] = field(default_factory=dict)
+    """As `TokenizedRows.kept_tokens`."""
     tokenizer_files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Size and hash of each file in `tokenizer/`; empty before they are written."""
 
@@ -63,6 +65,7 @@ def describe_data(rows: TokenizedRows, evaluation: EvaluationRows) -> RunData:
         num_evaluated_rows=len(evaluation.rows),
         stop_token_ids=list(rows.stop_token_ids),
         check_rows=cut_check_rows(evaluation),
+        kept_tokens=rows.kept_tokens,
         has_chats=rows.texts is None or bool(rows.texts.message_keys),
     )
 

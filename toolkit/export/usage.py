@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 from contextlib import suppress
@@ -58,6 +59,8 @@ class Usage:
     """Of the exported weights."""
     add_tokens: list[str] | None = None
     """Tokens that an adapter's base lacks."""
+    kept_tokens: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """The special tokens that belong to texts, as `special_tokens.Kept`."""
 
 
 def set_generation(model: Any, config: RecipeConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> None:
@@ -117,6 +120,16 @@ def write_python(
         "tokens = model.generate(input_ids=ids, attention_mask=mask)",
         f"print(tokenizer.batch_decode(tokens{new}, skip_special_tokens=True))",
     ]
+    if kept := data.kept_tokens if data else {}:
+        places = [pair for pair in kept.values() if pair[0] != re.escape(pair[1])]
+        lines[0] = f"import re\n{lines[0]}" if places else lines[0]
+        lines[-1:] = [
+            f"kept, added = {[*kept]!r}, tokenizer.added_tokens_decoder",
+            "left_out = [i for i in added if added[i].special and str(added[i]) not in kept]",
+            f"texts = tokenizer.batch_decode([[i for i in row if i not in left_out] for row in tokens{new}.tolist()])",
+            *(f"texts = [re.sub({place!r}, lambda _: {spaced!r}, text) for text in texts]" for place, spaced in places),
+            "print(texts)",
+        ]
     return "\n".join(lines)
 
 

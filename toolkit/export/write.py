@@ -179,7 +179,12 @@ class _Export:
         skeleton, origin = self.sharded.skeleton, self.origin
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
-        save_usage(self.config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=name_of(dtype))
+        facts = {
+            "step": origin.step,
+            "weights_dtype": name_of(dtype),
+            "kept_tokens": origin.data.kept_tokens if origin.data else {},
+        }
+        save_usage(self.config, unfinished, dtype=origin.computed_in, **facts)
         if kind != "adapter" and text_part(skeleton):
             copy_processors(self.config.model, unfinished)
         use = write_python(self.config, self.tokenizer, ".", origin.computed_in, origin.data, is_adapter=kind == "adapter")

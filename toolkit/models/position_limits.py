@@ -43,22 +43,34 @@ def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str
         _check_fits(name, what, prompt + new, decoder, "data.max_length_tokens plus eval.max_new_tokens")
 
 
-def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int) -> str | None:
-    """The warning that a row's rotary positions depend on the rows beside it; None if they do not.
+def list_shared_ropes(model_config: PretrainedConfig) -> list[tuple[str, int]]:
+    """The types of rope whose frequencies follow the longest row of a forward, each with the tokens from which on they change.
 
-    transformers chooses the frequencies of `longrope` and `dynamic` by the longest row of a forward: `dynamic_rope_update` in its
-    modeling_rope_utils.py.
+    See `dynamic_rope_update` in modeling_rope_utils.py of transformers.
     """
     config = model_config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    for of_layers in rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        if of_layers.get("rope_type") not in ("longrope", "dynamic"):
-            continue
-        limit: int = of_layers.get("original_max_position_embeddings") or config.max_position_embeddings
+    of_layers = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+    return [
+        (one["rope_type"], one.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for one in of_layers
+        if one.get("rope_type") in ("longrope", "dynamic")
+    ]
+
+
+def group_by_rope(ropes: list[tuple[str, int]], start: int, end: int) -> tuple[int, ...]:
+    """Rows of one group have the same frequencies together as each alone, from a forward of `start` tokens to one of `end`: all
+    below the limit, or (`longrope`, which has two sets of frequencies) above it; else rows of equal length."""
+    return tuple(0 if end <= limit else -1 if kind == "longrope" and start > limit else start for kind, limit in ropes)
+
+
+def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int) -> str | None:
+    """The warning that a row's rotary positions depend on the rows beside it; None if they do not."""
+    for kind, limit in list_shared_ropes(model_config):
         if longest_row_tokens > limit:
             return (
-                f"the longest row has {longest_row_tokens} tokens: beyond {limit} the model's {of_layers['rope_type']} rope has "
-                "other frequencies for all rows of a micro-batch or pack, so losses depend on which rows lie together; "
+                f"the longest row has {longest_row_tokens} tokens: beyond {limit} the model's {kind} rope has other frequencies "
+                "for all rows of a micro-batch or pack, so training losses depend on which rows lie together; "
                 f"data.max_length_tokens {limit} avoids that"
             )
     return None

@@ -48,7 +48,9 @@ def prepare_data(
     """
     # Text → tokens on disk.
     check_set_names(config.data, {*OUR_FIGURES, *(metric.name for metric in metrics)})
-    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton))
+    ends: Any = getattr(getattr(skeleton, "generation_config", None), "eos_token_id", None) or []
+    ends = tuple(ends) if isinstance(ends, list) else (ends,)
+    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton), ends)
 
     # Which rows each step takes, and which rows are evaluated.
     columns, data = rows.train.with_format("numpy"), config.data
@@ -63,7 +65,9 @@ def prepare_data(
         mix=Mix(columns["source_index"][:], weights) if weights else None,
     )
     collator = config.task.build_collator(skeleton, rows.tokenizer.pad_token_id)
-    held_out = EvaluationRows(rows.evaluation, rows.tokenizer, collator, rows.stop_token_ids, rows.sets, metrics)
+    held_out = EvaluationRows(
+        rows.evaluation, rows.tokenizer, collator, rows.stop_token_ids, rows.sets, metrics, rows.kept_tokens
+    )
     evaluation = choose_rows(held_out, config.eval.num_rows)
     longest, shapes = _check_rows(config, model_config, rows, plan, evaluation)
     if pads and shapes:

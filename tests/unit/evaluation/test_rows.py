@@ -60,6 +60,9 @@ def test_a_batch_holds_rows_of_one_set_and_every_row_comes_once(world_size: int)
     lengths = [row["num_tokens"] - row["num_label_tokens"] for row in map(data.rows.__getitem__, dealt)]
     assert lengths == sorted(lengths, reverse=True)
     assert all(plan_evaluation(make_rows(world_size), 4, rank, world_size)[0] for rank in range(world_size))
+    of_rope = [batch for rank in range(2) for batch in plan_evaluation(data, 4, rank, 2, [("longrope", 10)]) if batch]
+    assert sorted(row for batch in of_rope for row in batch) == list(range(17))
+    assert all(len({data.rows[row]["num_tokens"] > 10 for row in batch}) == 1 for batch in of_rope)
 
 
 def test_pieces_of_a_text_are_of_its_set() -> None:

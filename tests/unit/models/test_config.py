@@ -17,7 +17,7 @@ from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.models.config import check_weight_files, hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
-from toolkit.models.position_limits import warn_of_shared_rope
+from toolkit.models.position_limits import group_by_rope, warn_of_shared_rope
 from toolkit.tasks import causal, seq2seq
 
 DROPOUT_RATES: dict[str, tuple[Task, list[str]]] = {
@@ -155,3 +155,13 @@ def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path: Path) -> N
     transformers.T5Config().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has no decoder_start_token_id: add it"):
         load_model_config(ModelConfig(name_or_path=str(tmp_path)), seq2seq.TASK)
+
+
+def test_rows_share_a_forward_only_where_their_rope_is_the_same_as_alone() -> None:
+    def group(kind: str, *lengths: int) -> tuple[int, ...]:
+        return group_by_rope([(kind, 10)], *lengths)
+
+    assert group("longrope", 3, 10) == group("dynamic", 3, 10) == group("dynamic", 9, 9)
+    assert group("longrope", 11, 12) == group("longrope", 20, 30) != group("longrope", 10, 30) != group("longrope", 9, 30)
+    assert len({group("dynamic", length, 30) for length in (9, 11, 12)}) == 3
+    assert group_by_rope([], 9, 30) == ()

@@ -13,7 +13,6 @@ before it: a line break, the end token of a document (Phi-3), an unrequested gen
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import re
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
+from toolkit.data.tokens.special_tokens import compile_special_tokens, mark_content, show, swap_marks
 from toolkit.errors import UserError, refusal_named
 from toolkit.files.pointers import refuse_pointers
 from toolkit.private import private
@@ -81,13 +81,14 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, *, for_generation: bool = False
 ) -> str:
-    """Render a chat as text.
+    """Render a chat as text, with its special tokens marked as in `special_tokens.py`.
 
     Raises:
         UserError: there is no template, or it has a syntax error.
         RefusedChatError: the template cannot render these messages.
     """
-    return _render(tokenizer, messages, tools, add_generation_prompt=for_generation)[0]
+    text, _ = _render(tokenizer, *_mark(tokenizer, messages, tools), add_generation_prompt=for_generation)
+    return swap_marks(tokenizer, text)
 
 
 def render_turns(
@@ -100,6 +101,7 @@ def render_turns(
         UserError, RefusedChatError: as `render_chat`.
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    messages, tools = _mark(tokenizer, messages, tools)
     special_tokens = compile_special_tokens(tokenizer)
     has_markers = _GENERATION_MARKER.search(_get_template(tokenizer, tools)) is not None
     text, marked = _render(tokenizer, messages, tools, add_generation_prompt=False, return_assistant_tokens_mask=has_markers)
@@ -108,7 +110,7 @@ def render_turns(
         spans = _merge(marked)
         if len(spans) != len(spoken):
             raise NoMaskError(f"its {{% generation %}} markers mark {len(spans)} texts for {len(spoken)} assistant turns")
-        return text, [
+        return swap_marks(tokenizer, text), [
             Turn(start, start + _find_ends("", text[start:end], messages[i], special_tokens)[0], end)
             for i, (start, end) in zip(spoken, spans, strict=True)
         ]
@@ -119,15 +121,7 @@ def render_turns(
         end = len(_render_beginning(tokenizer, text, messages[: i + 1], tools, for_generation=False))
         start = len(prompt)
         turns.append(Turn(start, *(start + n for n in _find_ends(prompt, text[start:end], messages[i], special_tokens))))
-    return text, turns
-
-
-@functools.lru_cache(maxsize=2)
-def compile_special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the tokens that decoding with `skip_special_tokens` leaves out, the longest first."""
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    tokens = sorted({*added, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+    return swap_marks(tokenizer, text), turns
 
 
 def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -183,7 +177,7 @@ def _render_beginning(
 ) -> str:
     """The text of a chat's first messages, which must be a prefix of the full text."""
     try:
-        beginning = render_chat(tokenizer, first, tools, for_generation=for_generation)
+        beginning, _ = _render(tokenizer, first, tools, add_generation_prompt=for_generation)
     except RefusedChatError as error:
         raise NoMaskError(f"it refuses the first {len(first)} messages on their own ({error})") from None
     if text.startswith(beginning):
@@ -199,6 +193,17 @@ def _render_beginning(
     raise NoMaskError(
         f"it prints the first {len(first)} messages differently when more follow (as if it left out earlier thinking)"
     )
+
+
+def _mark(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[Any, Any]:
+    """Messages and tools, with what looks like a special token in them marked; as they are if the template looks for it, as some
+    do to cut out thinking."""
+    given, marked = (messages, tools), (mark_content(tokenizer, messages), mark_content(tokenizer, tools))
+    if marked != given:
+        with suppress(RefusedChatError):
+            texts = [_render(tokenizer, *chat, add_generation_prompt=False)[0] for chat in (given, marked)]
+            return marked if show(tokenizer, texts[1]) == texts[0] else given
+    return given
 
 
 def _get_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> str:

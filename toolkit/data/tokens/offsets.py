@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from toolkit.data.tokens.special_tokens import mark, swap_marks
+
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +60,7 @@ class _Encoders(NamedTuple):
 
 
 def tokenize_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], places: Sequence[Sequence[int]]
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], places: Sequence[Sequence[int]], are_chats: Sequence[bool] = ()
 ) -> list[TokenizedText]:
     """Token ids of texts, with only those special tokens that are written in the text.
 
@@ -67,9 +69,12 @@ def tokenize_texts(
     Args:
         tokenizer: a fast tokenizer, not changed between calls.
         places: for each text, the character positions where prompts end, in order.
+        are_chats: for each text, whether its special tokens are marked.
     """
     # Tokenize every text in full; go on with those whose prompts may have other tokens alone.
-    encoders = _build_encoders(tokenizer)
+    if is_marked := any(are_chats):
+        texts = [text if is_chat else swap_marks(tokenizer, text) for text, is_chat in zip(texts, are_chats, strict=True)]
+    encoders = _build_encoders(tokenizer, is_marked)
     tokenized = _encode_in_blocks(encoders, texts, places)
     places = [() if tokens.firsts else marked for tokens, marked in zip(tokenized, places, strict=True)]
     if not any(places):
@@ -95,19 +100,37 @@ def tokenize_texts(
 
 
 @functools.lru_cache(maxsize=2)
-def _build_encoders(tokenizer: PreTrainedTokenizerBase) -> _Encoders:
+def _build_encoders(tokenizer: PreTrainedTokenizerBase, is_marked: bool) -> _Encoders:
     from tokenizers import Tokenizer
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    if is_marked:
+        _mark_tokens(backend)
     # Post-processors add special tokens around a text, and may trim spaces from the offsets.
     whole = backend | {"post_processor": None, "truncation": None, "padding": None}
     behind = whole | {name: _leave_out_prefix(whole[name]) for name in ("normalizer", "pre_tokenizer")}
-    added_tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    added_tokens = {token["id"]: token["content"] for token in whole["added_tokens"]}
     built = [Tokenizer.from_str(json.dumps(part)) for part in (whole, behind)]
     encoders = _Encoders(built[0], built[1], added_tokens, _keeps_words(whole))
     for encoder in encoders[:2]:
         encoder.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
     return encoders
+
+
+def _mark_tokens(backend: dict[str, Any]) -> None:
+    """Give the special tokens their marked names, so that the plain ones are text, which no model finds in its vocabulary."""
+    model = backend["model"]
+    names = {token["content"]: mark(token["content"]) for token in backend["added_tokens"] if token["special"]}
+    for token in backend["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    made = {pair.replace(" ", "") if isinstance(pair, str) else "".join(pair) for pair in model.get("merges", ())}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] |= {names[token]: number for token, number in model["vocab"].items() if token in names}
+        model["vocab"] = {token: number for token, number in model["vocab"].items() if token not in names or token in made}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
 
 
 def _keeps_words(backend: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.read_tokenizer import open_tokenizer, trains_tokenizer
+from toolkit.data.tokens.special_tokens import learn_spaces
 from toolkit.data.tokens.tokenizer import hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
@@ -39,12 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Part of the cache's name. Raise it when the columns or their meaning change."""
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
 _LONGEST_FOLDER, _OTHER_FOLDERS = 107 - len("/pymp-12345678/listener-12345678"), ("/tmp", "/var/tmp", "/dev/shm")
 """The longest path of a folder with sockets of `multiprocess` in it, and where else they can be."""
+_NUM_TARGETS_READ = 10_000  # for the spaces around special tokens
 
 Tokenize = Callable[[dict[str, list]], dict[str, list]]
 """Called with a batch of rows as columns."""
@@ -74,14 +76,20 @@ class TokenizedRows:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a generated text: the tokenizer's end token, and the special tokens that end the turns of chats. Empty for
     an encoder-decoder, whose generation config has them."""
+    kept_tokens: dict[str, list[str]] = field(default_factory=dict)
+    """The special tokens that targets hold, as `special_tokens.Kept`."""
     sets: tuple[tuple[int, str], ...] = ()
     """Of each input: how many rows were read from it, and the set of its evaluation rows, if that has a name."""
     texts: TextRows | None = None
     """What they were made of, on each node's first process; None on the others."""
 
 
-def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int) -> TokenizedRows:
+def prepare_rows(
+    config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int, end_token_ids: tuple[int, ...] = ()
+) -> TokenizedRows:
     """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
+
+    `end_token_ids` are the tokens at which the model ends a text.
 
     Raises:
         UserError: anything wrong with the source, the tokenizer or the chat template; after the cut, no training row has a label,
@@ -91,7 +99,7 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
 
     # Build, or verify, on the first process of each node.
     working("tokenizing")
-    built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size) if local_rank() == 0 else None)
+    built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size, end_token_ids) if local_rank() == 0 else None)
     name, fingerprint, texts = built or (None, None, None)
     sets = texts and tuple((number, item.set_name) for (_, number), item in zip(texts.origins, texts.inputs, strict=True))
     # All nodes must have the same rows.
@@ -120,6 +128,7 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
             fingerprint=contents[0],
             remarks=about["remarks"],
             stop_token_ids=tuple(about["stop_token_ids"]),
+            kept_tokens=about["kept_tokens"],
             sets=all_sets[0],
             texts=texts,
         )
@@ -127,7 +136,7 @@ def prepare_rows(config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_s
     return on_all_ranks(load)
 
 
-def _find_or_build(config: Any, model: ModelConfig, vocab_size: int) -> tuple[str, str, TextRows]:
+def _find_or_build(config: Any, model: ModelConfig, vocab_size: int, ends: tuple[int, ...]) -> tuple[str, str, TextRows]:
     """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node.
 
     Returns:
@@ -147,6 +156,7 @@ def _find_or_build(config: Any, model: ModelConfig, vocab_size: int) -> tuple[st
         "format": FORMAT_VERSION,
         "rows": rows.fingerprint,
         "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"{kind.TRAINED} on the rows, {vocab_size} tokens",
+        "end_token_ids": ends,
         **settings,
     }
     cache = cache_folder(config.cache_dir)
@@ -158,33 +168,40 @@ def _find_or_build(config: Any, model: ModelConfig, vocab_size: int) -> tuple[st
             trained_on = f"{rows.fingerprint} {identity['tokenizer']}" + (f", prefix {prefix!r}" if prefix else "")
             used = keep_trained_tokenizer(cache, trained_on, partial(kind.train, rows.train, vocab_size, config))
             kind.set_up(used, config, model)
-        return _write_tokens(config, rows, used, folder) | identity
+        return _write_tokens(config, rows, used, folder, ends) | identity
 
     folder = cache / name_folder(identity)
     return folder.name, find_or_build("the token cache", folder, write)["contents"], rows
 
 
-def _write_tokens(config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
+def _write_tokens(
+    config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path, ends: tuple[int, ...]
+) -> dict[str, Any]:
     """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
     kind = config.task.tokens
     remarks = rows.remarks + kind.describe(tokenizer, rows)
-    stop_token_ids: set[int] = set()
-    tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
+    stop_token_ids, held_ids, targets = set[int](), set[int](), list[str]()
+    tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins, end_token_ids=ends)
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
         # `map` over no rows would not add the new columns; there are training rows, so theirs are taken.
         if len(dataset):
             tokenized = tokenize_rows(dataset, tokenize, name, folder, num_workers=config.num_tokenizer_workers)
         else:
             tokenized = tokenized.select([])
-        kept, sentences, stops = kind.report(tokenized, config, name, rows.origins)
+        kept, sentences, stops, held = kind.report(tokenized, config, name, rows.origins)
         remarks += sentences
         stop_token_ids |= stops
+        held_ids |= held
+        targets += kept["target"][:_NUM_TARGETS_READ]
         # One shard even for no rows: without any, the library cannot read the folder back.
         kept.save_to_disk(str(folder / name), num_shards=None if len(kept) else 1)
         for scratch_file in folder.glob(f"{name}*.arrow"):
             scratch_file.unlink()
     tokenizer.save_pretrained(folder / "tokenizer")
-    return {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "contents": hash_contents(folder)}
+    held = tokenizer.convert_ids_to_tokens(sorted(held_ids - stop_token_ids))
+    kept_tokens = learn_spaces(tokenizer, held, targets)
+    about = {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "kept_tokens": kept_tokens}
+    return about | {"contents": hash_contents(folder)}
 
 
 def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path, *, num_workers: int | None) -> Dataset:

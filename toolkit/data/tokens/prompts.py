@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import NoMaskError, RefusedChatError, Turn, render_chat, render_turns
 from toolkit.data.tokens.omissions import find_omissions
+from toolkit.data.tokens.special_tokens import show
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ class Prepared(NamedTuple):
     """An example as text, with the positions of the turns that the model has to write."""
 
     text: str
+    """Of a chat, with its special tokens marked."""
     turns: list[Turn]
     """The turns to train on; for a prompt with its completion, the completion."""
     lead_texts: list[str]
@@ -70,7 +72,7 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
     # Check that the template has printed everything, then keep the turns to train on.
     trained_turns = set(example.trained_turns)
     omitted = set()
-    for what, i, excerpt in find_omissions(text, messages, tools, turns):
+    for what, i, excerpt in find_omissions(show(tokenizer, text), messages, tools, turns):
         # Many templates leave out earlier thinking. Where all tokens count, that is the form that was asked for.
         is_asked_for = what == "thinking" and loss_on == "all" and any(m["role"] == "user" for m in messages[i or 0 :])
         if i in trained_turns and not is_asked_for:

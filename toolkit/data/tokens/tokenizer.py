@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build
 from toolkit.data.tokens.read_tokenizer import open_tokenizer, read_tokenizer
+from toolkit.data.tokens.special_tokens import compile_special_tokens, learn_spaces, put_spaces
 from toolkit.errors import UserError
 from toolkit.private import VOCABULARY_TOO_SMALL
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 
 MAX_TRAINING_ROWS = 10_000
 MAX_TRAINING_CHARACTERS = 400
+MAX_ROWS_DECODED = 100
+_WHITE = (
+    ("line breaks", "\n", ': with pretrained weights, model.add_tokens ["\\n"] keeps them'),
+    ("tabs", "\t", ': with pretrained weights, model.add_tokens ["\\t"] keeps them'),
+    ("runs of spaces", "  ", ": the model reads and writes single ones"),
+)
+"""White space that tokenizers lose, and what to do."""
 
 
 def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrainedTokenizerBase:
@@ -55,7 +63,7 @@ def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrai
     for place, token in enumerate(tokens):
         is_ordinary = token in known and known[token] not in tokenizer.added_tokens_decoder
         reasons = {
-            "which is empty: give a text, as <|im_start|>": not token.strip(),
+            "which is empty: give a text, as <|im_start|>": not token.strip(" "),
             "for the second time: name each token once": token in tokens[:place],
             "an ordinary token of the tokenizer, which it would cut out of words: give another": is_ordinary,
         }
@@ -158,22 +166,37 @@ def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrai
     )
 
 
-def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]]) -> list[str]:
-    """One sentence if decoding the tokens of texts does not return the texts, else none.
+def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]], what: str = "rows") -> list[str]:
+    """Sentences if decoding the tokens of texts does not return the texts, else none.
 
-    BERT's tokenizers lose case and line breaks, others lose unknown characters. A space before the first word does not count,
-    because many tokenizers add or drop it. `rows` are the texts of each row.
+    T5's tokenizers lose line breaks and runs of spaces, BERT's also lose case, others lose unknown characters. A space before the
+    first word does not count, because many tokenizers add or drop it. `rows` are the texts of each row, `what` their name.
     """
-    lost = []
-    for texts in rows:
+    sentences, lost = [], []
+    tried = rows[:MAX_ROWS_DECODED] if what != "sources" else []
+    every = [text for texts in tried for text in texts]
+    kept = learn_spaces(tokenizer, {token for text in every for token in compile_special_tokens(tokenizer).findall(text)}, every)
+    for kind, white, remedy in _WHITE:
+        ids = tokenizer(f"a{white}a", add_special_tokens=False)["input_ids"]
+        num = 0 if white in str(tokenizer.decode(ids)) else sum(any(white in text.strip() for text in texts) for texts in rows)
+        if num:
+            level = "" if what == "sources" else "WARNING: "
+            trouble = (
+                f"loses {kind}, which stand in {num} of {len(rows)} training {what} looked at ({100 * num / len(rows):.1f} %)"
+            )
+            sentences.append(f"{level}the tokenizer {tokenizer.name_or_path} {trouble}{remedy}")
+    for texts in tried:
         context = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
         for text, ids in zip(context, tokenizer(context, add_special_tokens=False)["input_ids"], strict=True):
-            decoded = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-            if text.lstrip(" ") != decoded.lstrip(" "):
+            decoded = put_spaces(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)), kept)
+            pair = (text.split(), decoded.split()) if sentences else (text.lstrip(" "), decoded.lstrip(" "))
+            if pair[0] != pair[1] and not (
+                what == "targets" and tokenizer.unk_token_id in ids
+            ):  # `describe_unknown` counts these
                 lost.append(f"{text!r:.60} as {decoded!r:.60}")
                 break
-    trouble = f"{tokenizer.name_or_path} does not give back {len(lost)} of the first {len(rows)} training rows as they are"
-    return [f"the tokenizer {trouble} ({lost[0]}): what it drops is never learned"] if lost else []
+    trouble = f"{tokenizer.name_or_path} does not give back {len(lost)} of the first {len(tried)} training {what} as they are"
+    return sentences + ([f"the tokenizer {trouble} ({lost[0]}): what it drops is never learned"] if lost else [])
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

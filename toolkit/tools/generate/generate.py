@@ -6,6 +6,7 @@ Rows are read, made into tokens, generated for and written window by window, so 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import sys
 from collections import Counter
@@ -25,6 +26,7 @@ from toolkit.launch.accelerator import build_accelerator
 from toolkit.launch.environment import is_launched
 from toolkit.launch.log import lost_outputs
 from toolkit.launch.same_run import describe_files
+from toolkit.models.position_limits import group_by_rope, list_shared_ropes
 from toolkit.tools.generate.inputs import Options, Row, Rows, open_rows
 from toolkit.tools.generate.model import Generator, find_folder, in_own_words, load_generator, open_model
 from toolkit.tools.generate.output import append_texts, begin_output, end_output, read_notes
@@ -176,8 +178,11 @@ def _generate_window(generator: Generator, rows: list[dict[str, Any]], batch_siz
 
     Rows are sorted by length, longest first, and batches are dealt out to the ranks, as in an evaluation.
     """
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    new, ropes = generator.model.generation_config.max_new_tokens, list_shared_ropes(generator.config)
+    groups = [group_by_rope(ropes, length, length + new) for length in (len(row["input_ids"]) for row in rows)]
+    order = sorted(range(len(rows)), key=lambda i: (groups[i], -len(rows[i]["input_ids"])))
+    together = [list(part) for _, part in itertools.groupby(order, key=groups.__getitem__)]
+    batches = [part[i : i + batch_size] for part in together for i in range(0, len(part), batch_size)]
     own: dict[int, str] = {}
     for batch in batches[rank() :: world_size()]:
         at("generating")

@@ -25,6 +25,7 @@ from toolkit.data.tokens.chat_template import RefusedChatError, render_chat
 from toolkit.data.tokens.languages import set_languages
 from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.seq2seq import encode_texts
+from toolkit.data.tokens.special_tokens import decode_texts, show
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import find_flaws
@@ -115,7 +116,7 @@ class Generator:
             text = render_chat(self.tokenizer, messages, row.tools, for_generation=True)
         except RefusedChatError as error:
             raise UserError(f"{where}: the chat template refuses this chat ({error}): change the row") from None
-        self.omitted.update({omission.what for omission in find_omissions(text, messages, row.tools)})
+        self.omitted.update({omission.what for omission in find_omissions(show(self.tokenizer, text), messages, row.tools)})
         return text
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class Generator:
         prompts, config = self.collator.prompts(rows), self.model.generation_config
         tokens_BT = self.model.generate(**move_to(self.model.device, prompts), tokenizer=self.tokenizer)  # of stop strings
         new_tokens_BT = self.collator.new_tokens(tokens_BT, prompts)
-        texts = self.tokenizer.batch_decode(new_tokens_BT, skip_special_tokens=True)
+        texts = decode_texts(self.tokenizer, new_tokens_BT.tolist(), self.usage.kept_tokens)
         for flaws in find_flaws(self.model, new_tokens_BT, texts, config.max_new_tokens, config.eos_token_id):
             self.flaws.update(["num_texts", *flaws])
         return texts
@@ -180,7 +181,8 @@ def open_model(name: str) -> Generator:
         raise
     if is_adapter:
         find_adapter(str(folder))
-    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folder)), num_token_embeddings(skeleton))
+    tokenizer: Any = load_tokenizer(ModelConfig(name_or_path=str(folder)), num_token_embeddings(skeleton))
+    tokenizer.content_tokens = usage.add_tokens
     if config.is_encoder_decoder:
         set_languages(tokenizer, name, usage.source_language, usage.target_language)
     collator = task.build_collator(skeleton, tokenizer.pad_token_id)

@@ -16,6 +16,7 @@ from toolkit.data.tokens import causal
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.data.tokens.prompts import prepare_chat
+from toolkit.data.tokens.special_tokens import show
 from toolkit.errors import UserError, plural
 from toolkit.loss import IGNORED_LABEL
 
@@ -112,7 +113,7 @@ def view_row(rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) 
         elif example.messages is None:
             texts = {"row": f"{example.prompt}{example.completion}"}
         else:
-            texts = {"row": prepare_chat(rows.tokenizer, example, config.loss_on, where).text}
+            texts = {"row": show(rows.tokenizer, prepare_chat(rows.tokenizer, example, config.loss_on, where).text)}
             turns = _list_turns(example, config.loss_on, full["labels"], len(row["input_ids"]))
     return RowView(
         row_id=row_id,

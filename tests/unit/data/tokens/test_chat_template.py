@@ -13,10 +13,11 @@ from toolkit.data.tokens.chat_template import (
     RefusedChatError,
     check_chat_template,
     read_chat_template,
-    render_chat,
     render_turns,
 )
+from toolkit.data.tokens.chat_template import render_chat as render_marked
 from toolkit.data.tokens.prompts import prepare_chat
+from toolkit.data.tokens.special_tokens import show
 from toolkit.errors import UserError
 
 CALL = {
@@ -33,11 +34,15 @@ def tokenizer():
     return build_chat_tokenizer("<|im_start|>", "<|im_end|>")
 
 
+def render_chat(tokenizer, messages, tools, **options):
+    return show(tokenizer, render_marked(tokenizer, messages, tools, **options))
+
+
 def find(tokenizer, template, messages, tools=None):
     """(content, what ends the turn) of each turn."""
     tokenizer.chat_template = template
-    text, turns = render_turns(tokenizer, messages, tools)
-    assert text == render_chat(tokenizer, messages, tools)
+    marked, turns = render_turns(tokenizer, messages, tools)
+    assert (text := show(tokenizer, marked)) == render_chat(tokenizer, messages, tools)
     return [(text[turn.start : turn.content_end], text[turn.content_end : turn.end]) for turn in turns]
 
 

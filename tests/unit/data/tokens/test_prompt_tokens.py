@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -54,6 +55,9 @@ def test_the_last_prompt_of_a_chat_is_what_its_template_gives_inference(prepare,
         chats = [[{"role": role, "content": draw_text(draw)} for role in roles[:n]] for n in (2, 4) for _ in range(30)]
         rows = prepare(tokenizer, [{"messages": messages} for messages in chats])
         for messages, row in zip(chats, rows.train, strict=True):
+            assert tokenizer.convert_tokens_to_ids("<s>") not in row["input_ids"]
+            if any("<s>" in message["content"] for message in messages):  # there it is text, unlike to plain transformers
+                continue
             decoded = tokenizer.decode(row["input_ids"], clean_up_tokenization_spaces=False)
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             assert decoded == tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -69,7 +73,11 @@ def test_a_tokenizer_that_does_not_keep_its_text_is_said_with_an_example(prepare
         tokenizer(p)["input_ids"] for p in ("So  the ", "so")
     ]
     assert tokenizer.decode(rows.train[0]["input_ids"]) == "so the word is </s>"
-    assert len(rows.remarks) == 1
-    assert "does not give back 1 of the first 2 training rows as they are" in rows.remarks[0]
-    assert "'So  the ' as 'so the'" in rows.remarks[0]
+    of_breaks, of_runs, of_case = (re.sub(r"/\S+/model", "BERT", remark) for remark in rows.remarks)
+    assert of_breaks == (
+        "WARNING: the tokenizer BERT loses line breaks, which stand in 1 of 2 training rows looked at (50.0 %): with pretrained "
+        'weights, model.add_tokens ["\\n"] keeps them'
+    )
+    assert of_runs.startswith("WARNING: the tokenizer BERT loses runs of spaces, which stand in 1 of 2 training rows")
+    assert "does not give back 1 of the first 2 training rows as they are ('So  the ' as 'so the')" in of_case
     assert prepare(build_byte_level(), [{"prompt": "So  the ", "completion": "word\nis"}]).remarks == []

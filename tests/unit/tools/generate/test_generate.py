@@ -296,3 +296,29 @@ def test_an_adapter_is_read_as_for_training(copies: Path, capsys: pytest.Capture
     assert refused(capsys, adapter, "--text", "hello") == (
         f"the adapter {adapter} has megatron_config {{'a': 1}} in its adapter_config.json, which is not supported"
     )
+
+
+def test_texts_do_not_depend_on_the_batch_where_the_rope_follows_its_longest_row(folders: Path, tmp_path: Path) -> None:
+    """Rows that stay below the limit, cross it, and begin above it."""
+    torch.manual_seed(0)
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 4.0, 16.0, 32.0]}
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+        eos_token_id=1, max_position_embeddings=POSITIONS, initializer_range=0.6,
+        rope_parameters={**factors, "factor": 4.0, "original_max_position_embeddings": 24},
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "longrope")
+    for file in (folders / "t5").glob("token*"):
+        shutil.copy(file, tmp_path / "longrope")
+    rows = save_rows(tmp_path / "rows.jsonl", [{"prompt": "abcde fghij klmno pqrst uvwxy z"[:n]} for n in range(14, 31)])
+
+    def generate(num: int) -> list[str]:
+        output = tmp_path / f"{num}.jsonl"
+        output.unlink(missing_ok=True)
+        assert call(tmp_path / "longrope", "--file", rows, "--output", output, "--batch-size-rows", num) == 0
+        return predictions(output)
+
+    alone = generate(1)
+    assert generate(8) == alone
+    with patch.object(command, "group_by_rope", lambda *lengths: ()):
+        assert generate(8) != alone  # the rows tell
