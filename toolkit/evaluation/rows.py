@@ -130,12 +130,12 @@ def plan_evaluation(
     rank: int,
     world_size: int,
     ropes: list[tuple[str, int]] | None = None,
-    max_new_tokens: int = 0,
+    new: int = 0,
 ) -> list[list[int]]:
     """This rank's batches of row indices. Rows are sorted by tokens before the labels, longest first; batches are dealt out.
 
-    All rows of a batch have the same set and, for `ropes` of `list_shared_ropes`, the same groups, of their loss and of generated
-    texts. Every rank gets the same number of batches; the last ones may be empty.
+    All rows of a batch have the same set and, for `ropes` of `list_shared_ropes`, the same groups, of their loss and
+    of `new` generated tokens. Every rank gets the same number of batches; the last ones may be empty.
     """
     columns = data.rows.with_format("numpy")
     num_labels = columns["num_label_tokens"][:]
@@ -146,7 +146,7 @@ def plan_evaluation(
     if ropes:
         prompts = columns["prompt_length"][:] if "prompt_length" in data.rows.column_names else np.zeros_like(num_labels)
         keys = [
-            (place, group_by_rope(ropes, row, row), group_by_rope(ropes, prompt, prompt + max_new_tokens))
+            (place, group_by_rope(ropes, row, row), group_by_rope(ropes, prompt, prompt + new))
             for place, row, prompt in zip(groups.tolist(), columns["num_tokens"][:].tolist(), prompts.tolist(), strict=True)
         ]
         groups = np.array([sorted({*keys}).index(key) for key in keys])

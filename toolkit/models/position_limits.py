@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.config.schema import EvalConfig
@@ -58,7 +59,7 @@ def list_shared_ropes(model_config: PretrainedConfig) -> list[tuple[str, int]]:
     ]
 
 
-def group_by_rope(ropes: list[tuple[str, int]], start: int, end: int) -> tuple[int, ...]:
+def group_by_rope(ropes: Sequence[tuple[str, int]], start: int, end: int) -> tuple[int, ...]:
     """Rows of one group have the same frequencies together as each alone, from a forward of `start` tokens to one of `end`: all
     below the limit, or (`longrope`, which has two sets of frequencies) above it; else rows of equal length."""
     return tuple(0 if end <= limit else -1 if kind == "longrope" and start > limit else start for kind, limit in ropes)

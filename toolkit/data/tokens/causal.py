@@ -6,8 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,14 @@ from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, de
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
 from toolkit.data.tokens.omissions import KINDS
 from toolkit.data.tokens.prompts import Prepared, prepare_chat, prepare_text
-from toolkit.data.tokens.special_tokens import compile_inner_ends, compile_special_tokens, list_outer_ids, mark, read_target
+from toolkit.data.tokens.special_tokens import (
+    INNER_END,
+    LOOKS_SPECIAL,
+    compile_inner_ends,
+    compile_special_tokens,
+    mark,
+    read_target,
+)
 from toolkit.data.tokens.tokenizer import describe_lost_text, train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL
@@ -33,10 +39,9 @@ if TYPE_CHECKING:
 TRAINED = "byte-level trained"
 """The tokenizer of a model that brings none."""
 
-_OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless", "omitted", "is_odd", "held")
+_OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless", "omitted")
 """Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn;
-`Prepared.omitted`; whether a chat's content looks like a special token, or another text goes on after an end token; the ids
-of special tokens that its targets hold, in a text."""
+`Prepared.omitted`."""
 _NUM_ROWS_TRIED = 1000  # to see whether the tokenizer preserves their text
 
 
@@ -100,13 +105,9 @@ def choose_few(rows: TextRows) -> dict[str, list]:
 
 
 def tokenize(
-    rows: dict[str, list],
-    tokenizer: PreTrainedTokenizerBase,
-    config: LLMDataConfig,
-    origins: list[tuple[str, int]],
-    end_token_ids: tuple[int, ...] = (),
+    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and `stop_token_ids`."""
+    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, `stop_token_ids`, and `odd` and `held` as in `seq2seq.py`."""
     # Render each example as text with the positions of its turns, and tokenize all of them.
     examples = read_examples(rows)
     prepared = [
@@ -124,8 +125,7 @@ def tokenize(
     # Turn each example into one row, or a long text into several.
     prefix, limit = np.array(_get_prefix(tokenizer), dtype=np.int32), config.max_length_tokens
     before, end_token = np.zeros(len(prefix), dtype=np.int64), np.array([tokenizer.eos_token_id], dtype=np.int32)
-    marked, outer = compile_special_tokens(tokenizer, mark), list_outer_ids(tokenizer, end_token_ids)
-    odd = compile_inner_ends(tokenizer, end_token_ids), compile_special_tokens(tokenizer)
+    marked = compile_special_tokens(tokenizer, mark)
     all_columns = []
     for row_id, mix_entry, text, item, tokens in zip(
         rows["row_id"], rows["mix_entry"], rows["text"], prepared, tokenized, strict=True
@@ -138,13 +138,14 @@ def tokenize(
                 np.concatenate([before, tokens.ends, length]),
                 tuple(first + len(prefix) for first in tokens.firsts),
             )
-        read = functools.partial(read_target, tokenizer, outer=outer, form=mark if item.is_chat else str)
-        columns = _split(item, tokens, len(prefix), limit) if text is not None else [_mask(item, tokens, limit, read, marked)]
+        columns = [_mask(item, tokens, limit, tokenizer)] if text is None else _split(item, tokens, len(prefix), limit)
         ends = [marked.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
         stop_token_ids = _list_stop_ids(tokenizer, frozenset(mark(found[-1]) for found in ends if found))
         of_row = {"is_chat": item.is_chat, "is_endless": not all(ends), "stop_token_ids": stop_token_ids}
         spoken = [item.text[turn.start : turn.content_end] for turn in item.turns] if text is None else [text]
-        of_row |= {"held": read("\0".join(spoken))[1], "is_odd": bool(odd[item.is_chat].search(item.text))}
+        _, held = read_target(tokenizer, "\0".join(spoken), mark if item.is_chat else str)
+        odd = compile_special_tokens(tokenizer) if item.is_chat else compile_inner_ends(tokenizer)
+        of_row |= {"held": "\0".join(held), "odd": (LOOKS_SPECIAL if item.is_chat else INNER_END) * bool(odd.search(item.text))}
         of_row |= {"source_index": mix_entry, "omitted": item.omitted}
         all_columns += [
             {**part, **of_row, "row_id": row_id + piece * ROW_IDS_OF_A_PIECE, "piece": piece}
@@ -166,9 +167,9 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], are
 
 def report(
     tokenized: Dataset, config: LLMDataConfig, name: str, origins: list[tuple[str, int]]
-) -> tuple[Dataset, list[str], set[int], set[int]]:
+) -> tuple[Dataset, list[str], set[int]]:
     """The rows with a label, as they are stored; sentences about rows that were split, cut, dropped, have no end of turn or are
-    not printed in full by the chat template; the tokens that end turns, and the special ones that targets hold."""
+    not printed in full by the chat template; and the tokens that end turns."""
     import pyarrow.compute as pc
 
     numbers = tokenized.select_columns(["row_id", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
@@ -206,10 +207,6 @@ def report(
                 f"WARNING: the chat template leaves out context in {len(found)} of {num_rows} {side} rows: {kind} (first: "
                 f"{locate(numbers['row_id'][found[0]], origins)}); set data.chat_template to a template that prints it"
             )
-    is_odd, is_chat = (numbers[column].astype(bool) & (numbers["piece"] == 0) for column in ("is_odd", "is_chat"))
-    sentences += describe_odd(numbers["row_id"][is_odd & ~is_chat], num_rows, name, origins)
-    what = "messages hold what looks like a special token"
-    sentences += describe_odd(numbers["row_id"][is_odd & is_chat], num_rows, name, origins, what, "there it is text")
     kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
     if name == "train":
         left = set(kept.with_format("numpy")["source_index"][:].tolist())
@@ -221,21 +218,7 @@ def report(
                 )
     stops = kept.select_columns(["stop_token_ids"]).with_format("arrow")[:]["stop_token_ids"]
     stop_token_ids = set(pc.list_flatten(stops).unique().to_pylist())
-    held = set(map(int, " ".join(set(numbers["held"].tolist())).split()))
-    return kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), sentences, stop_token_ids, held
-
-
-def describe_odd(
-    row_ids: np.ndarray,
-    num_rows: int,
-    name: str,
-    origins: list[tuple[str, int]],
-    what: str = "an end token stands in the middle of the text",
-    how: str = "generated texts end at it; take it out where it is only text",
-) -> list[str]:
-    """One sentence about these rows of a split, if there are any."""
-    where = f"{len(row_ids)} of {num_rows} {SIDES[name]} rows"
-    return [f"{what} in {where} (first: {locate(int(row_ids[0]), origins)}): {how}"] if len(row_ids) else []
+    return kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), sentences, stop_token_ids
 
 
 def locate(row_id: int, origins: list[tuple[str, int]]) -> str:
@@ -272,14 +255,8 @@ def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_to
     ]
 
 
-def _mask(
-    item: Prepared,
-    tokens: TokenizedText,
-    max_length_tokens: int,
-    read: Callable[[str], tuple[str, str]],
-    marked: re.Pattern,
-) -> dict[str, Any]:
-    """The columns of one chat or pair, cut to `max_length_tokens`. `read` is `read_target`; `marked` matches special tokens."""
+def _mask(item: Prepared, tokens: TokenizedText, max_length_tokens: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The columns of one chat or pair, cut to `max_length_tokens`."""
     input_ids = tokens.input_ids[:max_length_tokens]
     end_place = tokens.ends[len(input_ids) - 1] if len(input_ids) < len(tokens.input_ids) else len(item.text)
     labels = input_ids.copy() if item.counts_whole else np.full_like(input_ids, IGNORED_LABEL)
@@ -294,10 +271,11 @@ def _mask(
         if not item.counts_whole:
             labels[first:last] = input_ids[first:last]
             pieces.append(said)
-        prompt_length, target, lead_text = first, read(said)[0], turn_lead_text
+        prompt_length, lead_text = first, turn_lead_text
+        target, _ = read_target(tokenizer, said, mark if item.is_chat else str)
     labels[:1] = IGNORED_LABEL
     if item.is_chat:
-        pieces = [marked.sub("", piece) for piece in pieces]
+        pieces = [compile_special_tokens(tokenizer, mark).sub("", piece) for piece in pieces]
     return {
         "input_ids": input_ids,
         "labels": labels,

@@ -22,6 +22,8 @@ from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_folder
 from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
+from toolkit.data.tokens.causal import locate
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
 from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.read_tokenizer import open_tokenizer, trains_tokenizer
 from toolkit.data.tokens.special_tokens import learn_spaces
@@ -168,38 +170,42 @@ def _find_or_build(config: Any, model: ModelConfig, vocab_size: int, ends: tuple
             trained_on = f"{rows.fingerprint} {identity['tokenizer']}" + (f", prefix {prefix!r}" if prefix else "")
             used = keep_trained_tokenizer(cache, trained_on, partial(kind.train, rows.train, vocab_size, config))
             kind.set_up(used, config, model)
-        return _write_tokens(config, rows, used, folder, ends) | identity
+        used.end_token_ids = ends  # type: ignore[attr-defined]
+        return _write_tokens(config, rows, used, folder) | identity
 
     folder = cache / name_folder(identity)
     return folder.name, find_or_build("the token cache", folder, write)["contents"], rows
 
 
-def _write_tokens(
-    config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path, ends: tuple[int, ...]
-) -> dict[str, Any]:
+def _write_tokens(config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
     """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
     kind = config.task.tokens
     remarks = rows.remarks + kind.describe(tokenizer, rows)
-    stop_token_ids, held_ids, targets = set[int](), set[int](), list[str]()
-    tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins, end_token_ids=ends)
+    stop_token_ids, held, targets = set[int](), set[str](), list[str]()
+    tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
         # `map` over no rows would not add the new columns; there are training rows, so theirs are taken.
         if len(dataset):
             tokenized = tokenize_rows(dataset, tokenize, name, folder, num_workers=config.num_tokenizer_workers)
         else:
             tokenized = tokenized.select([])
-        kept, sentences, stops, held = kind.report(tokenized, config, name, rows.origins)
+        for odd in filter(None, tokenized.unique("odd")):
+            pairs = zip(tokenized["row_id"][:], tokenized["odd"][:], strict=True)
+            of_odd = [number % ROW_IDS_OF_A_PIECE for number, what in pairs if what == odd]
+            where = f"{len({*of_odd})} of {len(dataset)} {SIDES[name]} rows (first: {locate(of_odd[0], rows.origins)})"
+            remarks.append(odd.format(where))
+        held |= {token for tokens in tokenized.unique("held") for token in tokens.split("\0") if token}
+        kept, sentences, stops = kind.report(tokenized, config, name, rows.origins)
+        kept = kept.remove_columns(["odd", "held"])
         remarks += sentences
         stop_token_ids |= stops
-        held_ids |= held
         targets += kept["target"][:_NUM_TARGETS_READ]
         # One shard even for no rows: without any, the library cannot read the folder back.
         kept.save_to_disk(str(folder / name), num_shards=None if len(kept) else 1)
         for scratch_file in folder.glob(f"{name}*.arrow"):
             scratch_file.unlink()
     tokenizer.save_pretrained(folder / "tokenizer")
-    held = tokenizer.convert_ids_to_tokens(sorted(held_ids - stop_token_ids))
-    kept_tokens = learn_spaces(tokenizer, held, targets)
+    kept_tokens = learn_spaces(tokenizer, sorted(held.difference(tokenizer.convert_ids_to_tokens([*stop_token_ids]))), targets)
     about = {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "kept_tokens": kept_tokens}
     return about | {"contents": hash_contents(folder)}
 

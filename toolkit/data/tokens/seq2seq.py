@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.load import TextRows
-from toolkit.data.tokens.causal import choose_few, describe_odd
+from toolkit.data.tokens.causal import choose_few
 from toolkit.data.tokens.cuts import describe_cut, describe_unknown
 from toolkit.data.tokens.languages import marks_languages, set_languages
-from toolkit.data.tokens.special_tokens import compile_inner_ends, list_outer_ids, read_target
+from toolkit.data.tokens.special_tokens import INNER_END, compile_inner_ends, read_target
 from toolkit.data.tokens.tokenizer import describe_lost_text, train_tokenizer
 
 if TYPE_CHECKING:
@@ -21,9 +21,8 @@ TRAINED = "unigram trained"
 """The tokenizer of a model that brings none."""
 _OF_TOKENIZING = (
     "num_lost_source_tokens", "num_lost_target_tokens", "num_unknown_source_tokens", "num_unknown_target_tokens",
-    "is_odd", "held",
 )  # fmt: skip
-"""Columns that `report` reads and drops; the last two as in `causal.py`."""
+"""Columns of numbers that `report` reads and drops."""
 
 
 def set_up(tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
@@ -53,13 +52,10 @@ def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
 
 
 def tokenize(
-    rows: dict[str, list],
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    origins: list[tuple[str, int]],
-    end_token_ids: tuple[int, ...] = (),
+    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: DataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, and those of `_OF_TOKENIZING`."""
+    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and what `prepare.py` reads and drops: `odd`, what to say of a
+    row's special tokens, and `held`, those of its target, with zeros between them."""
     prompts = [config.prefix + text for text in rows["prompt"]]
     sources, num_lost_of_sources = encode_texts(tokenizer, prompts, config.max_source_length_tokens, "text")
     labels, num_lost_of_targets = encode_texts(tokenizer, rows["completion"], config.max_target_length_tokens, "text_target")
@@ -67,13 +63,13 @@ def tokenize(
         str(tokenizer.decode(ids, skip_special_tokens=True)) if num_lost else text
         for ids, text, num_lost in zip(labels, rows["completion"], num_lost_of_targets, strict=True)
     ]
-    outer, inner_end = list_outer_ids(tokenizer, end_token_ids), compile_inner_ends(tokenizer, end_token_ids)
-    targets, held = zip(*(read_target(tokenizer, text, outer) for text in rows["completion"]), strict=True)
+    targets, held = zip(*(read_target(tokenizer, text) for text in rows["completion"]), strict=True)
+    odd = [map(compile_inner_ends(tokenizer).search, pair) for pair in zip(prompts, rows["completion"], strict=True)]
     return {
         "row_id": rows["row_id"],
         "target": list(targets),
-        "held": list(held),
-        "is_odd": [any(map(inner_end.search, pair)) for pair in zip(prompts, rows["completion"], strict=True)],
+        "held": list(map("\0".join, held)),
+        "odd": [INNER_END * any(found) for found in odd],
         "lead_text": rows["lead_text"],
         "input_ids": sources,
         "labels": labels,
@@ -89,10 +85,10 @@ def tokenize(
 
 def report(
     tokenized: Dataset, config: DataConfig, name: str, origins: list[tuple[str, int]]
-) -> tuple[Dataset, list[str], set[int], set[int]]:
-    """The rows as they are stored; sentences about cuts, unknown and end tokens; no tokens that end a text, which the generation
-    config says; and the special tokens that targets hold."""
-    numbers = tokenized.select_columns(["row_id", "num_tokens", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
+) -> tuple[Dataset, list[str], set[int]]:
+    """The rows as they are stored, and sentences about cuts and unknown tokens. Which tokens end a text is for the generation
+    config to say."""
+    numbers = tokenized.select_columns(["num_tokens", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
     num_kept = {"source": numbers["num_tokens"] - numbers["num_label_tokens"], "target": numbers["num_label_tokens"]}
     sentences: list[str] = []
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
@@ -101,9 +97,7 @@ def report(
             num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
         )
         sentences += describe_unknown(num_kept[side], numbers[f"num_unknown_{side}_tokens"], name, side)
-    sentences += describe_odd(numbers["row_id"][numbers["is_odd"].astype(bool)], len(tokenized), name, origins)
-    held = set(map(int, " ".join(set(numbers["held"].tolist())).split()))
-    return tokenized.remove_columns(list(_OF_TOKENIZING)), sentences, set(), held
+    return tokenized.remove_columns(list(_OF_TOKENIZING)), sentences, set()
 
 
 def encode_texts(

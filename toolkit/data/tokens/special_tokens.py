@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLANE = 0x100000
+INNER_END = "an end token stands in the middle of the text in {}: generated texts end at it; take it out where it is only text"
+LOOKS_SPECIAL = "messages hold what looks like a special token in {}: there it is text"
 Kept = Mapping[str, Sequence[str]]
 """The special tokens that belong to texts. In a decoded text, what matches the first text of each is replaced by the second: the
 token, with spaces around it where the tokenizer loses them."""
@@ -67,31 +69,27 @@ def mark_content(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=4)
-def list_outer_ids(tokenizer: PreTrainedTokenizerBase, end_token_ids: tuple[int, ...]) -> set[int]:
-    """The tokens that belong to no text: they pad, begin or end one for the tokenizer, or (`end_token_ids`) the model."""
-    around = tokenizer(text_target="")["input_ids"]
-    return {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, *around, *end_token_ids} - {None}
-
-
-def read_target(tokenizer: PreTrainedTokenizerBase, text: str, outer: Collection[int], form: Any = str) -> tuple[str, str]:
-    """A target without the special tokens in `outer`, unmarked, and the others that it holds: a text of ids."""
-    ids, held = special_ids(tokenizer), set[int]()
-
-    def keep(found: re.Match[str]) -> str:
-        token = form(found[0])
-        held.update({ids[token]}.difference(outer))
-        return "" if ids[token] in outer else token
-
-    return compile_special_tokens(tokenizer, form).sub(keep, text), " ".join(map(str, sorted(held)))
+@lru_cache(maxsize=2)
+def list_outer_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The special tokens that belong to no text: they pad, begin or end one, for the model too (`end_token_ids`)."""
+    outer = {*tokenizer(text_target="")["input_ids"], *getattr(tokenizer, "end_token_ids", ())}
+    outer |= {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    return {token for token, number in special_ids(tokenizer).items() if number in outer}
 
 
 @lru_cache(maxsize=2)
-def compile_inner_ends(tokenizer: PreTrainedTokenizerBase, end_token_ids: tuple[int, ...]) -> re.Pattern[str]:
+def compile_inner_ends(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches an end token in a text that goes on after it."""
-    ends = {tokenizer.eos_token_id, *end_token_ids}
+    ends = {tokenizer.eos_token_id, *getattr(tokenizer, "end_token_ids", ())}
     tokens = [re.escape(token) for token, number in special_ids(tokenizer).items() if number in ends]
     return re.compile(rf"(?:{'|'.join(tokens) or '(?!)'})(?!(?:{compile_special_tokens(tokenizer).pattern}|\s)*\Z)")
+
+
+def read_target(tokenizer: PreTrainedTokenizerBase, text: str, form: Callable[[str], str] = str) -> tuple[str, set[str]]:
+    """A target without the special tokens that belong to no text, unmarked, and the others that it holds."""
+    outer = list_outer_tokens(tokenizer)
+    held = {form(found) for found in compile_special_tokens(tokenizer, form).findall(text)} - outer
+    return compile_special_tokens(tokenizer, form).sub(lambda found: form(found[0]) * (form(found[0]) not in outer), text), held
 
 
 def decode_texts(tokenizer: PreTrainedTokenizerBase, all_ids: list[list[int]], kept: Kept) -> list[str]:

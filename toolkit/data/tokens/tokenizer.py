@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 MAX_TRAINING_ROWS = 10_000
 MAX_TRAINING_CHARACTERS = 400
 MAX_ROWS_DECODED = 100
-_WHITE = (
-    ("line breaks", "\n", ': with pretrained weights, model.add_tokens ["\\n"] keeps them'),
-    ("tabs", "\t", ': with pretrained weights, model.add_tokens ["\\t"] keeps them'),
-    ("runs of spaces", "  ", ": the model reads and writes single ones"),
-)
-"""White space that tokenizers lose, and what to do."""
+_WHITE = {"line breaks": "\n", "tabs": "\t", "runs of spaces": "  "}
 
 
 def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrainedTokenizerBase:
@@ -176,23 +171,21 @@ def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[s
     tried = rows[:MAX_ROWS_DECODED] if what != "sources" else []
     every = [text for texts in tried for text in texts]
     kept = learn_spaces(tokenizer, {token for text in every for token in compile_special_tokens(tokenizer).findall(text)}, every)
-    for kind, white, remedy in _WHITE:
+    for kind, white in _WHITE.items():
         ids = tokenizer(f"a{white}a", add_special_tokens=False)["input_ids"]
         num = 0 if white in str(tokenizer.decode(ids)) else sum(any(white in text.strip() for text in texts) for texts in rows)
         if num:
-            level = "" if what == "sources" else "WARNING: "
-            trouble = (
-                f"loses {kind}, which stand in {num} of {len(rows)} training {what} looked at ({100 * num / len(rows):.1f} %)"
-            )
+            level, share = "" if what == "sources" else "WARNING: ", f"{num} of {len(rows)} training {what} looked at"
+            trouble = f"loses {kind}, which stand in {share} ({100 * num / len(rows):.1f} %)"
+            remedy = f": with pretrained weights, model.add_tokens {json.dumps([white])} keeps them" * bool(white.strip(" "))
             sentences.append(f"{level}the tokenizer {tokenizer.name_or_path} {trouble}{remedy}")
     for texts in tried:
         context = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
         for text, ids in zip(context, tokenizer(context, add_special_tokens=False)["input_ids"], strict=True):
             decoded = put_spaces(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)), kept)
             pair = (text.split(), decoded.split()) if sentences else (text.lstrip(" "), decoded.lstrip(" "))
-            if pair[0] != pair[1] and not (
-                what == "targets" and tokenizer.unk_token_id in ids
-            ):  # `describe_unknown` counts these
+            is_counted = what == "targets" and tokenizer.unk_token_id in ids  # by `describe_unknown`
+            if pair[0] != pair[1] and not is_counted:
                 lost.append(f"{text!r:.60} as {decoded!r:.60}")
                 break
     trouble = f"{tokenizer.name_or_path} does not give back {len(lost)} of the first {len(tried)} training {what} as they are"

@@ -17,6 +17,7 @@ from typing import Any
 
 from toolkit.data.rows.example import Example
 from toolkit.data.sources.row import check_text
+from toolkit.data.tokens.special_tokens import compile_special_tokens, mark, mark_content
 from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import at, working
@@ -93,7 +94,9 @@ def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
                 messages.append({"role": "user", "content": said})
                 [answer] = generator.generate(generator.encode([("this chat", Example(messages=messages))], plain=False))
                 print(escape_controls(answer), flush=True)
-                messages.append({"role": "assistant", "content": answer})
+                # What its template writes is not said again as text.
+                said = compile_special_tokens(generator.tokenizer, mark).sub("", mark_content(generator.tokenizer, answer))
+                messages.append({"role": "assistant", "content": said})
                 continue
         except (EOFError, KeyboardInterrupt):
             print()
