@@ -63,5 +63,6 @@ def finetune_here(preset: Path | None, recipe: str, flags: dict[str, Any], after
         result = finetune.finetune(load_config(recipe, overrides=flags), after_step=after_step)
     gc.collect()  # the run's memory, for the next one
     torch.cuda.empty_cache()
-    torch.compiler.reset()  # its limit of compilations counts those of all runs
+    if preset and preset.stem in ("fsdp2_compile", "fsdp2_fp8"):
+        torch.compiler.reset()  # its limit of compilations counts those of all runs
     return result
