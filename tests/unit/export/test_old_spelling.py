@@ -17,6 +17,12 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 PHI3 = GROUPED | {"original_max_position_embeddings": 32}
 WINDOWS = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": LINEAR | {"rope_theta": 1e4}}
+BAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 ONE_FLAG = "transformers 4, and tools that read as it does, take one flag for both."
 NO_SPELLING = "Its rope_parameters have no older spelling: transformers 4, and tools that read as it does, miss them."
 SCALED = "CTranslate2 scales its logits as if its head were tied"
@@ -31,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "",
     ),
     "longrope of another factor": ("Phi3", PHI3 | {"rope_parameters": LONGROPE | {"factor": 3.0}}, {}, NO_SPELLING),
+    "an infinity in the file": ("Bamba", BAMBA, {"partial_rotary_factor": 0.5, "rope_theta": 1e4}, ""),
     "windows of their own": ("Gemma3", SLIDING | {"rope_parameters": WINDOWS}, {}, NO_SPELLING),
     "a T5": ("T5", T5_SIZES, {"tie_word_embeddings": True}, ""),
     "a T5 1.1": ("T5", T5_SIZES | {"tie_word_embeddings": False, "untied": True}, {"tie_word_embeddings": False}, SCALED),
@@ -72,7 +79,7 @@ def test_a_config_says_both_and_version_5_reads_the_same(tmp_path: Path, name: s
     if sentence == NO_SPELLING:
         assert {key for key in written if "rope" in key} == {key for key in before if "rope" in key}
     ids_BT = torch.tensor([[5, 9, 33, 2, 41, 17, 8]])
-    inputs = {"input_ids": ids_BT} | ({"decoder_input_ids": ids_BT} if is_t5 else {})
+    inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False} | ({"decoder_input_ids": ids_BT} if is_t5 else {})
     with torch.no_grad():
         assert torch.equal(model_class.from_pretrained(tmp_path).eval()(**inputs).logits, model(**inputs).logits)
 
