@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from toolkit.variables import elastic_error_file, is_first_node, is_rank_0, local_rank, local_world_size
+from toolkit.variables import elastic_error_file, in_utf8, is_first_node, is_rank_0, local_rank, local_world_size
 
 
 class UserError(ValueError):
@@ -191,7 +191,7 @@ def exit_on_user_error() -> Iterator[None]:
     """
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
         sys.stdout.flush()
-        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONUTF8": "1"})
+        os.execve(sys.executable, sys.orig_argv, in_utf8())
     launch = _launch_folder()
     if launch is not None:
         signal.signal(signal.SIGTERM, partial(_end_with_the_launch, launch))

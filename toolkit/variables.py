@@ -60,3 +60,8 @@ def environment_of_runs(root: Path) -> dict[str, str]:
     """This environment, for runs that this process starts: they import the toolkit that lies in `root`, and end with it."""
     python_path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": python_path, STARTED_BY: str(os.getpid())}
+
+
+def in_utf8() -> dict[str, str]:
+    """This environment, for a Python that reads and writes UTF-8."""
+    return {**os.environ, "PYTHONUTF8": "1"}
