@@ -108,11 +108,11 @@ def check_logits(
             inputs = {name: tensor.to(chosen) for name, tensor in check.items() if name != "logits"}
             logits_BTV = load(chosen)(**inputs, use_cache=False).logits.cpu()
     except UserError as error:
-        raise UserError(f"{folder} stands, with the trained weights, but its logits cannot be compared: {error}") from None
+        raise UserError(f"{folder} stands, but its logits cannot be compared: {error}") from None
     except torch.OutOfMemoryError as error:  # a fragmented device has less than is free
         chosen, reason = None, str(error).splitlines()[0]
     if chosen is None:
-        return logger.info(f"{folder} holds the trained weights bit for bit; its logits are not compared: {reason}")
+        return logger.info(f"{folder} stands; its logits are not compared: {reason}")
     difference = (logits_BTV - check["logits"]).abs().max() / check["logits"].abs().max().clamp(min=1e-6)
     if dtype is None:
         logger.info(f"logits of {folder} differ from the trained model's by {difference:.2e} of the largest: {why}")
@@ -122,5 +122,5 @@ def check_logits(
         return
     sentence = f"logits of {folder}, reloaded, differ by {difference:.2e} of the largest, more than {tolerance}"
     if dtype == torch.float32:
-        raise RuntimeError(f"{sentence}; the folder stands, with the trained weights bit for bit")
+        raise RuntimeError(f"{sentence}: the folder stands, but does not compute what the trained model does, so do not use it")
     logger.warning(f"{sentence}; {why}")

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,7 @@ from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import at, working
 from toolkit.files.json_lines import encode_json_line
-from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.loss import IGNORED_LABEL, share_of_global_mean, summed_loss
 from toolkit.parallel.wrap import accumulating, reduction_groups
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training.after_step import (
@@ -180,13 +181,22 @@ def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch,
     num_workers, collator = run.config.data.num_loader_workers, run.evaluation.collator
     if run.config.optim.router_aux_loss != "off":
         collator = dataclasses.replace(collator, numbers_documents=True)  # type: ignore[arg-type]  # a causal model has it
-    yield from load_micro_batches(
+    for micro_batch, batch in load_micro_batches(
         run.train_rows,
         run.plan.iterate(first_step, run.num_steps, rank()),
         collator,
         num_workers=int(on_gpu) if num_workers is None else num_workers,  # a GPU would wait for the host's collating
         pin_memory=on_gpu,
-    )
+    ):
+        # By their number the loss is divided.
+        planned = int(run.plan.num_label_tokens[list(micro_batch.rows)].sum())
+        found = int(np.count_nonzero(batch["labels"].numpy() != IGNORED_LABEL))
+        if found != planned:
+            where = f"micro-batch {micro_batch.index} of step {micro_batch.step}"
+            raise RuntimeError(
+                f"{where} has {found} labels on rank {rank()}, but its rows have {planned}: tokens would not be trained"
+            )
+        yield micro_batch, batch
 
 
 def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:

@@ -98,7 +98,13 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
         ways_out = "try mixed_precision no in the accelerate YAML, or FSDP2 where it is FSDP1"
         with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
             output = model(**prompts, **shifted, labels=labels_at_positions(batch), use_cache=False)
-            expected, actual = output.loss.item(), summed_loss(model, batch)[0].item() / num_labels
+            expected = output.loss.item()
+            actual, again = (summed_loss(model, batch)[0].item() / num_labels for _ in range(2))
+        if again != actual and not _is_close(sharded, again, actual):
+            raise UserError(
+                f"{name} cannot be evaluated: the same two rows have a loss of {actual:.6f} and then of {again:.6f}, so its "
+                "forward draws random numbers in evaluation, as dropout does that is not switched off"
+            )
         if not has_own_forward(sharded.plain) and not _is_close(sharded, actual, expected):
             raise UserError(
                 f"{name} cannot be trained: its own loss is {expected:.6f}, the mean over its label tokens {actual:.6f}, so it "

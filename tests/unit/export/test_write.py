@@ -86,12 +86,12 @@ def test_logits_are_bounded_in_bytes_and_seconds(
     model, check = trained
     free["cpu"] = 1000
     check_logits(folder, model, lambda device: pytest.fail("loaded"), check, CPU, torch.float32, "")
-    assert f"{folder} holds the trained weights bit for bit; its logits are not compared: in fp32" in capsys.readouterr().out
+    assert f"{folder} stands; its logits are not compared: in fp32" in capsys.readouterr().out
 
 
 def test_a_base_that_has_gone_is_one_sentence(trained: Trained, tmp_path: Path) -> None:
     model, check = trained
-    with pytest.raises(UserError, match=f"{tmp_path} stands, with the trained weights, but its logits cannot be compared: "):
+    with pytest.raises(UserError, match=f"{tmp_path} stands, but its logits cannot be compared: "):
         check_logits(tmp_path, model, lambda device: reload(model, tmp_path / "gone", device), check, CPU, torch.float32, "")
 
 
