@@ -44,6 +44,8 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
         np.testing.assert_allclose(train[figure], values, rtol=FIGURE_TOLERANCE, err_msg=f"{figure} of a step")
     check_weights(run / "export", expected.weights)
     np.testing.assert_allclose(evaluated["loss"], expected.eval_losses, rtol=FIGURE_TOLERANCE, err_msg="evaluation loss")
+    assert expected.eval_accuracies[-1] > 0
+    np.testing.assert_allclose(evaluated["token_accuracy"], expected.eval_accuracies, err_msg="token accuracy")
     for step, texts in zip((0, NUM_STEPS), expected.texts, strict=True):
         predictions = {line["row_id"]: line["prediction"] for line in load_json_lines(run / f"predictions-{step}.jsonl")}
         assert predictions == dict(enumerate(texts)), "generated texts"

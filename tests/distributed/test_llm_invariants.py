@@ -121,7 +121,8 @@ def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Fin
     expected, actual = (figures(finished[run][0], "eval") for run in (REFERENCE, name))
     np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
     np.testing.assert_allclose(actual["perplexity"], np.exp(actual["loss"]))
-    assert actual["token_accuracy"][0] == expected["token_accuracy"][0]
+    for figure in expected.keys() - {"kind", "rows_per_s", "rouge_tokenizer", "measured_on"}:
+        np.testing.assert_allclose(actual[figure][0], expected[figure][0], rtol=1e-6, err_msg=figure)
     predictions = [load_json_lines(folder / "runs" / f"{kind}-{run}" / "predictions-0.jsonl") for run in (REFERENCE, name)]
     assert predictions[0] == predictions[1]
 

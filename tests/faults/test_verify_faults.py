@@ -23,7 +23,7 @@ from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
 
 CHECKS = {
     "start", "rows", "loss", "gradients", "update", "dropout", "evaluation", "sharding", "ties", "moved", "save", "resume",
-    "export", "generation", "bf16", "recomputation",
+    "export", "generation", "bf16", "recomputation", "modes", "positions", "text",
 }  # fmt: skip
 NF4 = "--adapter.base_dtype=nf4"
 CASES = [(recipe, name) for name, fault in FAULTS.items() for recipe in fault.verify]
@@ -55,7 +55,7 @@ def test_t5_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest
     bench, preset, output = benches["t5"], "fsdp2_activation_checkpointing", tmp_path / "verify"
     assert run_verify(output, flags_of(bench), model=model_of(bench), presets=[preset], bf16=True)
     printed = capsys.readouterr().out
-    assert f"run 8 of 8: {preset} x 2, bf16" in printed and "\nall 34 proven\n" in printed
+    assert f"run 10 of 10: {preset} x 2, bf16" in printed and "\nall 55 proven\n" in printed
     verdict = json.loads((output / "verify.json").read_text())
     assert verdict["passed"] and {proof["check"] for proof in verdict["proofs"]} == CHECKS
     assert all(proof["passed"] for proof in verdict["proofs"])
@@ -90,7 +90,7 @@ def test_a_qwen3_in_codes_passes(benches: dict[str, Workbench], tmp_path: Path, 
 def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: str, name: str) -> None:
     bench, fault = benches[recipe], FAULTS[name]
     expected, detail = fault.verify[recipe]
-    flags = [*flags_of(bench, *[NF4] * (recipe == "nf4")), *fault.flags]
+    flags = [*flags_of(bench, *[NF4] * (recipe == "nf4")), *fault.flags, f"--data.cache_dir={tmp_path / 'cache'}"]
     runs = {run for check in expected for run in RUNS_OF_CHECK.get(check, {"preset-0"})}
     settings: dict[str, Any] = {"model": model_of(bench), "presets": fault.presets, "only_in_ranks": fault.only_in_ranks}
     failed = [proof for proof in run_part(runs, tmp_path, flags, name, **settings) if not proof.passed]
@@ -113,7 +113,7 @@ def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
     with subprocess.Popen([*command, *flags_of(bench)], cwd=tmp_path, env=environment(), **how) as run:
         printed = [run.stdout.readline() for _ in range(2)]  # type: ignore[union-attr]
         run.send_signal(signal.SIGINT)
-    assert printed[1].startswith("run 1 of 6: single ") and printed[1].endswith(" s\n"), printed
+    assert printed[1].startswith("run 1 of 8: single ") and printed[1].endswith(" s\n"), printed
     refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.startswith("error: "), "Traceback" in refused.stderr) == (2, True, False)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.planting import changed_lines as lines
+from tests.planting import field_faults as bugs
+from tests.planting import resume_faults as resumes
 from tests.planting import state_faults as state
 from tests.planting import update_faults as update
 from tests.planting.plant import Patch
@@ -64,12 +66,12 @@ FAULTS: dict[str, Fault] = {
             "grad_norm of a step",
             {"t5": ({"gradients"}, "largest in "), "llm": ({"gradients"}, "largest in ")},
         ),
-        Fault(update.wrong_loss_divisor, LLAMA, LOSS, {"t5": ({"gradients", "loss", "evaluation"}, "largest in ")}),
+        Fault(update.wrong_loss_divisor, LLAMA, LOSS, {"t5": ({"gradients", "loss", "evaluation", "text"}, "largest in ")}),
         Fault(
             state.last_evaluation_batch_lost,
             LLAMA,
             "evaluation loss",
-            {"t5": ({"evaluation"}, "the evaluation loss differs")},
+            {"t5": ({"evaluation", "text"}, "loss differs")},
         ),
         Fault(
             state.one_beam,
@@ -96,14 +98,14 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             state.random_state_not_restored,
-            verify={"t5": ({"resume"}, "loss of step 3 differs"), "llm": ({"resume"}, "loss of step 3 differs")},
+            verify={name: ({"save", "resume"}, "loss of step 3 differs") for name in ("t5", "llm")},
         ),
         Fault(state.wrong_start, verify={"t5": ({"start"}, "model.shared.weight differs")}),
         Fault(
             state.scales_shifted_by_a_block,
             verify={
                 "nf4": (
-                    {"start", "loss", "gradients", "evaluation", "export", "adapter"},
+                    {"start", "loss", "gradients", "evaluation", "positions", "export", "adapter"},
                     ".scales is not what one process loads",
                 )
             },
@@ -174,6 +176,40 @@ FAULTS: dict[str, Fault] = {
             "close",
         ),
         Fault(lines.routing_counted_on_one_rank, f"{ROUTERS}figures_are_reduced_over_every_group", "6.0"),
+        # Bugs of other trainers; `verify` alone is asked, except where the run itself ends.
+        Fault(bugs.divisor_counts_first_labels, verify={"llm": ({"text"}, "the run counts")}),
+        Fault(bugs.labels_shifted_twice, LLAMA, "cannot be trained: its loss by hidden states is"),
+        Fault(bugs.padding_tokens_never_labels, verify={"llm": ({"text"}, "has other tokens or labels")}),
+        Fault(bugs.padding_tokens_masked_in_batches, verify={"llm": ({"run"}, "tokens would not be trained")}),
+        Fault(bugs.mask_off_by_one, verify={"llm": ({"text"}, "has other tokens or labels")}),
+        Fault(bugs.two_starts, verify={"llm": ({"text"}, "has other tokens or labels")}),
+        Fault(bugs.gradient_of_the_head_doubled, verify={"t5": ({"text"}, "largest in ")}),
+        Fault(bugs.autocast_whatever_the_config, verify={"t5": ({"text"}, "the loss differs")}),
+        Fault(
+            bugs.gradients_not_synchronized,
+            verify={"t5": ({"gradients", "loss", "evaluation", "generation"}, "largest in ")},
+            presets=["ddp"],
+        ),
+        Fault(bugs.gradients_of_the_first_layer_only, verify={"llm": ({"moved"}, "have not moved")}),
+        Fault(resumes.later_epochs_in_another_order_after_a_resume, verify={"t5": ({"resume"}, "of step 3 differs")}),
+        Fault(resumes.second_resume_starts_the_data_again, verify={"t5": ({"resume"}, "of step 4 differs")}),
+        Fault(resumes.resume_at_an_epochs_end_repeats_it, verify={"t5": ({"resume"}, "of step 3 differs")}),
+        Fault(resumes.resume_never_read, verify={"t5": ({"save", "resume"}, "were logged")}),
+        Fault(resumes.moments_not_loaded, verify={"t5": ({"save", "resume"}, "")}),
+        Fault(bugs.dropout_off_after_an_evaluation, verify={"t5": ({"modes"}, "was in the other mode")}),
+        Fault(bugs.dropout_zero_after_an_evaluation, verify={"t5": ({"resume"}, "largest in loss of step 4")}),
+        Fault(bugs.evaluation_with_dropout, verify={"t5": ({"modes"}, "was in the other mode")}),
+        Fault(bugs.accuracy_of_the_ranks_averaged, LLAMA_ON_2, "token accuracy"),
+        Fault(bugs.evaluation_loss_divided_twice, verify={"t5": ({"text"}, "loss differs")}),
+        Fault(bugs.last_rows_counted_twice, verify={"t5": ({"evaluation"}, "a row is missing or doubled")}),
+        Fault(
+            bugs.state_matched_by_position,
+            verify={"t5": ({"start", "loss", "gradients", "evaluation", "positions"}, "weight differs")},
+        ),
+        Fault(bugs.weights_drawn_again, verify={"t5": ({"text", "positions"}, "differ")}, only_in_ranks=True),
+        Fault(bugs.buffers_in_bf16, verify={"llm": ({"buffers", "text"}, "is another")}, only_in_ranks=True),
+        Fault(bugs.frozen_trains, verify={"llm": ({"frozen", "sharding", "update", "export"}, "has changed")}),
+        Fault(bugs.adapter_lost_in_a_merge, verify={"llm": ({"export", "adapter"}, "")}),
     )
 }
 """By the name of the patch."""

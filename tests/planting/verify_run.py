@@ -15,18 +15,16 @@ from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import WatchedRun, launch_all, plan_runs
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, verify
 
-BESIDE_ONE_PROCESS, RESUMED = {"reference", "preset-0"}, {"reference", "dropout", "resumed"}
+BESIDE_ONE_PROCESS, RESUMED = {"reference", "preset-0"}, {"dropout", "resumed", "resumed-again", "ddp-dropout"}
 RUNS_OF_CHECK: dict[str, set[str]] = {
-    "start": BESIDE_ONE_PROCESS,
-    "loss": BESIDE_ONE_PROCESS,
-    "gradients": BESIDE_ONE_PROCESS,
-    "evaluation": BESIDE_ONE_PROCESS,
-    "save": RESUMED,
-    "resume": RESUMED,
+    **dict.fromkeys(("start", "loss", "gradients", "evaluation", "positions", "buffers"), BESIDE_ONE_PROCESS),
+    **dict.fromkeys(("save", "resume"), RESUMED),
+    **dict.fromkeys(("text", "run"), {"reference"}),
+    "modes": {"ddp"},
     "dropout": {"dropout"},
     "recomputation": {"dropout", "kept-0"},
 }
-"""Those of the six or more that show whether a check passes; `preset-0` for the others."""
+"""Those of the eight or more that show whether a check passes; `preset-0` for the others."""
 
 
 def run_verify(output: Path, run_arguments: list[str], fault: str = "none", **settings: Any) -> bool:
@@ -46,14 +44,16 @@ def run_part(
 ) -> list[Proof]:
     """The rows of all checks that these runs reach; settings are those of `build_box`."""
     from toolkit.tools.verify.exports import check_exports
+    from toolkit.tools.verify.plain_checks import check_plain
 
     with planted(fault, only_in_ranks=only_in_ranks):
         box = build_box(run_arguments, num_processes=2, use_cpu=True, output=output, **settings)
         plans = plan_runs(box)
         runs = {name: WatchedRun(plan, output / name, output / name, "left out", None) for name, plan in plans.items()}
-        launched = launch_all(box, {name: plan for name, plan in plans.items() if name in names}, launch)
+        launched = launch_all(box, {name: plan for name, plan in plans.items() if name in names}, launch, launch)
         runs |= {run.plan.name: run for run in launched}
         proofs = check_all(runs, DEFAULT_TOLERANCE, box.config.optim, expects_frozen=box.config.adapter.method != "none")
+        proofs += check_plain(runs, box.config, DEFAULT_TOLERANCE, use_cpu=True)
         proofs += check_exports(runs["preset-0"], box.config)
     return [proof for proof in proofs if proof.is_reached]
 

@@ -35,8 +35,12 @@ KINDS: dict[str, tuple[str, str, list[str]]] = {
         ["--train.micro_batch_size_rows=3", "--data.packing=false", "--data.max_length_tokens=96", "--adapter.method=lora",
          f"--adapter.rank={RANK}", f"--adapter.alpha={plain.LORA_SCALE * RANK}"],
     ),
+    "end_pads": (
+        "llm", "end_pads",
+        ["--train.micro_batch_size_rows=3", "--data.packing=false", "--data.max_length_tokens=96"],
+    ),
 }  # fmt: skip
-"""Recipe, model family and flags."""
+"""Recipe, model family and flags. The last one's padding token is its end token, which texts also hold."""
 
 
 @functools.cache
@@ -46,7 +50,11 @@ def inputs() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run_on_ranks(_build_models, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT)
     rows = make_rows(NUM_ROWS + NUM_EVAL_ROWS, seed=1)
-    prompts = [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows]
+    ends = [("</s> " * (place % 5 == 0), "</s> " * (place % 3 == 0)) for place in range(len(rows))]
+    prompts = [
+        {"prompt": inside + row["source"], "completion": f" {also}{row['target']}"}
+        for row, (inside, also) in zip(rows, ends, strict=True)
+    ]
     for name, these in (("t5", rows), ("llm", prompts)):
         save_jsonl(folder / f"{name}-eval.jsonl", these[:NUM_EVAL_ROWS])
         save_jsonl(folder / f"{name}-train.jsonl", these[NUM_EVAL_ROWS:])
@@ -54,11 +62,17 @@ def inputs() -> Path:
 
 
 def _build_models(parent: Path) -> None:
+    from transformers import AutoTokenizer
+
     # ReLU would turn the last bit of an activation that is nearly 0 into 1e-3 of the gradient.
     t5 = {"t5": (FAMILIES["t5"][0], FAMILIES["t5"][1] | {"feed_forward_proj": "gated-gelu"})}
     llama = {"llama": CAUSAL_FAMILIES["llama"]}
     with patch.dict(FAMILIES, t5, clear=True), patch.dict(CAUSAL_FAMILIES, llama, clear=True):
         build_model_folders(parent)
+    shutil.copytree(parent / "llama", parent / "end_pads")
+    tokenizer = AutoTokenizer.from_pretrained(parent / "llama")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(parent / "end_pads")
 
 
 def run_recipe(kind: str, preset: str, output: Path) -> Path:

@@ -1,9 +1,8 @@
 """The reference of the absolute test: fine-tuning in plain PyTorch and transformers, one row at a time.
 
-In fp64, so that the rounding that shows is the run's. Nothing of the toolkit is imported here: tokens, labels, schedule,
-clipping, AdamW, LoRA, the evaluation and its texts are written out anew. Which rows a step takes is given.
-
-Shapes: `T` target positions (of a causal model: all positions), `V` vocabulary.
+In fp64, so that the rounding that shows is the run's. Nothing of what trains is imported here: schedule, clipping, AdamW, the
+evaluation and its texts are written out anew; tokens, labels, the loss and LoRA in `toolkit/tools/verify/plain.py`. Which rows a
+step takes is given.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load
+
+from toolkit.tools.verify import plain
 
 NUM_STEPS, WARMUP_STEPS = 16, 4
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 3e-3, 0.8, 0.9, 1e-3, 0.1, 0.3
@@ -38,6 +38,8 @@ class Figures:
     """Trained ones, by name; of an adapter as `<module>.lora_A` and `<module>.lora_B`."""
     eval_losses: list[float] = field(default_factory=list)
     """Before the first step and after the last."""
+    eval_accuracies: list[float] = field(default_factory=list)
+    """Percent of label tokens that are ranked first, at the same times."""
     texts: list[list[str]] = field(default_factory=list)
     """Generated for the evaluation rows, at the same times."""
 
@@ -56,13 +58,13 @@ def train_plain(
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float64).eval()  # no dropout
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    weights = dict(model.named_parameters()) if adapter is None else _add_lora(model, load(adapter))
+    weights = dict(model.named_parameters()) if adapter is None else plain.add_lora(model, load(adapter), LORA_SCALE)
     first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     figures = Figures()
     _evaluate(model, tokenizer, eval_rows, config, figures)
     for step, rows in enumerate(steps, start=1):
-        num_labels = sum(len(_labels(tokenizer, row, config)) for row in rows)
+        num_labels = sum(_num_labels(_row(tokenizer, row, config)) for row in rows)
         loss = 0.0
         for row in rows:
             row_loss = _loss_sum(model, tokenizer, row, config, label_smoothing) / num_labels
@@ -90,57 +92,35 @@ def train_plain(
 
 @torch.no_grad()
 def _evaluate(model: Any, tokenizer: Any, rows: list[Row], config: Any, figures: Figures) -> None:
-    num_labels = sum(len(_labels(tokenizer, row, config)) for row in rows)
-    figures.eval_losses.append(sum(_loss_sum(model, tokenizer, row, config).item() for row in rows) / num_labels)
+    looked = [plain.label_logits(model, _row(tokenizer, row, config)) for row in rows]
+    num_labels = sum(len(labels_N) for _, labels_N in looked)
+    num_correct = sum(int((logits_NV.argmax(-1) == labels_N).sum()) for logits_NV, labels_N in looked)
+    figures.eval_losses.append(sum(plain.summed_loss(*pair).item() for pair in looked) / num_labels)
+    figures.eval_accuracies.append(100 * num_correct / num_labels)
     figures.texts.append([_generate(model, tokenizer, row, config) for row in rows])
 
 
-def _labels(tokenizer: Any, row: Row, config: Any) -> list[int]:
-    """Tokens that are learnt: the target's and the end token."""
+def _row(tokenizer: Any, row: Row, config: Any) -> plain.Row:
     if config.is_encoder_decoder:
-        return tokenizer(row["target"]).input_ids  # its own end token is with it
-    whole = tokenizer(row["prompt"] + row["completion"], add_special_tokens=False).input_ids
-    return [*whole[len(_prompt(tokenizer, row, config)) :], tokenizer.eos_token_id]
+        return plain.seq2seq_row(tokenizer, row["source"], row["target"])
+    pair = plain.causal_row(tokenizer, row["prompt"], row["completion"], 10**6)
+    assert pair is not None, "a token spans the end of a prompt"
+    return pair
 
 
-def _prompt(tokenizer: Any, row: Row, config: Any) -> list[int]:
-    if config.is_encoder_decoder:
-        return tokenizer(row["source"]).input_ids
-    return tokenizer(row["prompt"], add_special_tokens=False).input_ids
+def _num_labels(row: plain.Row) -> int:
+    return len(row[1]) - row[1].count(plain.IGNORED)
 
 
 def _loss_sum(model: Any, tokenizer: Any, row: Row, config: Any, label_smoothing: float = 0.0) -> torch.Tensor:
-    """-log p of each label, added up; of the smoothed labels, in which every token has a share of the probability."""
-    prompt, labels = _prompt(tokenizer, row, config), _labels(tokenizer, row, config)
-    if config.is_encoder_decoder:
-        start = config.decoder_start_token_id
-        logits_TV = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *labels[:-1]]])).logits[0]
-    else:
-        logits_TV = model(input_ids=torch.tensor([[*prompt, *labels[:-1]]])).logits[0, len(prompt) - 1 :]
-    wanted_TV = F.one_hot(torch.tensor(labels), logits_TV.shape[1]) * (1 - label_smoothing) + label_smoothing / logits_TV.shape[1]
-    return -(wanted_TV * torch.log_softmax(logits_TV, dim=-1)).sum()
+    return plain.summed_loss(*plain.label_logits(model, _row(tokenizer, row, config)), label_smoothing)
 
 
 def _generate(model: Any, tokenizer: Any, row: Row, config: Any) -> str:
-    prompt = _prompt(tokenizer, row, config)
+    ids, labels = _row(tokenizer, row, config)
+    prompt = ids if config.is_encoder_decoder else ids[: labels.count(plain.IGNORED)]
     tokens = model.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
         num_beams=NUM_BEAMS, no_repeat_ngram_size=NO_REPEAT_NGRAM_SIZE, max_new_tokens=MAX_NEW_TOKENS,
     )[0]  # fmt: skip
     return tokenizer.decode(tokens if config.is_encoder_decoder else tokens[len(prompt) :], skip_special_tokens=True)
-
-
-def _add_lora(model: Any, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The output of each adapted layer gets `LORA_SCALE * B A x` added, all else is frozen; returns what is trained."""
-    model.requires_grad_(False)
-    weights = {name: weight.double().requires_grad_() for name, weight in adapter.items()}
-    for name, module in model.named_modules():
-        if f"{name}.lora_A" in weights:
-
-            def add(
-                _: Any, args: Any, output: torch.Tensor, a: Any = weights[f"{name}.lora_A"], b: Any = weights[f"{name}.lora_B"]
-            ):
-                return output + LORA_SCALE * F.linear(F.linear(args[0], a), b)
-
-            module.register_forward_hook(add)
-    return weights

@@ -10,12 +10,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.tools.project import PACKAGE_FOLDER, SHIPPED, find_shipped
 from toolkit.variables import environment_of_runs
+
+if TYPE_CHECKING:
+    import psutil
 
 STOP_TO_KILL_S = 30.0
 """Seconds that ranks get to end after SIGTERM, as under torch elastic: they save a checkpoint."""
@@ -87,15 +90,20 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
             env=environment_of_runs(PACKAGE_FOLDER.parent),
         )
         try:
-            with _taking_ctrl_c():
+            with taking_ctrl_c():
                 return launcher.wait()
         except BaseException:  # Ctrl-C
-            _stop(launcher)
+            import psutil
+
+            with contextlib.suppress(psutil.Error):  # the launcher has ended
+                process = psutil.Process(launcher.pid)
+                end([process, *process.children(recursive=True)])
+            launcher.wait()
             raise
 
 
 @contextlib.contextmanager
-def _taking_ctrl_c() -> Iterator[None]:
+def taking_ctrl_c() -> Iterator[None]:
     """Take SIGINT as the launcher and its ranks do, also where a shell has started this command in the background and has it
     ignored: they would stop, and the next run would begin."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
@@ -108,21 +116,16 @@ def _taking_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _stop(launcher: subprocess.Popen[bytes]) -> None:
-    """End a launcher and its ranks now; they would end with this process, or after their next step."""
+def end(processes: list[psutil.Process]) -> None:
+    """End a launcher or ranks now; they would end with this process, or after their next step."""
     import psutil
 
-    ranks: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):  # the launcher has ended
-        ranks = psutil.Process(launcher.pid).children(recursive=True)
-    launcher.terminate()
-    for rank in ranks:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
-            rank.terminate()
-    for rank in psutil.wait_procs(ranks, timeout=STOP_TO_KILL_S)[1]:
+            process.terminate()
+    for process in psutil.wait_procs(processes, timeout=STOP_TO_KILL_S)[1]:
         with contextlib.suppress(psutil.Error):
-            rank.kill()
-    launcher.wait()
+            process.kill()
 
 
 def reason_of_failure(log_path: Path) -> str:

@@ -16,6 +16,7 @@ NAMES = core.listed(
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty FSDPParam._unsharded_param", "the memory plan"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.alloc_all_gather_outputs", "the memory plan"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.init_unsharded_param", "the memory plan"),
+    ("torch", "cuda._is_in_bad_fork", "ranks that are forks"),
     ("transformers", "integrations.moe._can_use_grouped_mm", "the memory plan"),
 )
 FAKE_POINTER_READ = "Accessing the data pointer of FakeTensor"  # by a copy; nothing reads what is there

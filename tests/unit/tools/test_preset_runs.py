@@ -1,5 +1,6 @@
 """Presets changed to this box, each still a valid accelerate YAML."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -66,18 +67,15 @@ def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path: Pa
     assert reason_of_failure(log) == "ZeroDivisionError: by zero"
 
 
-def test_ctrl_c_ends_the_rank_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["preset_runs", "forks"])
+def test_ctrl_c_ends_the_rank_too(tmp_path: Path, launcher: str) -> None:
     """Told to this process alone, as a supervisor would: a terminal tells all of them. It was started in the background, where a
     shell has SIGINT ignored, which the launcher and its ranks do not."""
-    script, preset, pid_file = tmp_path / "script.py", tmp_path / "preset.yaml", tmp_path / "pid.txt"
-    script.write_text(
+    pid_file = tmp_path / "pid.txt"
+    (tmp_path / "waiting.py").write_text(
         f"import os, pathlib, time\npathlib.Path({str(pid_file)!r}).write_text(f'{{os.getpid()}}.')\ntime.sleep(120)\n"
     )
-    preset.write_text(yaml.safe_dump({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}))
-    calls = "from pathlib import Path; from toolkit.tools.preset_runs import launch; launch(Path({!r}), [{!r}], Path({!r}))"
-    call = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    call += calls.format(str(preset), str(script), str(tmp_path / "log.txt"))
-    with subprocess.Popen([sys.executable, "-c", call], cwd=REPOSITORY, stderr=subprocess.PIPE) as process:
+    with start_launcher(tmp_path, launcher, ["-m", "waiting"], 1) as process:
         deadline = time.monotonic() + 200
         while not (pid_file.exists() and pid_file.read_text().endswith(".")):
             assert time.monotonic() < deadline and process.poll() is None
@@ -86,3 +84,35 @@ def test_ctrl_c_ends_the_rank_too(tmp_path: Path) -> None:
         assert process.wait(200) != 0
     rank = int(pid_file.read_text().rstrip("."))
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("is_bad", [False, True], ids=["fork", "fork without CUDA"])
+def test_a_forked_rank_that_fails_takes_the_others_down(tmp_path: Path, is_bad: bool) -> None:
+    """Where a library has initialized CUDA at its import, the ranks begin anew."""
+    (tmp_path / "failing.py").write_text(
+        "import os, sys, time\nprint('rank', os.environ['RANK'], 'torch' in sys.modules, os.environ['ACCELERATE_USE_FSDP'])\n"
+        "sys.stdout.flush()\nif os.environ['RANK'] == '1':\n    raise ZeroDivisionError('by zero')\ntime.sleep(120)\n"
+    )
+    before = f"import torch; torch.cuda._is_in_bad_fork = lambda: {is_bad}; "
+    with start_launcher(tmp_path, "forks", ["-m", "failing"], 2, before) as process:
+        assert process.wait(200) == 1
+    log = (tmp_path / "log.txt").read_text()
+    assert {f"rank {rank} {not is_bad} true" for rank in (0, 1)} <= set(log.splitlines())
+    assert reason_of_failure(tmp_path / "log.txt") == "ZeroDivisionError: by zero"
+
+
+def start_launcher(
+    folder: Path, launcher: str, command: list[str], num_processes: int, before: str = ""
+) -> subprocess.Popen[bytes]:
+    """`launch` of a module in `folder` by a process of its own, with SIGINT ignored, which exits with what it returns."""
+    preset = {"distributed_type": "NO", "num_processes": 1, "use_cpu": True}
+    if num_processes > 1:
+        preset = yaml.safe_load(find_preset("fsdp2_cpu").read_text()) | {"num_processes": num_processes}
+    (folder / "preset.yaml").write_text(yaml.safe_dump(preset))
+    call = f"{before}import sys, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from pathlib import Path; "
+    call += f"from toolkit.tools.{launcher} import launch; "
+    call += f"sys.exit(launch(Path({str(folder / 'preset.yaml')!r}), {command!r}, Path({str(folder / 'log.txt')!r})))"
+    path = os.pathsep.join(map(str, (REPOSITORY, folder)))
+    return subprocess.Popen(
+        [sys.executable, "-c", call], cwd=folder, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )

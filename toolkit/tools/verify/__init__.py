@@ -3,12 +3,15 @@
 verify.py        in the user's process: launches a few short runs of the recipe, compares them, prints the table
 runs.py          which runs there are, and what each is for
 watched_run.py   in every rank: the unchanged recipe, with its calls wrapped to record what they do
-rank_probes.py   in every rank: dropout masks and generated texts
+rank_probes.py   in every rank: modes of forwards, dropout masks and generated texts
 records.py       reads the records of a watched run; rows of the table
 checks.py        what is compared, and with which tolerance
 updates.py       the optimizer computed in fp64, and dropout masks
 exports.py       exports, loaded by plain transformers and peft
+plain.py         tokens, loss, gradients, buffers and logits by plain transformers, from the text of the rows
 """
 
 PROBED_STEPS = (2, 3)
 """Steps in which dropout masks are compared."""
+EXPORTED = "preset-0"
+"""The run that exports."""

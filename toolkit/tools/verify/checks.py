@@ -24,7 +24,7 @@ from toolkit.tools.verify.records import (
     relative,
     within,
 )
-from toolkit.tools.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
+from toolkit.tools.verify.runs import DROPOUT, NUM_STEPS, SAVED_STEP, WatchedRun
 from toolkit.tools.verify.updates import check_dropout, check_updates
 
 GRADIENT_FLOOR = 0.01
@@ -38,6 +38,8 @@ One such unit of 512, in a T5 of 900,000 parameters, changed its layer's gradien
 """
 BF16_TOLERANCE = 0.05
 """Largest relative difference of a loss or gradient norm in bf16 from that in fp32; a number in bf16 is off by up to 0.4 %."""
+NOT_COMPARED = {"kind", "step", "rows_per_s", "measured_on", "rouge_tokenizer"}
+"""Of a line of an evaluation."""
 SHARD_SLACK = 0.01
 """Padding that FSDP may add to a rank's share, as a fraction."""
 
@@ -45,7 +47,7 @@ SHARD_SLACK = 0.01
 def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig, *, expects_frozen: bool) -> list[Proof]:
     """All checks except those of exports. A run that ended early fails one check and leaves others not reached."""
     reference, main, resharded = runs["reference"], runs["preset-0"], runs["resharded"]
-    dropout, resumed = runs["dropout"], runs["resumed"]
+    dropout, resumed, again = runs["dropout"], runs["resumed"], runs["resumed-again"]
     others = [run for name, run in runs.items() if name == "ddp" or name.startswith("preset-")]
     strategies, with_curves = [reference, *others], [*others, resharded]
     recomputing = [
@@ -59,6 +61,7 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
         ("gradients", others, partial(compare_gradients, reference, tolerance=tolerance)),
         ("gradients", others, partial(compare_late_gradients, reference)),
         ("evaluation", with_curves, partial(compare_evaluations, reference, tolerance=tolerance)),
+        ("modes", list(runs.values()), check_modes),
         *(
             ("recomputation", [run], partial(compare_gradients, kept, tolerance=tolerance, remark=", with activations kept"))
             for run, kept in recomputing
@@ -70,7 +73,9 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
         ("frozen", strategies, partial(check_frozen, expects_frozen=expects_frozen)),
         ("save", [resharded], partial(compare_loaded, main)),
         ("save", [resumed], partial(compare_loaded, dropout)),
-        ("resume", [resumed], partial(compare_resumed, dropout, without_dropout=main)),
+        ("save", [again], partial(compare_loaded, resumed)),
+        ("resume", [resumed, again], partial(compare_resumed, dropout)),
+        ("resume", [run for name, run in runs.items() if name == "ddp-dropout"], partial(compare_curves, dropout, tolerance)),
         ("update", strategies, partial(check_updates, config=optim)),
         ("dropout", [dropout], check_dropout),
     ]
@@ -115,18 +120,35 @@ def compare_bf16(reference: WatchedRun, run: WatchedRun) -> Proof:
 
 
 def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
-    """Compare the evaluation loss after the last step; None without evaluation rows."""
-    if not (expected := load_lines(reference, "eval", needed=False)):
+    """Compare all figures of all evaluations that both had; None without evaluation rows. What counts tokens or texts is compared
+    before the first step only, where weights are equal to the last bit: later a rounding may change which token is first."""
+    expected = {line["step"]: line for line in load_lines(reference, "eval", needed=False)}
+    if not expected:
         return None
-    difference = _relative(load_lines(run, "eval")[-1]["loss"], expected[-1]["loss"])
-    title = f"{run.title}: {expected[-1]['num_rows']} evaluation rows"
-    return within(title, difference, "the evaluation loss differs", tolerance)
+    lines = {line["step"]: line for line in load_lines(run, "eval") if line["step"] in expected}
+    worst, names = (0.0, ""), set()
+    for step, line in lines.items():
+        for name in (line.keys() & expected[step].keys()) - NOT_COMPARED:
+            if step == 0 or name.endswith(("loss", "perplexity", "bits_per_byte")):
+                worst = max(worst, (_relative(line[name], expected[step][name]), f"{name} after step {step} differs"))
+                names.add(name)
+    steps = ", ".join(map(str, lines))
+    title = f"{run.title}: {len(names)} figures of {line['num_rows']} rows after steps {steps}"
+    return within(title, *worst, tolerance)
+
+
+def check_modes(run: WatchedRun) -> Proof:
+    """Check that all modules were in training mode whenever the run trained, as after an evaluation, and none in evaluations."""
+    about = load_about(run, "trained")
+    training, evaluation = about["num_forwards"].values()
+    title = f"{run.title}: {training} forwards that train, {evaluation} that evaluate"
+    return exact(title, len(about["wrong_modes"]), next(iter(about["wrong_modes"]), ""))
 
 
 def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float, remark: str = "") -> Proof:
     """Compare the unsharded gradients of step 1 before clipping, relative to their norms, and the global norm of every step."""
     expected, actual = load_tensors(reference, "gradients"), load_tensors(run, "gradients")
-    worst = max(_largest_gradient(expected, actual), _largest_of_lines(reference, run, "grad_norm"))
+    worst = max(largest_gradient(expected, actual), _largest_of_lines(reference, run, "grad_norm"))
     title = f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms"
     if load_about(reference, "loaded")["has_relu"]:
         title, tolerance = f"{title} (with ReLU)", max(tolerance, RELU_TOLERANCE)
@@ -143,7 +165,7 @@ def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | No
         for of in (reference, run)
     )
     title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
-    return within(title, *_largest_gradient(expected, actual), LATE_TOLERANCE)
+    return within(title, *largest_gradient(expected, actual), LATE_TOLERANCE)
 
 
 def _largest_of_lines(reference: WatchedRun, run: WatchedRun, *figures: str) -> tuple[float, str]:
@@ -156,7 +178,7 @@ def _largest_of_lines(reference: WatchedRun, run: WatchedRun, *figures: str) -> 
     )
 
 
-def _largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
+def largest_gradient(expected: Tensors, actual: Tensors) -> tuple[float, str]:
     """The largest difference of two sets of gradients, relative to their norms, and where it is."""
     if one_sided := expected.keys() ^ actual.keys():
         return math.inf, f"{min(one_sided)} has a gradient on one side only"
@@ -215,7 +237,7 @@ def check_moved(run: WatchedRun) -> Proof:
     """Check that every trainable parameter has changed since the start."""
     before, after = load_tensors(run, "loaded"), load_tensors(run, "trained")
     names = [name for name in before if name.startswith("model.")]
-    still = [name for name in names if before[name].tobytes() == after[name].tobytes()]
+    still = [name for name in names if before[name].tobytes() == after.get(name, before[name]).tobytes()]
     return exact(f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
 
 
@@ -232,19 +254,26 @@ def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
 
 
 def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
-    """Check that a run loads a checkpoint's weights and moments bit for bit as they were saved."""
-    saved = load_tensors(of, f"saved-{SAVED_STEP}")
-    title = f"{of.title}, loaded by {run.plan.mapping['num_processes']}, {len(saved)} tensors"
-    return _same_tensors(title, saved, load_tensors(run, "loaded"))
+    """Check that a run loads a checkpoint's weights and moments bit for bit as they were saved, and, if there are as many ranks,
+    their random states."""
+    name = f"saved-{run.plan.from_step}"
+    saved, title = load_tensors(of, name), f"{of.title}, step {run.plan.from_step}"
+    before, after = (load_about(*record)["random"] for record in ((of, name), (run, "loaded")))
+    what = f"{len(saved)} tensors" + (f", {len(before)} random states" if len(before) == len(after) else "")
+    proof = _same_tensors(f"{title}, loaded by {len(after)}: {what}", saved, load_tensors(run, "loaded"))
+    if proof.passed and len(before) == len(after) and before != after:
+        wrong = [f"rank {place}" for place, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
+        return exact(proof.compared, len(wrong), named(wrong, "has another random state"))
+    return proof
 
 
-def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: WatchedRun) -> Proof:
+def compare_resumed(whole: WatchedRun, resumed: WatchedRun) -> Proof:
     """Check that a resumed run with dropout is bit for bit the uninterrupted one: rows, losses, gradient norms, learning rates,
     final weights and moments. In a model without dropout this does not test the random state."""
-    after = [line for line in load_lines(whole, "train") if line["step"] > SAVED_STEP]
+    after = [line for line in load_lines(whole, "train") if line["step"] > resumed.plan.from_step]
     lines = load_lines(resumed, "train")
-    title = f"{resumed.title} after step {SAVED_STEP}: curves, weights, moments"
-    if not without_dropout.failure and load_lines(without_dropout, "train")[0]["loss"] == load_lines(whole, "train")[0]["loss"]:
+    title = f"{resumed.title} after step {resumed.plan.from_step}: curves, weights, moments"
+    if not any(probe["loss"] != probe["plain_loss"] for probe in load_about(whole, "trained")["dropout"]):
         title += " (dropout changes nothing in this model)"
     if len(lines) != len(after):
         return Proof(compared=title, detail=f"steps {[line['step'] for line in lines]} were logged")
@@ -257,6 +286,13 @@ def compare_resumed(whole: WatchedRun, resumed: WatchedRun, without_dropout: Wat
     if wrong := [step for step, of_step in load_rows_of_steps(resumed).items() if of_step != rows[step]]:
         return exact(title, 1.0, f"step {wrong[0]} takes other rows")
     return _same_tensors(title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
+
+
+def compare_curves(whole: WatchedRun, tolerance: float, resumed: WatchedRun) -> Proof:
+    """Compare the losses of a run with dropout that goes on under DDP, after evaluations: the same elements are dropped."""
+    steps = [line["step"] for line in load_lines(resumed, "train")]
+    title = f"{resumed.title} after step {resumed.plan.from_step}, dropout {DROPOUT}: {len(steps)} losses"
+    return within(title, *_largest_of_lines(whole, resumed, "loss"), tolerance)
 
 
 def _same_tensors(title: str, expected: Tensors, actual: Tensors) -> Proof:

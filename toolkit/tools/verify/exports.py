@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from torch import nn
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import AdapterConfig
 from toolkit.export.compare import LOGIT_TOLERANCE
+from toolkit.files.json_lines import load_json_lines
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.load import build_on_meta, fastest_attention, from_files
@@ -25,7 +27,7 @@ from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
 from toolkit.tools.verify.records import Proof, Tensors, exact, largest, load_about, load_tensors, named, relative, within
-from toolkit.tools.verify.runs import GENERATION, WatchedRun
+from toolkit.tools.verify.runs import GENERATION, NUM_STEPS, WatchedRun
 
 SCALE_TOLERANCE = 1e-2
 """Relative tolerance of what a merge adds, which is rounded to the last bits of the weights."""
@@ -52,24 +54,24 @@ def _compare_exports(run: WatchedRun, config: RecipeConfig, check: dict[str, tor
     if is_enabled(config.adapter):
         from peft import PeftModel
 
-        base = _load(config, config.model.name_or_path)
+        base = load_plain(config, config.model.name_or_path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns about transformers' names
             adapted: Any = PeftModel.from_pretrained(base, str(run.folder / "export")).eval()
-        coded = _quantize(adapted.base_model.model, load_about(run, "trained")["frozen"], config.adapter.base_dtype)
+        coded = quantize_layers(adapted.base_model.model, load_about(run, "trained")["frozen"], config.adapter.base_dtype)
         yield "export", _compare_weights(run, "adapter and base", adapted.base_model.model, trained, coded)
-        model = _load(config, run.folder / "merged")
+        model = load_plain(config, run.folder / "merged")
         yield "export", _compare_logits(run, "adapter", adapted, check)
         yield "export", _compare_logits(run, "merged model", model, check)
         yield "adapter", _compare_scale(run, config.adapter, adapted, model, trained)
     else:
-        model = _load(config, run.folder / "export")
+        model = load_plain(config, run.folder / "export")
         yield "export", _compare_weights(run, "export", model, trained, {})
         yield "export", _compare_logits(run, "export", model, check)
     yield "generation", _compare_texts(run, model)
 
 
-def _load(config: RecipeConfig, name_or_path: str | Path) -> Any:
+def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
     import transformers
 
     options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
@@ -90,7 +92,7 @@ def _load(config: RecipeConfig, name_or_path: str | Path) -> Any:
     return loaded.eval()
 
 
-def _quantize(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:
+def quantize_layers(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:
     """Quantize in place the layers of a plain model that have codes among `names`; returns codes and scales by name."""
     coded: dict[str, torch.Tensor] = {}
     for layer_name in [name.removesuffix(".codes") for name in names if kind and name.endswith(".codes")]:
@@ -152,29 +154,25 @@ def _compare_scale(run: WatchedRun, config: AdapterConfig, adapted: Any, merged:
 
 
 def _compare_texts(run: WatchedRun, model: Any) -> Proof | None:
-    """Check that the run generated the same tokens as plain transformers does from the same prompts, and repeated no n-gram."""
-    generated = load_about(run, "trained")["generated"][:NUM_TEXTS]
-    if not generated:  # rows of plain text have no prompt
+    """Check that the run generated the same texts as plain transformers does from the same prompts, and repeated no n-gram; None
+    without prompts, as in rows of plain text."""
+    from transformers import AutoTokenizer
+
+    path, rows = run.folder / f"predictions-{NUM_STEPS}.jsonl", json.loads((run.records / "texts.json").read_text())["rows"][1]
+    if not path.exists():
         return None
-    size = GENERATION["eval.no_repeat_ngram_size"]
+    prompts = {row["row_id"]: row["input_ids"][: row.get("prompt_length")] for row in rows}
+    tokenizer, size = AutoTokenizer.from_pretrained(run.records / "tokenizer"), GENERATION["eval.no_repeat_ngram_size"]
     num_other = num_repeating = 0
-    for item in generated:
-        tokens_T = model.generate(
-            input_ids=torch.tensor([item["prompt"]]),
-            attention_mask=torch.ones(1, len(item["prompt"]), dtype=torch.int64),
-            num_beams=GENERATION["eval.num_beams"],
-            no_repeat_ngram_size=size,
-            max_new_tokens=GENERATION["eval.max_new_tokens"],
-            eos_token_id=item["eos"],
-            pad_token_id=item["pad"],
-            do_sample=False,
-        )[0]
-        plain = tokens_T.tolist() if model.config.is_encoder_decoder else tokens_T[len(item["prompt"]) :].tolist()
-        new = item["new"]
-        num_other += new != plain + [item["pad"]] * (len(new) - len(plain))  # the run's texts are padded to the longest
-        ngrams = [tuple(new[place : place + size]) for place in range(len(plain) - size + 1)]
+    for line in (lines := load_json_lines(path)[:NUM_TEXTS]):
+        prompt_1S = torch.tensor([prompts[line["row_id"]]])
+        settings = {name.partition(".")[2]: value for name, value in GENERATION.items() if name != "eval.generate"}
+        tokens_T = model.generate(prompt_1S, attention_mask=torch.ones_like(prompt_1S), do_sample=False, **settings)[0].tolist()
+        new = tokens_T if model.config.is_encoder_decoder else tokens_T[prompt_1S.shape[1] :]
+        num_other += tokenizer.decode(new, skip_special_tokens=True) != line["prediction"]
+        ngrams = [tuple(new[place : place + size]) for place in range(len(new) - size + 1)]
         num_repeating += len(set(ngrams)) < len(ngrams)
-    detail = f"{num_other} of {len(generated)} texts are not those of plain transformers" if num_other else ""
-    detail = detail or (f"{num_repeating} of {len(generated)} texts repeat {size} tokens" if num_repeating else "")
-    title = f"{run.title}: {len(generated)} texts, {GENERATION['eval.num_beams']} beams, no {size} tokens repeated"
+    detail = f"{num_other} of {len(lines)} texts are not those of plain transformers" if num_other else ""
+    detail = detail or (f"{num_repeating} of {len(lines)} texts repeat {size} tokens" if num_repeating else "")
+    title = f"{run.title}: {len(lines)} texts, {GENERATION['eval.num_beams']} beams, no {size} tokens repeated"
     return exact(title, float(max(num_other, num_repeating)), detail)

@@ -1,16 +1,31 @@
-"""What a rank of `verify` records in addition to the steps: which elements dropout drops, and `generate`'s inputs and outputs."""
+"""What a rank of `verify` records besides the steps: texts, modes of forwards, what dropout drops, logits of long rows."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import torch
 
 from toolkit.data.collate import move_to
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
+from toolkit.data.tokens.prepare import TokenizedRows
+from toolkit.distributed.comm import rank
 from toolkit.distributed.rng import random_state_kept
+from toolkit.evaluation import loop as evaluation_loop
+from toolkit.evaluation.rows import even_places
 from toolkit.loss import summed_loss
+from toolkit.parallel.gather import evaluation_model
+from toolkit.parallel.wrap import ShardedModel
 from toolkit.tools.verify import PROBED_STEPS
+from toolkit.tools.verify.plain import NUM_LOGITS, long_rows
+from toolkit.tools.verify.records import named
 from toolkit.training import loop
 from toolkit.training.run import Run
 
@@ -20,12 +35,33 @@ class Probes:
     """What this rank has seen."""
 
     run: Run | None = None
-    """None before its first step. A generation before is only a trial of two tokens."""
+    """None before its first step."""
     dropout: list[dict[str, Any]] = field(default_factory=list)
     """Losses of one row, each with the dropout of one micro-batch: `rank`, `step`, `micro_batch`, `loss`, `plain_loss` without
-    dropout, and `mask`, torch's dropout applied to ones."""
-    generated: list[dict[str, Any]] = field(default_factory=list)
-    """`prompt` and `new` tokens of each text, with `eos` and `pad`."""
+    dropout, and `mask`, torch's dropout applied to ones. Step 0 is before the first evaluation."""
+    num_forwards: dict[str, int] = field(default_factory=lambda: {"training": 0, "evaluation": 0})
+    wrong_modes: list[str] = field(default_factory=list)
+    """Of forwards in which a module was in the other mode."""
+
+
+def watch_modes(probes: Probes) -> None:
+    """Wrap the calls that compute a loss, for the rest of this process, and note in which mode the modules are."""
+
+    def noting(module: Any, name: str, kind: str, model_of: Any) -> None:
+        compute = getattr(module, name)
+
+        def note_and_compute(first: Any, *rest: Any) -> Any:
+            probes.num_forwards[kind] += 1
+            parts = model_of(first).named_modules()
+            wrong = [part or "the model" for part, module in parts if module.training != (kind == "training")]
+            what = f"was in the other mode in forward {probes.num_forwards[kind]} of {kind} on rank {rank()}"
+            probes.wrong_modes += [named(wrong, what)] if wrong else []
+            return compute(first, *rest)
+
+        setattr(module, name, note_and_compute)
+
+    noting(loop, "_summed_loss", "training", lambda run: run.sharded.model)
+    noting(evaluation_loop, "summed_loss", "evaluation", lambda model: model)
 
 
 def watch_dropout(probes: Probes) -> None:
@@ -42,21 +78,28 @@ def watch_dropout(probes: Probes) -> None:
         seed_all(*parts)
         _, _, step, rank, micro_batch = parts
         if (run := probes.run) is not None and run.config.model.dropout and step in PROBED_STEPS:
-            place = {"rank": rank, "step": step, "micro_batch": micro_batch}
-            losses = {"loss": _loss(run), "plain_loss": _loss(run, dropout=False)}
-            probes.dropout.append(place | losses | {"mask": _mask(run.sharded.accelerator.device)})
+            probes.dropout.append(look_at_dropout(run, rank, step, micro_batch))
 
     loop.seed_all = seed_and_look
 
 
+def look_at_dropout(run: Run, rank: int, step: int, micro_batch: int) -> dict[str, Any]:
+    """What the current random state drops, in the mode that the model is in. Collective under FSDP."""
+    losses = {"loss": _loss(run), "plain_loss": _loss(run, dropout=False)}
+    return {"rank": rank, "step": step, "micro_batch": micro_batch, **losses, "mask": _mask(run.sharded.accelerator.device)}
+
+
 def _loss(run: Run, *, dropout: bool = True) -> float:
-    """Loss of the first training row with the current random state, which is kept. Collective under FSDP."""
+    """Loss of the first training row with the current random state, which is kept, as is the mode. Collective under FSDP."""
     model = run.sharded.model
     batch = run.evaluation.collator.collate([[run.train_rows[0]]])
+    modes = [(module, module.training) for module in model.modules()]
     with random_state_kept(), torch.no_grad():
-        model.train(dropout)
+        if not dropout:
+            model.eval()
         loss_sum, _ = summed_loss(model, move_to(run.sharded.accelerator.device, batch))
-        model.train()
+    for module, mode in modes:
+        module.training = mode
     return loss_sum.item()
 
 
@@ -65,21 +108,35 @@ def _mask(device: torch.device) -> list[bool]:
         return torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist()
 
 
-def watch_generation(probes: Probes) -> None:
-    """Wrap transformers' `generate` for the rest of this process."""
-    from transformers import GenerationMixin
+def prepare_few(prepare_rows: Callable[..., TokenizedRows], num_rows: int, *args: Any) -> TokenizedRows:
+    """So few training rows, from everywhere and of each source, that an epoch is a step of `num_rows` and one of fewer."""
+    rows = prepare_rows(*args)
+    few = set(even_places(len(rows.train), 2 * num_rows - 1 - num_rows // 4))
+    if "source_index" in rows.train.column_names:
+        few |= set(np.unique(rows.train.with_format("numpy")["source_index"][:], return_index=True)[1].tolist())
+    return dataclasses.replace(rows, train=rows.train.select(sorted(few)))
 
-    generate = GenerationMixin.generate
 
-    def generate_and_note(self: Any, *args: Any, **settings: Any) -> Any:
-        tokens_BT = generate(self, *args, **settings)
-        if probes.run is None:
-            return tokens_BT
-        input_ids_BS, mask_BS = settings["input_ids"], settings["attention_mask"].bool()
-        first = 0 if self.config.is_encoder_decoder else input_ids_BS.shape[1]
-        for prompt, mask, tokens in zip(input_ids_BS, mask_BS, tokens_BT, strict=True):
-            new = {"prompt": prompt[mask].tolist(), "new": tokens[first:].tolist()}
-            probes.generated.append(new | {"eos": settings["eos_token_id"], "pad": settings["pad_token_id"]})
-        return tokens_BT
+def save_texts(folder: Path, rows: TokenizedRows, *tokenized: Any) -> None:
+    """Write tokenized rows, the texts that they were made of, and the tokenizer. For rank 0."""
+    assert rows.texts is not None
+    texts = datasets.concatenate_datasets([rows.texts.train, rows.texts.evaluation])
+    wanted = [row_id % ROW_IDS_OF_A_PIECE for part in tokenized for row_id in part["row_id"]]
+    found = texts.select(np.flatnonzero(np.isin(texts.with_format("numpy")["row_id"][:], wanted)))
+    names = {"row_id", "input_ids", "labels", "target_bytes", "prompt_length"}
+    columns = [part.select_columns(sorted(names & set(part.column_names))).to_list() for part in tokenized]
+    rows.tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "texts.json").write_text(json.dumps({"rows": columns, "texts": found[:]}), encoding="utf-8")
 
-    GenerationMixin.generate = generate_and_note  # type: ignore[method-assign]
+
+@torch.no_grad()
+def look_at_positions(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """The last logits of long rows, computed as the run computes, and the rows. Collective."""
+    device, looked = sharded.accelerator.device, dict[str, torch.Tensor]()
+    with evaluation_model(sharded, unshard="never") as (model, _):
+        for kind, inputs in long_rows(sharded.skeleton, device.type).items():
+            logits_BTV = model(**move_to(device, inputs), use_cache=False).logits[:, -NUM_LOGITS:]
+            looked |= {f"{kind}.{name}": t for name, t in inputs.items()} | {
+                f"{kind}.logits": logits_BTV.float().cpu().contiguous()
+            }
+    return looked

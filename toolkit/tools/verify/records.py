@@ -87,6 +87,8 @@ def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None
         (ended,) = missing.args
         detail = "" if ended.failure else f"{ended.title} succeeded, but left no record to compare"
         proof = Proof(compared=run.title, is_reached=not ended.failure, detail=detail)
+    except KeyError as missing:
+        proof = Proof(compared=run.title, detail=f"{missing.args[0]} is in one record and not in another")
     return proof and replace(proof, check=check)
 
 

@@ -15,10 +15,12 @@ from toolkit.config.load import RecipeConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, check_mapping
 from toolkit.tools.preset_runs import adapt_preset, find_preset, reason_of_failure, save_preset
+from toolkit.tools.verify import EXPORTED
 
 NUM_STEPS = 4
-"""Length of every run. The recipe itself checks after three updates that all trainables have moved."""
-SAVED_STEP = 2
+"""Length of every run, two epochs. The recipe itself checks after three updates that all trainables have moved."""
+SAVED_STEP, SAVED_AGAIN = 2, 3
+"""An epoch's last step, after which runs are resumed; and a step inside the next one, after which a resumed run is."""
 DROPOUT = 0.1
 """Dropout of the runs that prove a resume. The other runs have none, because masks differ between ranks."""
 LARGEST_LR = 1e-4
@@ -26,13 +28,13 @@ LARGEST_LR = 1e-4
 
 LARGEST_GRAD_NORM = 0.1
 """Small enough that clipping takes effect."""
-NUM_EVAL_ROWS = 11
-"""A prime, which no number of processes times rows per batch divides, so the last batches are not full."""
+NUM_EVAL_ROWS = 7
+"""A prime: the last batch of two rows has one, and in batches of one row a rank of two has one less."""
 GENERATION = {"eval.generate": True, "eval.num_beams": 2, "eval.no_repeat_ngram_size": 2, "eval.max_new_tokens": 8}
-"""Generation settings of the run that exports, `preset-0`; each changes the generated texts."""
+"""Generation settings of the run that exports, `preset-0`, and of the reference; each changes the generated texts."""
 
 Launch = Callable[[Path, list[str], Path], int]
-"""Signature of `relaunch.launch`: preset, command and log → exit status."""
+"""Signature of `preset_runs.launch` and `forks.launch`: preset, command and log → exit status."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,9 @@ class PlannedRun:
     """Its accelerate YAML."""
     flags: dict[str, Any]
     after: str | None = None
-    """The run whose checkpoint it loads."""
+    """The run whose checkpoint it loads,"""
+    from_step: int = 0
+    """of this step."""
 
     @property
     def num_shards(self) -> int | None:
@@ -115,27 +119,37 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     single, ddp = _adapted(box, "single", None), _adapted(box, "ddp", processes)
     (main_name, main_mapping), dropout = chosen[0], _flags(box, rows=rows, micro=1, dropout=DROPOUT)
 
-    def planned(name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None) -> PlannedRun:
-        checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{SAVED_STEP:08d}" if after else "never"
-        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name, **(GENERATION if name == "preset-0" else {})}
-        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, after=after)
+    def planned(
+        name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None, step: int = SAVED_STEP
+    ) -> PlannedRun:
+        checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{step:08d}" if after else "never"
+        more = GENERATION if name in ("reference", EXPORTED) else {}
+        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name, **more}
+        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, after=after, from_step=step if after else 0)
 
     def title(name: str) -> str:
         return f"{Path(name).stem} x {processes}"
 
-    # One process is the reference; DDP and the presets are compared with it.
-    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=4))]
+    # One process is the reference; DDP and the presets are compared with it. Most are evaluated after each step.
+    each, some = ({"eval.at_start": True, "eval.every_steps": steps} for steps in (1, 3))
+    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=4) | some)]
     if not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
-        runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2)))
+        runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2) | each))
     for place, (name, mapping) in enumerate(chosen):
-        runs.append(planned(f"preset-{place}", title(name), mapping, _flags(box, rows=rows, micro=1 + place % 2)))
-    # Resumes: on one process, and on the same processes with dropout.
-    moved = _flags(box, rows=rows, micro=2)
+        flags = _flags(box, rows=rows, micro=1 + place % 2) | (each if place else some)
+        runs.append(planned(f"preset-{place}", title(name), mapping, flags))
+    # Resumes, not evaluated before the end: on one process, and with dropout on the same processes, twice.
+    moved, saved_again = _flags(box, rows=rows, micro=2), {"checkpoint.every_steps": 1}
+    where = f"{title(main_name)}, resumed"
     runs += [
-        planned("resharded", f"{title(main_name)}, resumed as single", single, moved, after="preset-0"),
-        planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout),
-        planned("resumed", f"{title(main_name)}, resumed", main_mapping, dropout, after="dropout"),
+        planned("resharded", f"{where} as single", single, moved, after=EXPORTED),
+        planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout | some),
+        planned("resumed", where, main_mapping, dropout | saved_again, after="dropout"),
+        planned("resumed-again", f"{where} again", main_mapping, dropout, after="resumed", step=SAVED_AGAIN),
     ]
+    # Under DDP the same elements are dropped, but not by compiled blocks.
+    if main_mapping["distributed_type"] == "FSDP" and not main_mapping.get("dynamo_config"):
+        runs.append(planned("ddp-dropout", f"{where} as ddp", ddp, dropout | each, after="dropout"))
     # With dropout, once more without recomputation, for each preset that recomputes activations.
     for place, (name, mapping) in enumerate(chosen):
         fsdp = mapping.get("fsdp_config") or {}
@@ -149,8 +163,9 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     return {run.name: run for run in runs}
 
 
-def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterator[WatchedRun]:
-    """Launch the runs one after the other, and print how long each took.
+def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch, launch_resumed: Launch) -> Iterator[WatchedRun]:
+    """Launch the runs one after the other, and print how long each took. `launch_resumed` starts the run `resumed`, which is
+    compared bit for bit.
 
     Raises:
         UserError: the first run, on one process, refuses the settings; that is the user's mistake and no failed check.
@@ -170,7 +185,7 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch) -> Iterat
         if failure:
             print("not started", flush=True)
         else:
-            if launch(preset, command, log):
+            if (launch_resumed if plan.name == "resumed" else launch)(preset, command, log):
                 failure, check = _failure(records, log)
             print(f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}", flush=True)
 
@@ -239,6 +254,7 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
         "eval.best_metric": "loss",
         "eval.early_stopping_patience": None,
         "checkpoint.every_steps": SAVED_STEP,
+        "checkpoint.every_epochs": None,
         "checkpoint.keep_last": NUM_STEPS,
         "checkpoint.keep_best": 0,
         "export.weights": "last",

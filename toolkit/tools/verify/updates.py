@@ -58,15 +58,18 @@ def _difference(
 
 
 def check_dropout(run: WatchedRun) -> Proof | None:
-    """Check that no two ranks, micro-batches or steps drop the same elements; None if the model has no dropout."""
+    """Check that no two ranks, micro-batches or steps drop the same elements, and that dropout still drops something after an
+    evaluation; None if the model has no dropout."""
     seen = load_about(run, "trained")["dropout"]
-    if all(probe["loss"] == probe["plain_loss"] for probe in seen):
+    first, seen = ([probe for probe in seen if (probe["step"] == 0) == is_first] for is_first in (True, False))
+    if all(probe["loss"] == probe["plain_loss"] for probe in [*first, *seen]):
         return None
-    # What each rank and micro-batch drew, in both steps: two losses may be equal by chance.
+    # What each rank and micro-batch drew, in both steps, if they had it in both: two losses may be equal by chance.
     drawn: list[dict[tuple[int, int], list[float | list[bool]]]] = [{}, {}]
     for probe in sorted(seen, key=lambda probe: probe["step"]):
         for of_kind, kind in zip(drawn, ("loss", "mask"), strict=True):
             of_kind.setdefault((probe["rank"], probe["micro_batch"]), []).append(probe[kind])
+    drawn = [{place: values for place, values in of_kind.items() if len(values) == len(PROBED_STEPS)} for of_kind in drawn]
     places = sorted(drawn[0])
     equal = [pair for pair in combinations(places, 2) if any(of_kind[pair[0]] == of_kind[pair[1]] for of_kind in drawn)]
     detail = ""
@@ -75,5 +78,8 @@ def check_dropout(run: WatchedRun) -> Proof | None:
     if equal:
         (one, two), *_ = equal
         detail = f"the same elements are dropped on rank {one[0]}, micro-batch {one[1]} and rank {two[0]}, micro-batch {two[1]}"
+    if none := [probe["step"] for probe in seen if probe["loss"] == probe["plain_loss"]]:
+        detail = f"dropout drops nothing in step {none[0]}, after an evaluation"
     num_ranks, num_micro_batches = (len({place[i] for place in places}) for i in (0, 1))
-    return exact(f"{run.title}: masks of {num_ranks} ranks, {num_micro_batches} micro-batches", float(len(equal)), detail)
+    title = f"{run.title}: masks of {num_ranks} ranks, {num_micro_batches} micro-batches"
+    return exact(title, float(len(equal) + bool(detail)), detail)

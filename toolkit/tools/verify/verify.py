@@ -13,9 +13,10 @@ from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line, refusal_named
 from toolkit.models.config import load_model_config
 from toolkit.models.position_limits import num_positions
-from toolkit.tools.preset_runs import launch
+from toolkit.tools import forks, preset_runs
 from toolkit.tools.project import SHIPPED
 from toolkit.tools.recipes import find_recipe
+from toolkit.tools.verify import EXPORTED
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
@@ -33,8 +34,11 @@ SMALL_ROWS: Final = {
 TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
 
 
-def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch = launch, **asked: Any) -> bool:
+def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch | None = None, **asked: Any) -> bool:
     """Launch the runs, compare them and print the table; returns whether all checks passed. The table is also in `output`.
+
+    Args:
+        launch: starts each run; None: by forks, and one by `accelerate launch`.
 
     Raises:
         UserError: settings that a run would refuse, or more processes than GPUs.
@@ -45,14 +49,17 @@ def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, la
     where = "the CPU, fp32" if box.use_cpu else "GPUs, fp32 (products in ieee precision, attention by torch's math kernel)"
     what = f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {box.num_processes} processes on {where}"
     print(one_line(f"{what}: {len(plans)} runs"), flush=True)
-    runs = {run.plan.name: run for run in launch_all(box, plans, launch)}
+    launches = (launch, launch) if launch else (forks.launch, preset_runs.launch)
+    runs = {run.plan.name: run for run in launch_all(box, plans, *launches)}
 
     # Compare what they left. This import takes seconds.
     from toolkit.tools.verify.exports import check_exports
+    from toolkit.tools.verify.plain_checks import check_plain
 
     expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
     proofs = check_all(runs, tolerance, box.config.optim, expects_frozen=expects_frozen)
-    proofs += check_exports(runs["preset-0"], box.config)
+    proofs += check_plain(runs, box.config, tolerance, use_cpu=box.use_cpu)
+    proofs += check_exports(runs[EXPORTED], box.config)
     passed = all(proof.passed for proof in proofs)
     _show(proofs, box.output, passed)
     return passed

@@ -4,7 +4,9 @@
 
 Rank 0 writes the records into FOLDER:
 
+    texts.json      texts and tokens of the rows of step 1 and of the evaluation; tokenizer/: what made them
     loaded.*        after the checkpoint is loaded, or before the first step
+    positions.*     the logits of long rows then
     gradients.*     in the first step, before clipping; late_gradients.*: in the second
     updated-1.*     after the first step
     saved-<step>.*  whenever a checkpoint is saved
@@ -18,16 +20,21 @@ the toolkit's functions are what is being checked. Rank 0 takes everything into 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import random
 import re
 import runpy
 import sys
 import time
 import traceback
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -37,16 +44,18 @@ from torch.distributed.tensor import DTensor
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import TrainState
+from toolkit.config.load import RecipeConfig
+from toolkit.data import batch_plan
 from toolkit.data.batch_plan import Step
 from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.errors import UserError
 from toolkit.launch.environment import launched_precision, set_unless_given
 from toolkit.models.freeze import aliases, hash_tensor
 from toolkit.parallel.units import clean, local_tensor
-from toolkit.parallel.wrap import ShardedModel
-from toolkit.tools.verify.rank_probes import Probes, watch_dropout, watch_generation
+from toolkit.parallel.wrap import ShardedModel, forget_forwards
+from toolkit.tools.verify import EXPORTED, rank_probes
 from toolkit.tracking.step_log import StepFigures
-from toolkit.training import finetune, loop
+from toolkit.training import data, finetune, loop
 from toolkit.training import run as run_module
 from toolkit.training.run import Run, leave
 from toolkit.variables import given
@@ -95,18 +104,32 @@ def take_exact_kernels() -> None:
 
 def watch(folder: Path) -> None:
     """Wrap the recorded calls, for the rest of this process. Only a run that generates exports: it takes as long as the steps."""
-    # The original calls, and the probes of dropout and generation.
+    # The original calls, and the probes of modes and dropout.
     resume, clip, save, finish = run_module.resume, loop.clip_gradients, CheckpointWriter.save, finetune.finish
-    train_step = loop.train_step
+    train_step, prepare = loop.train_step, finetune.prepare_data
     records = ["gradients", "late_gradients"]
-    probes = Probes()
-    watch_dropout(probes)
-    watch_generation(probes)
+    probes = rank_probes.Probes()
+    rank_probes.watch_modes(probes)
+    rank_probes.watch_dropout(probes)
 
     # Each wrapper records before or after the original call.
+    def prepare_and_look(config: RecipeConfig, *args: Any, **more: Any) -> Any:
+        few = partial(rank_probes.prepare_few, data.prepare_rows, config.train.global_batch_size_rows)
+        with mock.patch.object(data, "prepare_rows", few):
+            rows, plan, evaluation = prepare(config, *args, **more)
+        if rank() == 0:
+            rank_probes.save_texts(folder, rows, rows.train.select(plan.step(1).rows), evaluation.rows)
+        return rows, plan, evaluation
+
     def resume_and_look(run: Run, saved: Checkpoint | None) -> None:
         resume(run, saved)
         _record(folder / "loaded", run.sharded, run.optimizer)
+        if saved is None and run.config.model.dropout:
+            run.sharded.model.train()
+            probes.dropout.append(rank_probes.look_at_dropout(run, rank(), 0, 0))
+            forget_forwards(run.sharded.model)
+        elif saved is None:
+            _save(folder / "positions", rank_probes.look_at_positions(run.sharded))
 
     def look_and_clip(model: Any, *rest: Any) -> torch.Tensor:
         if records:  # the same on all ranks
@@ -125,14 +148,16 @@ def watch(folder: Path) -> None:
         return save(writer, state, wait=wait)
 
     def look_and_finish(run: Run) -> None:
-        dropout, generated = (sum(gather_objects(seen), []) for seen in (probes.dropout, probes.generated))
-        _record(folder / "trained", run.sharded, None, dropout=dropout, generated=generated)
-        if run.config.eval.generate:
+        kinds = ("dropout", "wrong_modes")
+        seen: dict[str, list[Any]] = {kind: sum(gather_objects(getattr(probes, kind)), []) for kind in kinds}
+        _record(folder / "trained", run.sharded, None, **seen, num_forwards=probes.num_forwards)
+        if run.config.run.name == EXPORTED:
             finish(run)
         else:
             leave(run.trackers)
 
     run_module.resume, finetune.finish = resume_and_look, look_and_finish  # type: ignore[assignment]
+    finetune.prepare_data, batch_plan.LENGTH_NOISE = prepare_and_look, 1.0  # else two epochs of few rows have the same batches
     loop.clip_gradients, loop.train_step = look_and_clip, step_and_look  # type: ignore[assignment]
     CheckpointWriter.save = look_and_save  # type: ignore[method-assign,assignment]
 
@@ -178,6 +203,8 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
             name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
             for name, p in named.items()
         },
+        "random": gather_objects(_hash_random_state()),
+        "buffers": {clean(name): [str(t.dtype), hash_tensor(t, t.dtype)] for name, t in sharded.plain.named_buffers()},
         "ties": _ties(sharded),
         "has_relu": any(isinstance(module, torch.nn.ReLU) for module in sharded.skeleton.modules()),
         "frozen": {name: hash_tensor(t, t.dtype) for name, t in weights.items() if name in frozen},
@@ -185,6 +212,14 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
     trained = {f"model.{name}": t for name, t in weights.items() if name in named and name not in frozen}
     kept = _on_cpu((f"optimizer.{name}", t) for name, t in states.items() if name.startswith("state."))
     _save(path, trained | kept, about | more)
+
+
+def _hash_random_state() -> str:
+    """Of this rank's generators; computed here, because the toolkit's own capture is what is being checked."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    numbers = [state.tolist() for state in (torch.get_rng_state(), *devices)]
+    of_numpy: Any = np.random.get_state(legacy=True)
+    return hashlib.sha256(repr((random.getstate(), of_numpy[1].tolist(), of_numpy[2:], numbers)).encode()).hexdigest()
 
 
 def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -28,7 +28,8 @@ WEIGHTS = {"a": np.arange(1.0, 5.0), "b": np.array([1e-9])}
 
 def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: Any) -> WatchedRun:
     """A run of four steps with losses 4, 3, 2, 1 that has left everything."""
-    run = WatchedRun(PlannedRun(name=name, title=name, mapping=mapping, flags={}), folder / name, folder / name, None, None)
+    plan = PlannedRun(name=name, title=name, mapping=mapping, flags={}, from_step=2)
+    run = WatchedRun(plan, folder / name, folder / name, None, None)
     run.folder.mkdir(parents=True)
     same = {"kind": "train", "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 7}
     lines = [same | {"step": 5 - loss, "loss": loss} for loss in (4, 3, 2, 1)]
@@ -48,7 +49,10 @@ def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: An
             "ties": ties,
             "frozen": {"d": "0"},
             "has_relu": False,
-            "dropout": [],
+            "dropout": [{"step": 2, "rank": 0, "micro_batch": 0, "loss": 1.0, "plain_loss": 2.0, "mask": [True]}],
+            "random": ["0", "1"],
+            "wrong_modes": [],
+            "num_forwards": {"training": 4, "evaluation": 1},
         }
         (run.records / f"{record}.json").write_text(json.dumps(known | about))
     return run
@@ -148,24 +152,27 @@ def test_what_did_not_move_or_changed_or_came_apart_is_named(tmp_path: Path) -> 
 
 
 def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
-    whole, resumed, plain = (watched(tmp_path, name) for name in ("whole", "resumed", "plain"))
-    change_line(plain, 1, loss=4.1)
-    assert checks.compare_resumed(whole, resumed, plain).detail == "steps [1, 2, 3, 4] were logged"
+    whole, resumed = (watched(tmp_path, name) for name in ("whole", "resumed"))
+    assert checks.compare_resumed(whole, resumed).detail == "steps [1, 2, 3, 4] were logged"
     lines = load_json_lines(whole.folder / "metrics.jsonl")
     write_lines(resumed, [line for line in lines if line["step"] > 2])
-    assert checks.compare_resumed(whole, resumed, plain).passed
-    assert "dropout changes nothing" not in checks.compare_resumed(whole, resumed, plain).compared
-    change_line(plain, 1, loss=4)
-    assert "dropout changes nothing" in checks.compare_resumed(whole, resumed, plain).compared
+    assert checks.compare_resumed(whole, resumed).passed
+    assert "dropout changes nothing" not in checks.compare_resumed(whole, resumed).compared
     nearly = {f"model.{name}": np.nextafter(weight, 9) for name, weight in WEIGHTS.items()}
     save_file(nearly, resumed.records / "saved-4.safetensors")
-    assert checks.compare_resumed(whole, resumed, plain).detail == "model.a differs, and 1 more"
+    assert checks.compare_resumed(whole, resumed).detail == "model.a differs, and 1 more"
     change_line(resumed, 4, loss=float(np.nextafter(1.0, 2)))
-    assert checks.compare_resumed(whole, resumed, plain).detail == "loss of step 4 differs"
+    assert checks.compare_resumed(whole, resumed).detail == "loss of step 4 differs"
+    loaded = json.loads((resumed.records / "loaded.json").read_text())
+    (resumed.records / "loaded.json").write_text(json.dumps(loaded | {"random": ["0", "0"]}))
+    assert checks.compare_loaded(whole, resumed).detail == "rank 1 has another random state"
+    trained = json.loads((whole.records / "trained.json").read_text())
+    (whole.records / "trained.json").write_text(json.dumps(trained | {"dropout": []}))
+    assert "dropout changes nothing" in checks.compare_resumed(whole, resumed).compared
 
 
 def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_path: Path) -> None:
-    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed")
+    names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed", "resumed-again")
     runs = {name: watched(tmp_path, name) for name in names}
     runs["preset-0"] = replace(runs["preset-0"], failure="disk full", failed_check="save")
     runs["resharded"] = replace(runs["resharded"], failure="disk full")
@@ -178,7 +185,9 @@ def test_a_run_that_ended_early_fails_its_check_and_the_rest_is_not_reached(tmp_
     of_preset = {proof.check: proof for proof in proofs if proof.compared == "preset-0"}
     assert (of_preset["save"].is_reached, of_preset["save"].detail) == (True, "disk full")
     assert not of_preset["moved"].is_reached and not of_preset["frozen"].is_reached
-    assert {proof.check for proof in proofs if proof.compared == "resharded"} == {"rows", "loss", "evaluation", "ties", "save"}
+    assert {proof.check for proof in proofs if proof.compared == "resharded"} == {
+        "rows", "loss", "evaluation", "modes", "ties", "save",
+    }  # fmt: skip
     assert not any(proof.passed for proof in proofs if proof.compared in ("preset-0", "resharded"))
     (of_ddp,) = (proof for proof in proofs if (proof.compared, proof.check) == ("ddp", "gradients"))
     assert of_ddp.is_reached and not of_ddp.passed
@@ -235,8 +244,8 @@ def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None
         (tmp_path / "runs" / preset.stem / "checkpoints").mkdir(parents=True)
         return 0
 
-    list(launch_all(box, plan_runs(box), launch))
-    assert kept == [[], [], [], ["preset-0"], [], ["dropout"]]
+    list(launch_all(box, plan_runs(box), launch, launch))
+    assert kept == [[], [], [], ["preset-0"], [], ["dropout"], ["dropout", "resumed"], ["dropout"]]
 
 
 def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) -> None:
@@ -248,7 +257,8 @@ def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) ->
     assert list(plans)[-3:] == ["kept-0", "recomputed-2", "kept-2"]
     for recomputed, kept in (("dropout", "kept-0"), ("recomputed-2", "kept-2")):
         one, other = plans[recomputed], plans[kept]
-        assert other.flags == one.flags | {"run.name": kept} and one.flags["model.dropout"] > 0
+        evaluated = {name: other.flags[name] for name in ("eval.at_start", "eval.every_steps")}
+        assert other.flags == one.flags | {"run.name": kept} | evaluated and one.flags["model.dropout"] > 0
         (changed,) = one.mapping["fsdp_config"].items() - other.mapping["fsdp_config"].items()
         assert changed[0].endswith("activation_checkpointing") and changed[1] is True
         assert other.mapping | {"fsdp_config": None} == one.mapping | {"fsdp_config": None}

@@ -47,8 +47,8 @@ def test_the_first_line_says_which_kernels_are_compared(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr("toolkit.tools.verify.verify.launch_all", MagicMock(side_effect=InterruptedError))
-    on_gpus = "8 processes on GPUs, fp32 (products in ieee precision, attention by torch's math kernel): 6 runs"
-    for use_cpu, said in ((False, on_gpus), (True, "2 processes on the CPU, fp32: 6 runs")):
+    on_gpus = "8 processes on GPUs, fp32 (products in ieee precision, attention by torch's math kernel): 8 runs"
+    for use_cpu, said in ((False, on_gpus), (True, "2 processes on the CPU, fp32: 8 runs")):
         with pytest.raises(InterruptedError):
             verify([], use_cpu=use_cpu, output=tmp_path / "output")
         assert said in capsys.readouterr().out
