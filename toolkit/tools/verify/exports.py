@@ -93,10 +93,10 @@ def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
 
 
 def quantize_layers(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:
-    """Quantize in place the layers of a plain model that have codes among `names`; returns codes and scales by name."""
-    coded: dict[str, torch.Tensor] = {}
+    """Quantize in place the layers that have codes among `names`, of a model adapted or not; returns codes and scales by name."""
+    coded, weights = dict[str, torch.Tensor](), dict[str | None, nn.Parameter](model.named_parameters())  # type: ignore[arg-type]
     for layer_name in [name.removesuffix(".codes") for name in names if kind and name.endswith(".codes")]:
-        weight = model.get_parameter(weight_name(f"{layer_name}.codes"))
+        weight = next(weights[name] for rule in (weight_name, base_name) if (name := rule(f"{layer_name}.codes")) in weights)
         codes, scales = quantize(weight.data, str(kind)), find_scales(weight.data)
         weight.data = dequantize(codes, scales)
         coded |= {f"{layer_name}.codes": codes, f"{layer_name}.scales": scales}

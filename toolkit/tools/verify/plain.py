@@ -91,7 +91,8 @@ def long_rows(model: Any, device: str) -> dict[str, dict[str, torch.Tensor]]:
 
     def tokens(limit: int | None) -> torch.Tensor:
         ids_1T = 3 + (torch.arange(min(limit or LONGEST, LONGEST, max(SHORTEST, most))) * 7919 % (vocab_size - 3))[None]
-        return torch.where(ids_1T == getattr(config, "pad_token_id", None), 3 + (ids_1T == 3).long(), ids_1T)
+        padding = getattr(config, "pad_token_id", None)
+        return torch.where(ids_1T == (-1 if padding is None else padding), 3 + (ids_1T == 3).long(), ids_1T)
 
     if config.is_encoder_decoder:
         both = getattr(config, "max_position_embeddings", None)
