@@ -32,7 +32,7 @@ def list_names(path: Path, form: Form) -> list[str]:
 
 def outer_names(schema: Any, names: Sequence[str]) -> list[str]:
     """The columns of an Arrow schema in which named parts stand."""
-    return list(dict.fromkeys(name if name in schema.names else name.partition(".")[0] for name in names))
+    return [column for column in schema.names if any(f"{name}.".startswith(f"{column}.") for name in names)]
 
 
 def list_struct_fields(schema: Any) -> list[str]:

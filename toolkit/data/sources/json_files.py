@@ -30,9 +30,9 @@ def read_json(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]
 
 
 def list_keys(path: Path, form: Form) -> list[str]:
-    """The keys of the first thousand objects, and those inside the objects of the first, as `list_parts`."""
+    """The keys of the first thousand objects, as `list_parts`."""
     objects = islice(_read_objects(path, form, example_key="text"), ROWS_TO_FIND_KEYS_IN)
-    return list({key: None for number, row in enumerate(objects) for key in (row if number else list_parts(row))})
+    return list({key: None for row in objects for key in list_parts(row)})
 
 
 def list_fields(path: Path, form: Form) -> list[str]:
@@ -48,7 +48,7 @@ def _read_objects(path: Path, form: Form, *, example_key: str) -> Iterator[dict[
         begin = ""
         while (char := file.read(1)).isspace():
             begin += char
-        if char == "[":
+        if char == "[" and form.field is None:
             yield from _read_array(path, begin + char + file.read(), len(begin), example_key)
             return
     with open_text(path, form) as file:
@@ -87,6 +87,10 @@ def _list_rows(whole: dict[str, Any], field: str | None) -> list[Any]:
         if "".join(first).isdecimal() and all(value.keys() == first.keys() for value in others):
             return [{column: cells[row] for column, cells in whole.items()} for row in first]  # columns, the default
         return list(whole.values()) if "".join(whole).isdecimal() else [whole]  # index
+    columns = [value for value in whole.values() if isinstance(value, list)]
+    if len(columns) == len(whole) > 0 and len({*map(len, columns)}) == 1:
+        if not any(isinstance(cell, dict | list) for cells in columns for cell in cells):  # `DataFrame.to_dict("list")`
+            return [dict(zip(whole, cells, strict=True)) for cells in zip(*columns, strict=True)]
     names, table = whole.get("columns"), whole.get("data")
     if whole.keys() <= {"columns", "index", "data"} and isinstance(names, list) and isinstance(table, list):  # split
         return [dict(zip(map(str, names), cells, strict=False)) for cells in table]

@@ -23,10 +23,12 @@ def list_parts(row: Mapping[str, Any], before: str = "") -> list[str]:
 
 def take_part(row: Mapping[str, Any], name: str) -> Any:
     """What stands inside a column, by a name of `list_parts`; None where it is missing."""
-    value: Any = row
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    if name in row:
+        return row[name]
+    # A name may have dots of its own.
+    inside = ((value, name.removeprefix(f"{key}.")) for key, value in row.items() if name.startswith(f"{key}."))
+    found = (take_part(value, rest) for value, rest in inside if isinstance(value, Mapping))
+    return next((part for part in found if part is not None), None)
 
 
 def check_text(value: Any, where: str) -> None:

@@ -96,9 +96,10 @@ PANDAS = {
     "columns": {column: {str(number): row[column] for number, row in enumerate(ROWS)} for column in ROWS[0]},
     "index": {str(number): row for number, row in enumerate(ROWS)},
     "split": {"columns": ["prompt", "completion"], "index": [*range(12)], "data": [[*row.values()] for row in ROWS]},
+    "list": {column: [row[column] for row in ROWS] for column in ROWS[0]},
     "table": {"schema": {"fields": [{"name": "prompt", "type": "string"}]}, "data": ROWS},
 }
-"""What `DataFrame.to_json` writes, by `orient`."""
+"""What `DataFrame.to_json` and `to_dict` write, by `orient`."""
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -127,6 +128,8 @@ def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
     for indent in (None, 1):
         Path("chat.json").write_text(json.dumps({"messages": CHAT, "tools": SCHEMA}, indent=indent))
         assert len(load_llm("chat.json").train) == 1
+    write_objects("array.json", ROWS, is_array=True)
+    assert "array.json is not an object with a list there" in refusal(load_llm, "array.json", field="data")
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -134,7 +137,7 @@ def test_a_column_may_stand_inside_another(ending: str) -> None:
     from datasets import Dataset
 
     rows = [{"id": 1, "translation": {"en": f"Say {number}", "fr": {"text": f"Dis {number}"}}} for number in range(2)]
-    rows.append({"id": 1, "translation": {"en": "Say", "fr": None}})
+    rows = [{"id": 1, "translation": None}, *rows, {"id": 1, "translation": {"en": "Say", "fr": None}}]
     write_objects("rows.jsonl", rows)
     Dataset.from_list(rows).to_parquet("rows.parquet")
     loaded = load_t5(f"rows.{ending}", source_column="translation.en", target_column="translation.fr.text")
@@ -146,9 +149,14 @@ def test_a_column_may_stand_inside_another(ending: str) -> None:
         f"rows.{ending} has no column 'source' (its columns: id, translation, translation.en, translation.fr, "
         "translation.fr.text): set data.source_column and data.target_column to columns that exist"
     )
-    Path("own.py").write_text(f"def load(config):\n    yield from {rows[:2]}\n")
+    Path("own.py").write_text(f"def load(config):\n    yield from {rows[1:3]}\n")
     settings = {"source_column": "translation.en", "target_column": "translation.fr.text", "source": "own.py:load"}
     assert list_pairs(load_t5(**settings)) == [("Say 0", "Dis 0"), ("Say 1", "Dis 1")]
+    # Each name may have a dot of its own.
+    rows = [{"a.b": {"c.d": "Say"}, "a": {"e": "Dis"}}]
+    write_objects("rows.jsonl", rows)
+    Dataset.from_list(rows).to_parquet("rows.parquet")
+    assert list_pairs(load_t5(f"rows.{ending}", source_column="a.b.c.d", target_column="a.e")) == [("Say", "Dis")]
 
 
 def test_a_developer_speaks_for_the_system() -> None:
