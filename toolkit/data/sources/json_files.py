@@ -88,9 +88,9 @@ def _list_rows(whole: dict[str, Any], field: str | None) -> list[Any]:
             return [{column: cells[row] for column, cells in whole.items()} for row in first]  # columns, the default
         return list(whole.values()) if "".join(whole).isdecimal() else [whole]  # index
     columns = [value for value in whole.values() if isinstance(value, list)]
-    if len(columns) == len(whole) > 0 and len({*map(len, columns)}) == 1:
-        if not any(isinstance(cell, dict | list) for cells in columns for cell in cells):  # `DataFrame.to_dict("list")`
-            return [dict(zip(whole, cells, strict=True)) for cells in zip(*columns, strict=True)]
+    is_deep = any(isinstance(cell, dict | list) for cells in columns for cell in cells)
+    if len(columns) == len(whole) > 0 and len({*map(len, columns)}) == 1 and not is_deep:  # `DataFrame.to_dict("list")`
+        return [dict(zip(whole, cells, strict=True)) for cells in zip(*columns, strict=True)]
     names, table = whole.get("columns"), whole.get("data")
     if whole.keys() <= {"columns", "index", "data"} and isinstance(names, list) and isinstance(table, list):  # split
         return [dict(zip(map(str, names), cells, strict=False)) for cells in table]

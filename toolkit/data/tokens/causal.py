@@ -139,8 +139,9 @@ def tokenize(
                 tuple(first + len(prefix) for first in tokens.firsts),
             )
         columns = [_mask(item, tokens, limit, tokenizer)] if text is None else _split(item, tokens, len(prefix), limit)
-        ends = [marked.findall(item.text[turn.content_end : turn.end]) for turn in item.turns] if item.is_chat else []
-        stop_token_ids = _list_stop_ids(tokenizer, frozenset(mark(found[-1]) for found in ends if found))
+        ends = [[*map(mark, marked.findall(item.text[turn.content_end : turn.end]))] for turn in item.turns if item.is_chat]
+        ends = [[token for token in found if token.strip()] for found in ends]
+        stop_token_ids = _list_stop_ids(tokenizer, frozenset(found[-1] for found in ends if found))
         of_row = {"is_chat": item.is_chat, "is_endless": not all(ends), "stop_token_ids": stop_token_ids}
         spoken = [item.text[turn.start : turn.content_end] for turn in item.turns] if text is None else [text]
         _, held = read_target(tokenizer, "\0".join(spoken), mark if item.is_chat else str)

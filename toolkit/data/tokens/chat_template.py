@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -22,7 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
-from toolkit.data.tokens.special_tokens import compile_special_tokens, mark_content, show, swap_marks
+from toolkit.data.tokens.special_tokens import (
+    compile_special_tokens,
+    list_outer_tokens,
+    mark_content,
+    show,
+    special_ids,
+    swap_marks,
+)
 from toolkit.errors import UserError, refusal_named
 from toolkit.files.pointers import refuse_pointers
 from toolkit.private import private
@@ -102,7 +110,6 @@ def render_turns(
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     messages, tools = _mark(tokenizer, messages, tools)
-    special_tokens = compile_special_tokens(tokenizer)
     has_markers = _GENERATION_MARKER.search(_get_template(tokenizer, tools)) is not None
     text, marked = _render(tokenizer, messages, tools, add_generation_prompt=False, return_assistant_tokens_mask=has_markers)
     # The template marks the turns itself.
@@ -111,7 +118,7 @@ def render_turns(
         if len(spans) != len(spoken):
             raise NoMaskError(f"its {{% generation %}} markers mark {len(spans)} texts for {len(spoken)} assistant turns")
         return swap_marks(tokenizer, text), [
-            Turn(start, start + _find_ends("", text[start:end], messages[i], special_tokens)[0], end)
+            Turn(start, start + _find_ends("", text[start:end], messages[i], tokenizer)[0], end)
             for i, (start, end) in zip(spoken, spans, strict=True)
         ]
     # Otherwise each turn lies between two prefixes of the chat.
@@ -120,7 +127,7 @@ def render_turns(
         prompt = _render_beginning(tokenizer, text, messages[:i], tools, for_generation=True)
         end = len(_render_beginning(tokenizer, text, messages[: i + 1], tools, for_generation=False))
         start = len(prompt)
-        turns.append(Turn(start, *(start + n for n in _find_ends(prompt, text[start:end], messages[i], special_tokens))))
+        turns.append(Turn(start, *(start + n for n in _find_ends(prompt, text[start:end], messages[i], tokenizer))))
     return swap_marks(tokenizer, text), turns
 
 
@@ -135,8 +142,9 @@ def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: re.Pattern[str]) -> tuple[int, int]:
+def _find_ends(prompt: str, turn: str, message: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Where in the text of a turn, which follows `prompt`, its content and its end-of-turn token end; or a `NoMaskError`."""
+    special_tokens = compile_special_tokens(tokenizer, str.strip)  # white space ends no turn
     # The normal case: the content, then a special token.
     said = _find_content_end(turn, message)
     if said is not None and (mark := special_tokens.search(turn, said)):
@@ -148,7 +156,11 @@ def _find_ends(prompt: str, turn: str, message: dict[str, Any], special_tokens: 
         closing = re.search(rf"(?:{special_tokens.pattern}|\s)*\Z", turn)
         assert closing is not None, "the pattern matches the empty text"
         ends = re.compile(rf"(?:{special_tokens.pattern})+").search(turn, closing.start())
-        found = ends.span() if ends else (len(turn.rstrip()), len(turn))
+        found = len(turn.rstrip()), len(turn)
+        if ends:  # what closes a call comes before the token that ends the turn
+            *closed, last = special_tokens.finditer(turn, *ends.span())
+            end = next((token for token in closed if token[0] in list_outer_tokens(tokenizer)), last)
+            found = end.start(), ends.end()
     else:
         # The template is for another tokenizer, whose <|im_end|> is plain text here, or it ends turns with a line break.
         after = turn[said:].strip()
@@ -196,13 +208,24 @@ def _render_beginning(
 
 
 def _mark(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[Any, Any]:
-    """Messages and tools, with what looks like a special token in them marked; as they are if the template looks for it, as some
-    do to cut out thinking."""
-    given, marked = (messages, tools), (mark_content(tokenizer, messages), mark_content(tokenizer, tools))
-    if marked != given:
-        with suppress(RefusedChatError):
-            texts = [_render(tokenizer, *chat, add_generation_prompt=False)[0] for chat in (given, marked)]
-            return marked if show(tokenizer, texts[1]) == texts[0] else given
+    """Messages and tools, with what looks like a special token in them marked; but not what the template looks for, as some do
+    to cut out thinking."""
+    given = (messages, tools)
+
+    def show_chat(left: Collection[str]) -> str:
+        marked = mark_content(tokenizer, given, left)
+        return show(tokenizer, _render(tokenizer, *marked, add_generation_prompt=False)[0])
+
+    if mark_content(tokenizer, given) == given:
+        return given
+    with suppress(RefusedChatError):
+        every = special_ids(tokenizer).keys()
+        if (text := show_chat(every)) == show_chat(()):
+            return mark_content(tokenizer, given)
+        found = set(compile_special_tokens(tokenizer).findall(str(given)))
+        left = {token for token in found if show_chat(every - {token}) != text}
+        if show_chat(left) == text:
+            return mark_content(tokenizer, given, left)
     return given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig
@@ -45,10 +46,10 @@ def train(rows: Dataset, vocab_size: int, config: DataConfig) -> PreTrainedToken
 
 def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
     """What to print about a tokenizer."""
-    if marks_languages(tokenizer):
-        return [f"sources are marked as {tokenizer.src_lang}, targets as {tokenizer.tgt_lang}"]
+    marks = [f"sources are marked as {tokenizer.src_lang}, targets as {tokenizer.tgt_lang}"] if marks_languages(tokenizer) else []
     sides = {"targets": choose_few(rows)["completion"], "sources": choose_few(rows)["prompt"]}
-    return [line for what, texts in sides.items() for line in describe_lost_text(tokenizer, [[text] for text in texts], what)]
+    lost = [describe_lost_text(tokenizer, [[text] for text in texts], what) for what, texts in sides.items()]
+    return [*marks, *itertools.chain.from_iterable(lost)]
 
 
 def tokenize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def compile_special_tokens(tokenizer: PreTrainedTokenizerBase, *forms: Callable[[str], str]) -> re.Pattern[str]:
     """Matches special tokens, the longest first, as they are or in these forms."""
     tokens = sorted({form(token) for token in special_ids(tokenizer) for form in forms or (str,)}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+    return re.compile("|".join(map(re.escape, filter(None, tokens))) or "(?!)")
 
 
 def mark(token: str) -> str:
@@ -55,17 +55,18 @@ def swap_marks(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return compile_special_tokens(tokenizer, str, mark).sub(lambda found: mark(found[0]), text)
 
 
-def mark_content(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
-    """Messages or tools, with all marked in them that looks like a special token. A token of `model.add_tokens` is one,
-    unless the template or the tokenizer has a use for it."""
+def mark_content(tokenizer: PreTrainedTokenizerBase, value: Any, left: Collection[str] = ()) -> Any:
+    """Messages or tools, with all marked in them that looks like a special token, but those `left`. White space is
+    one, and a token of `model.add_tokens`, unless the template or the tokenizer has a use for it."""
     if isinstance(value, str):
         used = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
-        own = [token for token in getattr(tokenizer, "content_tokens", None) or () if token not in used]
+        own = {token for token in getattr(tokenizer, "content_tokens", None) or () if token not in used}.union(left)
+        own.update(filter(str.isspace, special_ids(tokenizer)))
         return compile_special_tokens(tokenizer).sub(lambda found: found[0] if found[0] in own else mark(found[0]), value)
-    if isinstance(value, list):
-        return [mark_content(tokenizer, item) for item in value]
+    if isinstance(value, list | tuple):
+        return type(value)(mark_content(tokenizer, item, left) for item in value)
     if isinstance(value, dict):
-        return {key: item if key == "role" else mark_content(tokenizer, item) for key, item in value.items()}
+        return {key: item if key == "role" else mark_content(tokenizer, item, left) for key, item in value.items()}
     return value
 
 

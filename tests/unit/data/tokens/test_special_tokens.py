@@ -13,6 +13,7 @@ from toolkit.config.data import DataConfig
 from toolkit.data.tokens.causal import encode_prompts
 from toolkit.data.tokens.chat_template import render_chat, render_turns
 from toolkit.data.tokens.special_tokens import decode_texts, show
+from toolkit.loss import IGNORED_LABEL
 
 TARGETS = ["<a> so <b> the", "<a> the <b> <c> so", "- so\n- the", "so\n\nthe"]
 
@@ -83,5 +84,17 @@ def test_a_template_that_looks_for_a_special_token_in_content_gets_it(prepare):
     tokenizer.chat_template = CHATML.replace(
         "message.content }}\n        {%- for", "message.content.split('</think>')[-1] }}\n        {%- for"
     )
-    text, [turn] = render_turns(tokenizer, say("a", "so</think>the"), None)
-    assert show(tokenizer, text)[turn.start : turn.content_end] == "the"
+    text, [turn] = render_turns(tokenizer, say("a", "so</think>the <|im_end|>"), None)
+    assert show(tokenizer, text)[turn.start : turn.content_end] == "the <|im_end|>" == text[turn.start : turn.content_end]
+
+
+def test_white_space_and_what_closes_a_call_are_of_an_answer(prepare):
+    tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "\n", template=CHATML)
+    messages = say("a\nb", "it\nis", "so", "")
+    messages[3]["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
+    rows = prepare(tokenizer, [{"messages": messages[:2]}, {"messages": messages}])
+    assert rows.train["target"][:] == ["it\nis", "<tool_call>f {}</tool_call>"] and rows.remarks == []
+    assert set(rows.kept_tokens) == {"<tool_call>", "</tool_call>", "\n"}
+    said = [[token for token in labels if token != IGNORED_LABEL] for labels in rows.train["labels"]]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert said[1] == [*said[0], *tokenizer("<tool_call>f {}</tool_call>")["input_ids"], end]
