@@ -71,7 +71,7 @@ FAULTS: dict[str, Fault] = {
             state.last_evaluation_batch_lost,
             LLAMA,
             "evaluation loss",
-            {"t5": ({"evaluation", "text"}, "loss differs")},
+            {"t5": ({"evaluation", "text"}, "differs")},
         ),
         Fault(
             state.one_beam,
