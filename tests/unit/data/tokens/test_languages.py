@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.support.model_folders import WORDS
 from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
@@ -56,6 +58,9 @@ def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
         assert one.convert_ids_to_tokens(columns["labels"][0]) == target
     assert hash_tokenizer(saved) == hash_tokenizer(tokenizer)
     set_languages(saved, "tiny", None, None)  # the saved ones are kept
+    texts = SimpleNamespace(train=Dataset.from_dict({"prompt": ["beta"], "completion": ["beta\nbeta"]}))
+    said = seq2seq.describe(saved, texts)  # type: ignore[arg-type]
+    assert said[0].startswith("sources are marked as ") and any("loses line breaks" in line for line in said)
 
 
 @pytest.mark.parametrize("family", LANGUAGES)
