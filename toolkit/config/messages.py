@@ -54,28 +54,34 @@ def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
     """
     import yaml
 
+    _, text = read_yaml(path, "log_every_steps: 10")
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    entries: dict[str, Entry] = {}
+    if unknown := _collect_entries(root, "", path, text, config_class, entries):
+        raise UserError(f"{path}, {'; '.join(unknown)}")
+    return entries
+
+
+def read_yaml(path: Path, example: str) -> tuple[dict[Any, Any], str]:
+    """The keys and values of a YAML file, as in `example`, and its text; if there are none, or it cannot be read, a `UserError`
+    with the line, if it has one."""
+    import yaml
+
     try:
         text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        yaml.safe_load(text)  # here, an unknown tag has a line
+        content = yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"--config {path} cannot be read ({error.strerror}): check the path") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason}): convert the file") from None
-    except yaml.MarkedYAMLError as error:
-        where = f"{path}, line {error.problem_mark.line + 1}" if error.problem_mark else str(path)
-        raise UserError(f"{where}: broken YAML ({error.problem}): write `key: value`, indented under its section") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: broken YAML ({' '.join(str(error).split())}): is this a text file?") from None
-    except (ValueError, LookupError, TypeError) as error:  # `!!int abc`
-        raise UserError(f"{path}: a value cannot be read ({error}): put it in quotes, or leave out its tag") from None
-    if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{path} holds no keys and values: write them as in `log_every_steps: 10`")
-    entries: dict[str, Entry] = {}
-    if unknown := _collect_entries(root, "", path, text, config_class, entries):
-        raise UserError(f"{path}, {'; '.join(unknown)}")
-    return entries
+    except (yaml.YAMLError, ValueError, LookupError, TypeError) as error:  # `!!int abc` raises a ValueError
+        mark, reason = getattr(error, "problem_mark", None), getattr(error, "problem", None) or " ".join(str(error).split())
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise UserError(f"{where}: broken YAML ({reason}): write `key: value`, indented under its section") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no keys and values: write them as in `{example}`")
+    return content, text
 
 
 def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class: type, entries: dict[str, Entry]) -> list[str]:

@@ -30,12 +30,9 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
     fsdp, parallelism, precision = sections["fsdp_config"], sections["parallelism_config"], mapping.get("mixed_precision", "no")
     _check_machines(mapping)
     _check_distributed_type(mapping)
-    if precision is False:
-        raise UserError("mixed_precision is false: write 'no' in quotes, else YAML reads a boolean")
-    if precision == "fp16":
-        raise UserError("mixed_precision is fp16, which is not supported: use bf16, which needs no loss scaling")
     if precision not in (None, "no", "bf16", "fp8"):
-        raise UserError(f"mixed_precision is {precision!r}: write bf16, or 'no' for fp32, or fp8 with an fp8_config")
+        choices = "bf16, or 'no' for fp32 (in quotes, else YAML reads false), or fp8 with an fp8_config"
+        raise UserError(f"mixed_precision is {precision!r}: write {choices}")
     if precision == "fp8":
         _check_float8(mapping, sections["fp8_config"], fsdp)
     elif sections["fp8_config"]:
@@ -52,21 +49,7 @@ def check_rules(mapping: dict[str, Any], sections: dict[str, dict[str, Any]]) ->
         )
 
 
-def check_accumulation(mapping: dict[str, Any], prefix: str = "") -> None:
-    """Refuse `gradient_accumulation_steps` anywhere in the file. Runs before the check of keys, to give this message instead."""
-    for key, value in mapping.items():
-        if key == "gradient_accumulation_steps" and value != 1:
-            raise UserError(
-                f"{prefix}{key} is {value}: leave it out, accumulation is derived from train.global_batch_size_rows and "
-                "train.micro_batch_size_rows"
-            )
-        if isinstance(value, dict):
-            check_accumulation(value, f"{prefix}{key}.")
-
-
 def _check_machines(mapping: dict[str, Any]) -> None:
-    if mapping.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        raise UserError(f"compute_environment is {mapping['compute_environment']}: only LOCAL_MACHINE is supported")
     for key, default in FLAGS_ONLY.items():
         if mapping.get(key, default) not in (default, None):
             flag = f"--{key}" if default is False else f"--{key} {mapping[key]}"
@@ -94,14 +77,9 @@ def _check_machines(mapping: dict[str, Any]) -> None:
 
 def _check_distributed_type(mapping: dict[str, Any]) -> None:
     kind = mapping.get("distributed_type", "absent")
-    if kind == "MULTI_CPU":
-        raise UserError(
-            "distributed_type is MULTI_CPU, with which accelerate launch starts one process: write distributed_type: MULTI_GPU "
-            "with use_cpu: true, as accelerate_configs/ddp_cpu.yaml does"
-        )
     if kind not in SUPPORTED_TYPES:
-        quotes = " ('NO' in quotes, else YAML reads false)" if kind is False else ""
-        raise UserError(f"distributed_type is {kind}: supported are {', '.join(SUPPORTED_TYPES)}{quotes}")
+        ways_out = {False: " ('NO' in quotes, else YAML reads false)", "MULTI_CPU": ", on CPUs MULTI_GPU with use_cpu: true"}
+        raise UserError(f"distributed_type is {kind}: supported are {', '.join(SUPPORTED_TYPES)}{ways_out.get(kind, '')}")
     if kind == "NO" and mapping.get("num_processes", 1) > 1:
         raise UserError(f"num_processes is {mapping['num_processes']}, but distributed_type NO starts 1: write MULTI_GPU or FSDP")
     if kind != "FSDP" and mapping.get("fsdp_config"):
@@ -116,10 +94,10 @@ def _check_float8(mapping: dict[str, Any], fp8: dict[str, Any], fsdp: dict[str, 
     for key in fp8:
         if key not in HONOURED_BY_TORCHAO:
             raise UserError(f"fp8_config.{key.removeprefix('fp8_')} has no effect with backend AO: leave it out")
-    if mapping["distributed_type"] != "FSDP" or fsdp.get("fsdp_version", 1) != 2:
-        raise UserError("mixed_precision is fp8, which works with distributed_type FSDP and fsdp_version 2 only: write bf16")
-    if mapping.get("use_cpu"):
-        raise UserError("mixed_precision is fp8 with use_cpu: CPUs do not multiply float8, write bf16")
+    if mapping["distributed_type"] != "FSDP" or fsdp.get("fsdp_version", 1) != 2 or mapping.get("use_cpu"):
+        raise UserError(
+            "mixed_precision is fp8, which works with distributed_type FSDP and fsdp_version 2 only, on GPUs: write bf16"
+        )
     if fsdp.get("fsdp_offload_params"):
         raise UserError(
             "fsdp_config.fsdp_offload_params is true with mixed_precision fp8: the scales of the weights are taken on the GPU, "
@@ -139,8 +117,6 @@ def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
     for key, owner in owners.items():
         if fsdp.get(key) is not None and policy != owner:
             raise UserError(f"fsdp_config.{key} has no effect with fsdp_auto_wrap_policy {policy}: it serves {owner}")
-    if policy == "SIZE_BASED_WRAP" and (least := fsdp.get("fsdp_min_num_params")) is not None and least < 1:
-        raise UserError(f"fsdp_config.fsdp_min_num_params is {least}: it must be at least 1, a block of the model is a good size")
     # Values that would gather or load the full model on every rank.
     if policy == "NO_WRAP":
         given = "is NO_WRAP" if "fsdp_auto_wrap_policy" in fsdp else "is absent, which accelerate takes for NO_WRAP"
@@ -156,8 +132,6 @@ def _check_fsdp(fsdp: dict[str, Any], *, use_cpu: bool) -> None:
         _check_fsdp1(fsdp, use_cpu=use_cpu)
     elif not isinstance(reshard := fsdp.get("fsdp_reshard_after_forward", True), bool):
         raise UserError(f"fsdp_config.fsdp_reshard_after_forward is {reshard}: under FSDP2 write true or false")
-    elif str(fsdp.get("fsdp_state_dict_type")).upper() == "LOCAL_STATE_DICT":
-        raise UserError("fsdp_config.fsdp_state_dict_type is LOCAL_STATE_DICT, which FSDP2 lacks: use SHARDED_STATE_DICT")
 
 
 def _check_fsdp1(fsdp: dict[str, Any], *, use_cpu: bool) -> None:

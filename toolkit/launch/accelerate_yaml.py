@@ -14,9 +14,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from toolkit.config.messages import read_yaml
 from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
-from toolkit.launch.accelerate_rules import check_accumulation, check_rules
+from toolkit.launch.accelerate_rules import check_rules
 from toolkit.private import private
 from toolkit.variables import ACCELERATE_YAML, given
 
@@ -27,14 +28,14 @@ SECTIONS = {
     "dynamo_config": "dynamo_",
 }
 """Nested sections with the prefix of their keys."""
-REFUSED_SECTIONS = {
-    "deepspeed_config": "DEEPSPEED",
-    "megatron_lm_config": "MEGATRON_LM",
+UNSUPPORTED = {
+    "deepspeed_config": "DeepSpeed",
+    "megatron_lm_config": "Megatron-LM",
     "mpirun_config": "MULTI_CPU under MPI",
+    **dict.fromkeys(("downcast_bf16", "commands", "command_file"), "TPUs"),
 }
-TPU_KEYS = ("downcast_bf16", "commands", "command_file")  # and tpu_*; `accelerate config` writes them empty
+"""What a key serves, which `accelerate config` also writes empty; `tpu_*` serve TPUs too."""
 REFUSED_FSDP_KEYS = {
-    "fsdp_limit_all_gathers": "accelerate has no key for it, it is always on under FSDP1 and FSDP2 has no such limit",
     "fsdp_ignored_modules": "FSDP does not average the gradients of ignored modules, so the ranks would drift apart",
     "fsdp_activation_checkpointing_offload": "activations are checkpointed by transformers, which keeps them on the device",
 }
@@ -72,19 +73,9 @@ def _file_of_launcher() -> Path | None:
 def check_accelerate_yaml(path: Path, mixed_precision: str | None = None) -> dict[str, Any]:
     """Read the file and refuse everything that would be ignored, misread or fail later, by a `UserError` with the key and its
     value; returns the parsed mapping. The launcher's flag `mixed_precision` replaces the file's."""
-    import yaml
-
     if not path.is_file():
         raise UserError(f"{path}: there is no such accelerate config; accelerate_configs/ holds presets")
-    try:
-        mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "unknown"
-        raise UserError(f"{path}: broken YAML at line {line}: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a text file in UTF-8: {' '.join(str(error).split())}") from None
-    if not isinstance(mapping, dict):
-        raise UserError(f"{path}: holds no keys and values, as in `num_processes: 2`")
+    mapping, _ = read_yaml(path, "num_processes: 2")
     mapping |= {"mixed_precision": mixed_precision} if mixed_precision else {}
     check_mapping(mapping, str(path))
     return mapping
@@ -93,18 +84,18 @@ def check_accelerate_yaml(path: Path, mixed_precision: str | None = None) -> dic
 def check_mapping(mapping: dict[str, Any], where: str) -> None:
     """As `check_accelerate_yaml`, of a file's content; the sentence begins with `where`."""
     try:
-        check_accumulation(mapping)
         kinds = {key: get_args(hint) or (hint,) for key, hint in get_type_hints(private("ClusterConfig")).items()}
         for key, value in mapping.items():
+            if key == "gradient_accumulation_steps":
+                derived = "train.global_batch_size_rows and train.micro_batch_size_rows"
+                raise UserError(f"{key} is {value}: leave it out, accumulation is derived from {derived}")
             if key not in kinds:
                 raise UserError(_unknown(str(key), list(kinds)))
-            if key.startswith("tpu_") or key in TPU_KEYS:
+            if serves := "TPUs" if key.startswith("tpu_") else UNSUPPORTED.get(key):
                 if value and value != "no":
-                    raise UserError(f"{key} is {value!r}: it serves TPUs, which are not supported; leave it out")
+                    raise UserError(f"{key} is {value!r}: it serves {serves}, and is not supported; leave it out")
             elif key not in ("mixed_precision", "distributed_type", "compute_environment"):
                 _check_value(key, value, kinds[key])
-            if key in REFUSED_SECTIONS and value:
-                raise UserError(f"{key} belongs to {REFUSED_SECTIONS[key]}, which is not supported: leave it out")
         sections = {name: _check_section(name, mapping.get(name) or {}) for name in SECTIONS}
         check_rules(mapping, sections)
     except UserError as error:

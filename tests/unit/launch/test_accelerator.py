@@ -42,7 +42,7 @@ MESH = [
         ),
         ([*MESH, "--parallelism_config_dp_replicate_size", "2"], r"their product must be num_processes \(2\), and dp_shard_size"),
         ([*MESH, "--parallelism_config_tp_size", "2"], "parallelism_config_tp_size is 2: set it to 1, accelerate imports a part"),
-        (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision is fp16, which is not supported"),
+        (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision is 'fp16': write bf16"),
     ],
 )
 def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], sentence: str) -> None:
