@@ -100,7 +100,7 @@ def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench: 
         for file in older:
             file.parent.mkdir(exist_ok=True)
             file.write_text("old")
-        sentence = rf"the export {run}/export could not be written: .*{FULL}.*"
+        sentence = rf"the export {run}/export could not be written \({FULL}\): .*"
         is_refused("open", r"export\.tmp/model\.safetensors r\+", 0, sentence)  # between two gathers of all ranks
         is_refused("open", r"export\.tmp/tokenizer_config\.json w", 1, sentence)
         assert os.listdir(run / "export") == ["old"] and all(file.read_text() == "old" for file in older)

@@ -102,7 +102,6 @@ def test_both_merges_are_what_they_say(wide: Workbench, printed: str, tmp_path: 
     assert first[0] == second[0] == 0, (first, second)
     assert f"logits of {original} differ from the trained model's by " in first[1]
     assert "it is merged into the original base, and the adapter was trained on that in nf4" in first[1]
-    assert "logits of the adapter on its original base differ from the trained model's by " in second[1]
     adapter = load_file(run / "export" / "adapter_model.safetensors")
     a, b = (adapter[f"base_model.model.{UP}.lora_{end}.weight"] for end in "AB")
     weight = base[f"{UP}.weight"]

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from toolkit.checkpoint.folders import put_in_place
 from toolkit.config.load import RecipeConfig
 from toolkit.distributed.comm import on_rank_0, rank
-from toolkit.errors import UserError, refused
+from toolkit.errors import UserError, refusal_named
 from toolkit.files.durable import fsync_tree
 from toolkit.files.modes import give_usual_mode
 from toolkit.models.lora import is_enabled
@@ -88,16 +87,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 def write_on_rank_0(folder: Path, work: Callable[[], None]) -> None:
     """Call `work` on rank 0. If the file system refuses it, raise a `UserError` on every rank. Collective."""
-
-    def guarded() -> None:
-        try:
-            work()
-        except Exception as error:  # a tokenizer raises nothing more exact
-            if isinstance(error, UserError) or not (isinstance(error, OSError | SafetensorError) or refused(error)):
-                raise
-            raise UserError(f"the export {folder} could not be written: {error}") from None
-
-    on_rank_0(guarded)
+    on_rank_0(refusal_named(f"the export {folder} could not be written", "fix that, and start the same command again")(work))
 
 
 def _unfinished(folder: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +71,6 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
         if places.adapter:
             export.write_adapter(places.adapter, adapter, base_hashes)
         merge = Merge(plain_copy(skeleton), adapter) if places.model else None
-        if merge and sharded.stored and not places.adapter and config.export.merge_into == "dequantized":
-            export.compare_original(adapter)
     if places.model:
         export.write_model(places.model, merge)
 
@@ -103,29 +100,19 @@ class _Export:
 
         with replaced(folder) as unfinished:
             write_on_rank_0(folder, write)
-        on_rank_0(lambda: self._compare_adapter(folder, folder))
+        on_rank_0(lambda: self._compare_adapter(folder))
         if self.places.dtype is not None:
             logger.info(cast.describe())
 
-    def compare_original(self, adapter: Tensors) -> None:
-        """Print the logits' difference on the original base, for a merge into the dequantized one without an adapter's folder."""
-
-        def compare() -> None:
-            with tempfile.TemporaryDirectory() as folder:
-                write_adapter(Path(folder), self.sharded.skeleton, adapter, {})
-                self._compare_adapter(Path(folder), Path("the adapter on its original base"))
-
-        on_rank_0(compare)
-
-    def _compare_adapter(self, folder: Path, what: Path) -> None:
-        """Compare the logits of the adapter in `folder`, loaded onto its original base; `what` it is called. For rank 0."""
+    def _compare_adapter(self, folder: Path) -> None:
+        """Compare the logits of the adapter in `folder`, loaded onto its original base. For rank 0."""
         skeleton, computed = plain_copy(self.sharded.skeleton), compute_dtype(self.sharded.accelerator)
         why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
         load = functools.partial(load_adapter, folder, skeleton)
         if self.sharded.stored:
             why = f"it was trained on the base in {self.config.adapter.base_dtype}, and names the original one"
         coarse = None if self.sharded.stored else coarsest(skeleton, computed, self.places.dtype)
-        check_logits(what, skeleton, load, self.check, self.sharded.accelerator.device, coarse, why)
+        check_logits(folder, skeleton, load, self.check, self.sharded.accelerator.device, coarse, why)
 
     def write_model(self, folder: Path, merge: Merge | None) -> None:
         """Gather, write and read back one weight after another, put the folder in place, then compare logits."""
