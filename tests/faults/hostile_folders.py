@@ -119,7 +119,7 @@ FOLDERS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
     "pickled adapter": (
         as_pickled_adapter,
         ADAPTER,
-        "adapter.name_or_path {other} has no adapter_model.safetensors (pickled .bin weights are not loaded): give the folder …",
+        "adapter.name_or_path {other} cannot be read ({other} does not appear to have a file named adapter_model.safetensors. …",
     ),
     "model of unknown code": (with_unknown_model_code, MODEL, "model.name_or_path {other} could not be read (…): give …"),
 }

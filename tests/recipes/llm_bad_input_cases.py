@@ -52,7 +52,7 @@ ALONE = {
     ),
     "codes without an adapter": Case(
         flags="--adapter.base_dtype int8",
-        sentence="adapter.base_dtype is int8, but adapter.method is none: weights that train are not quantized",
+        sentence="adapter.base_dtype is int8, but adapter.method is none: set adapter.method, or leave adapter.base_dtype out",
     ),
     "frozen bf16 without mixed precision": Case(
         flags=f"{LORA} --model.frozen_dtype bfloat16",

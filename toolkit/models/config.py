@@ -40,6 +40,7 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
+    from transformers.utils import cached_file
 
     name, folder = config.name_or_path, Path(config.name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -56,7 +57,10 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
         check_weight_files(folder, f"model.name_or_path {name}")
     try:
         model_config = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        index = None if folder.is_dir() or config.from_scratch else _download_index(config)
+        index = None
+        if not (folder.is_dir() or config.from_scratch):  # loading the weights needs it anyway
+            at = hub_commit(config) or config.revision
+            index = cached_file(name, WEIGHTS_INDEX, revision=at, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         if isinstance(error, StrictDataclassError):  # the first line has the key, the second the reason
@@ -66,7 +70,7 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
         ) from None
     # Refuse weights elsewhere, code from the hub, and models of another kind.
     if index is not None:
-        _check_index(index, f"model.name_or_path {name}")
+        _check_index(Path(index), f"model.name_or_path {name}")
     if (file := getattr(model_config, "transformers_weights", None)) not in (None, *WEIGHTS_FILES) and not config.from_scratch:
         raise UserError(
             f"the config.json of {name} names {file!r} as its weights (transformers_weights), and only "
@@ -201,13 +205,3 @@ def hub_commit(config: ModelConfig) -> str | None:
         with contextlib.suppress(HFValidationError):  # a path is not a hub id
             file = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
     return Path(file).parent.name if isinstance(file, str) else None
-
-
-def _download_index(config: ModelConfig) -> Path | None:
-    """Download the index of a hub model's shards, if it has one; loading the weights needs it anyway."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    with contextlib.suppress(EntryNotFoundError):
-        return Path(hf_hub_download(config.name_or_path, WEIGHTS_INDEX, revision=hub_commit(config) or config.revision))
-    return None

@@ -22,11 +22,8 @@ def aliases(model: nn.Module) -> dict[int, list[str]]:
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Freeze every parameter that has a name (tied aliases included) fully matched by a pattern.
-
-    Raises:
-        UserError: that of `find_frozen`, or nothing is left to train.
-    """
+    """Freeze every parameter that has a name (tied aliases included) fully matched by a pattern. Errors are those of
+    `find_frozen`; nothing left to train is a `UserError` too."""
     for name in find_frozen(model, patterns):
         model.get_parameter(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
@@ -37,14 +34,19 @@ def find_frozen(model: nn.Module, patterns: list[str]) -> set[str]:
     """The names that a pattern fully matches; a `UserError` for one that is not a regular expression or matches nothing."""
     named, found = [name for name, _ in model.named_parameters(remove_duplicate=False)], set[str]()
     for pattern in patterns:
-        try:
-            matched = [name for name in named if re.fullmatch(pattern, name)]
-        except re.error as error:
-            raise UserError(f"model.freeze {pattern!r} is not a regular expression ({error})") from None
+        matched = match_names(named, pattern, "model.freeze")
         if not matched:
             raise UserError(f"model.freeze {pattern!r} matches no parameter; names look like {named[0]}, {named[-1]}")
         found.update(matched)
     return found
+
+
+def match_names(names: list[str], pattern: str, setting: str) -> list[str]:
+    """The names that an expression fully matches; one that is not a regular expression is a `UserError`, with its setting."""
+    try:
+        return [name for name in names if re.fullmatch(pattern, name)]
+    except re.error as error:
+        raise UserError(f"{setting} {pattern!r} is not a regular expression ({error})") from None
 
 
 def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:

@@ -15,7 +15,7 @@ from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
-from toolkit.models.freeze import aliases, find_frozen
+from toolkit.models.freeze import aliases, find_frozen, match_names
 from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
 from toolkit.models.quantized import quantize_layers
 
@@ -33,27 +33,20 @@ def check_adapter_config(config: Any) -> None:
     """Refuse settings that exclude each other, and an adapter that could not train, by a `UserError` that names them."""
     adapter, model = config.adapter, config.model
     if not is_enabled(adapter):
-        if (given := adapter.name_or_path) is not None:
-            raise UserError(f"adapter.name_or_path is {given}, but adapter.method is none: set it to that adapter's method")
-        if config.export.merge:
-            raise UserError("export.merge is true, but adapter.method is none: there is no adapter to merge")
-        if adapter.base_dtype is not None:
-            raise UserError(
-                f"adapter.base_dtype is {adapter.base_dtype}, but adapter.method is none: weights that train are not quantized"
-            )
+        merge = "true" if config.export.merge else None
+        given = {"adapter.name_or_path": adapter.name_or_path, "adapter.base_dtype": adapter.base_dtype}
+        for key, value in (given | {"export.merge": merge}).items():
+            if value is not None:
+                raise UserError(f"{key} is {value}, but adapter.method is none: set adapter.method, or leave {key} out")
         return
     if adapter.experts and (adapter.method == "dora" or adapter.dropout):
         given = f"adapter.dropout {adapter.dropout}" if adapter.dropout else "adapter.method dora"
         raise UserError(f"adapter.experts is true, and peft has no {given} for experts: set dropout 0, lora or rslora")
-    if model.from_scratch:
+    if model.from_scratch or model.init_from is not None:
+        what = "model.from_scratch true" if model.from_scratch else f"model.init_from {model.init_from}"
         raise UserError(
-            f"adapter.method is {adapter.method} and model.from_scratch true: an adapter needs a base with trained weights, "
-            "which is there again when the adapter is loaded"
-        )
-    if model.init_from is not None:
-        raise UserError(
-            f"adapter.method is {adapter.method} and model.init_from {model.init_from}: the adapter would belong to weights that "
-            "model.name_or_path does not have; give the exported model as model.name_or_path"
+            f"adapter.method is {adapter.method} and {what}: an adapter would belong to weights that model.name_or_path does not "
+            "have when it is loaded; give an exported model as model.name_or_path"
         )
     if model.freeze and adapter.modules_to_save:
         raise UserError(f"model.freeze is {model.freeze} and adapter.modules_to_save {adapter.modules_to_save}: give one of them")
@@ -69,10 +62,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
 
     Call it on the skeleton (meta device) to find mistakes early, then on the model, which is on the meta device too if its base
     is to be quantized. Trainable parameters are fp32, whatever the base's dtype. A new adapter does not change outputs: A is
-    drawn from `seed`, B is zero, and DoRA's magnitudes are the base's norms.
-
-    Raises:
-        UserError: names match nothing, ties would break, or the adapter does not fit or has another base.
+    drawn from `seed`, B is zero, and DoRA's magnitudes are the base's norms. Names that match nothing, ties that would break, and
+    an adapter that does not fit or has another base are a `UserError`.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -166,7 +157,7 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig, frozen: list[str]) 
     if targets == ALL_LINEAR:
         targets = choose_linears(model) or targets
     else:
-        if isinstance(targets, str) and any(_ends_with(name, targets) for name, _ in model.named_modules()):
+        if isinstance(targets, str) and any(f".{name}".endswith(f".{targets}") for name, _ in model.named_modules()):
             targets = [targets]
         _check_targets(model, targets, modules_to_save, excluded)
         if isinstance(targets, list) and (taken := taken_for_experts(model, targets)):
@@ -200,7 +191,7 @@ def _modules_to_save(model: PreTrainedModel, ends: list[str]) -> tuple[list[str]
     named = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
     matched: set[str] = set()
     for end in ends:
-        found = [name for name in named if _ends_with(name, end)]
+        found = [name for name in named if f".{name}".endswith(f".{end}")]
         if not found:
             existing = sorted({name.rpartition(".")[2] for name in named if not name.rpartition(".")[2].isdigit()} - {""})
             raise UserError(f"adapter.modules_to_save {end} matches no module; ends of names that exist: {', '.join(existing)}")
@@ -218,7 +209,7 @@ def _exclude(model: PreTrainedModel, exclude: list[str] | str | None, frozen: li
     names nothing is a `UserError`."""
     patterns = [exclude] if isinstance(exclude, str) else [rf"(.*\.)?{re.escape(end)}" for end in exclude or []]
     for pattern in patterns:
-        if not _matching(model, pattern, "adapter.exclude_modules"):
+        if not match_names([name for name, _ in model.named_modules()], pattern, "adapter.exclude_modules"):
             raise UserError(f"adapter.exclude_modules {exclude} matches no module: name one that there is, or leave it out")
     patterns += sorted({re.escape(name.rpartition(".")[0]) for name in find_frozen(model, frozen)})
     if part := text_part(model):
@@ -226,14 +217,6 @@ def _exclude(model: PreTrainedModel, exclude: list[str] | str | None, frozen: li
         kept = [rf"{re.escape(part)}\.", *(f"{re.escape(name)}$" for name, module in model.named_modules() if module is head)]
         patterns.append(f"(?!{'|'.join(kept)}).*")
     return "|".join(patterns)
-
-
-def _matching(model: PreTrainedModel, pattern: str, setting: str) -> list[str]:
-    """The modules whose names an expression fully matches."""
-    try:
-        return [name for name, _ in model.named_modules() if name and re.fullmatch(pattern, name)]
-    except re.error as error:
-        raise UserError(f"{setting} {pattern} is not a regular expression ({error}), and no module has a name like it") from None
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str] | str, modules_to_save: list[str], excluded: str) -> None:
@@ -244,17 +227,14 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str, modules_to_
     linear = sorted({name.rpartition(".")[2] for name, module in named.items() if isinstance(module, (nn.Linear, Conv1D))})
     for end in [targets] if isinstance(targets, str) else targets:
         pattern = end if isinstance(targets, str) else rf"(.*\.)?{re.escape(end)}"
-        matched = _matching(model, pattern, "adapter.target_modules")
+        matched = match_names([*named], pattern, "adapter.target_modules")
         found = [name for name in matched if not re.fullmatch(excluded, name)]
-        if matched and not found:
-            raise UserError(
-                f"adapter.target_modules {end} matches {matched[0]}, which gets no adapter: "
-                "adapter.exclude_modules or model.freeze names it, or no text passes it"
-            )
         if not found:
+            why = "which adapter.exclude_modules or model.freeze names, or no text passes"
+            out = f" besides {matched[0]}, {why}" if matched else ""
             raise UserError(
-                f"adapter.target_modules {end} matches no module; linear ones end in: {', '.join(linear)} ({ALL_LINEAR} takes "
-                "all of them but the output head)"
+                f"adapter.target_modules {end} matches no module{out}; linear ones end in: {', '.join(linear)} ({ALL_LINEAR} "
+                "takes all of them but the output head)"
             )
         for name in found:
             if not isinstance(named[name], (nn.Linear, Conv1D, nn.Embedding)):
@@ -266,10 +246,6 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str, modules_to_
                 raise UserError(
                     f"adapter.target_modules {end} matches {name}, which adapter.modules_to_save trains whole: choose one"
                 )
-
-
-def _ends_with(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
 
 
 def _check_ties(model: PreTrainedModel, what: str) -> None:

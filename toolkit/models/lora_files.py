@@ -18,7 +18,6 @@ Names of parameters without → with the adapter (`…` is a module, `default` i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -60,42 +59,29 @@ _KEEPING_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def find_adapter(name_or_path: str) -> Path:
-    """The folder of an adapter: a local one, or the hub's cache after a download.
+    """The folder of an adapter: a local one, or the hub's cache after a download; a `UserError` if it has no
+    `adapter_config.json` or no safetensors weights, or may not be read."""
+    from transformers.utils import cached_file
 
-    Raises:
-        UserError: it has no `adapter_config.json` or no safetensors weights, or may not be read.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        try:
-            hf_hub_download(name_or_path, WEIGHTS_FILE)
-            folder = Path(hf_hub_download(name_or_path, CONFIG_FILE)).parent
-        except (OSError, ValueError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-            raise UserError(
-                f"adapter.name_or_path {name_or_path} is not a local folder, and the hub does not provide it ({reason}): give an "
-                f"adapter's folder, or a hub id within reach that has {CONFIG_FILE} and {WEIGHTS_FILE}"
-            ) from None
-        with contextlib.suppress(EntryNotFoundError):
-            hf_hub_download(name_or_path, BASE_FILE)
-        return folder
-    for file, why in ((CONFIG_FILE, ""), (WEIGHTS_FILE, " (pickled .bin weights are not loaded)")):
-        if not (folder / file).is_file():
-            raise UserError(f"adapter.name_or_path {folder} has no {file}{why}: give the folder of an adapter saved by peft")
-    check_readable(f"adapter.name_or_path {folder}", folder)
+    what = f"adapter.name_or_path {name_or_path}"
+    try:
+        found = [cached_file(name_or_path, file) for file in (WEIGHTS_FILE, CONFIG_FILE)]
+        cached_file(name_or_path, BASE_FILE, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"{what} cannot be read ({reason}): give an adapter's folder, or a hub id within reach, that has {CONFIG_FILE} and "
+            f"{WEIGHTS_FILE} (pickled .bin weights are not loaded)"
+        ) from None
+    folder = Path(str(found[0])).parent
+    check_readable(what, folder)
     refuse_pointers(folder / file for file in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE))
     return folder
 
 
 def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
-    """peft's config of the adapter in `folder`, to continue training it, or to use it if `adapter.method` is none.
-
-    Raises:
-        UserError: it is not a LoRA, its method is not that of `adapter.method`, or it has settings that are not supported.
-    """
+    """peft's config of the adapter in `folder`, to continue training it, or to use it if `adapter.method` is none; a `UserError`
+    if it is not a LoRA, its method is not that of `adapter.method`, or it has settings that are not supported."""
     from peft import LoraConfig
 
     what = f"adapter.name_or_path {config.name_or_path}"

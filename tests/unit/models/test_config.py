@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.config.task import Task
@@ -134,11 +133,10 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-    def has_no_index(name: str, file: str, revision: str | None) -> None:
+    def has_no_index(name: str, file: str, revision: str | None, **options: bool) -> None:
         asked.append(revision)
-        raise EntryNotFoundError(file)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", has_no_index)
+    monkeypatch.setattr("transformers.utils.cached_file", has_no_index)
     base = ModelConfig(name_or_path="user/tiny")
     model: Any = transformers.AutoModelForCausalLM.from_config(load_model_config(base, causal.TASK))
     add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base, seed=0)

@@ -46,13 +46,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "target_modules_expression": (
         "llama", {"target_modules": "(q_proj"},
-        "adapter.target_modules (q_proj is not a regular expression (missing ), unterminated subpattern at position 0), and no "
-        "module has a name like it",
+        "adapter.target_modules '(q_proj' is not a regular expression (missing ), unterminated subpattern at position 0)",
     ),
     "target_modules_that_are_excluded": (
         "llama", {"target_modules": ["q_proj"], "exclude_modules": ".*attn.*"},
-        "adapter.target_modules q_proj matches model.layers.0.self_attn.q_proj, which gets no adapter: adapter.exclude_modules "
-        "or model.freeze names it, or no text passes it",
+        "adapter.target_modules q_proj matches no module besides model.layers.0.self_attn.q_proj, which adapter.exclude_modules "
+        "or model.freeze names, or no text passes; linear ones end in: ",
     ),
     "exclude_modules": (
         "llama", {"exclude_modules": ["q_proj", "query"]},
@@ -179,12 +178,12 @@ def with_bytes(name: str) -> Any:
     [
         (
             without(CONFIG_FILE), {},
-            "adapter.name_or_path {folder} has no adapter_config.json: give the folder of an adapter saved by peft",
+            "adapter.name_or_path {folder} cannot be read ({folder} does not appear to have a file named adapter_config.json",
         ),
         (
             without(WEIGHTS_FILE), {},
-            "adapter.name_or_path {folder} has no adapter_model.safetensors (pickled .bin weights are not loaded): give the "
-            "folder of an adapter",
+            "adapter.name_or_path {folder} cannot be read ({folder} does not appear to have a file named "
+            "adapter_model.safetensors",
         ),
         *(
             (with_bytes(name), {}, f"the {name} of adapter.name_or_path {{folder}} cannot be read: ")
@@ -207,7 +206,7 @@ def test_files_that_are_missing_or_cannot_be_read(
 
 def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="adapter.name_or_path no/such is not a local folder, and the hub does not provide it"):
+    with pytest.raises(UserError, match="adapter.name_or_path no/such cannot be read .*: give an adapter's folder, or a hub id"):
         adapted(bases / "llama", "llama", name_or_path="no/such")
 
 
@@ -216,18 +215,21 @@ def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.Monkey
     [
         (
             {"method": "none", "name_or_path": "a"}, {}, False,
-            "adapter.name_or_path is a, but adapter.method is none: set it to that adapter's method",
+            "adapter.name_or_path is a, but adapter.method is none: set adapter.method, or leave adapter.name_or_path out",
         ),
-        ({"method": "none"}, {}, True, "export.merge is true, but adapter.method is none: there is no adapter to merge"),
+        (
+            {"method": "none"}, {}, True,
+            "export.merge is true, but adapter.method is none: set adapter.method, or leave export.merge out",
+        ),
         (
             {}, {"from_scratch": True}, False,
-            "adapter.method is lora and model.from_scratch true: an adapter needs a base with trained weights, which is there "
-            "again when the adapter is loaded",
+            "adapter.method is lora and model.from_scratch true: an adapter would belong to weights that model.name_or_path does "
+            "not have when it is loaded; give an exported model as model.name_or_path",
         ),
         (
             {}, {"init_from": "runs/a"}, False,
-            "adapter.method is lora and model.init_from runs/a: the adapter would belong to weights that model.name_or_path does "
-            "not have; give the exported model as model.name_or_path",
+            "adapter.method is lora and model.init_from runs/a: an adapter would belong to weights that model.name_or_path does "
+            "not have when it is loaded; give an exported model as model.name_or_path",
         ),
         (
             {"modules_to_save": ["b"]}, {"freeze": ["a"]}, False,
