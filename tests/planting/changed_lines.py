@@ -47,14 +47,14 @@ def one_mask_for_all_documents(patch: MonkeyPatch) -> None:
     from toolkit.models import documents
 
     keep = ("outputs = []", "outputs, state = [], torch.get_rng_state()")
-    change(patch, documents._sdpa_a_document, keep, ("mask = None", "mask = torch.set_rng_state(state)"))
+    change(patch, documents.attend_by_document, keep, ("mask = None", "mask = torch.set_rng_state(state)"))
 
 
 def dropout_in_the_first_document_only(patch: MonkeyPatch) -> None:
     """The other documents of a packed row have none."""
     from toolkit.models import documents
 
-    change(patch, documents._sdpa_a_document, ("dropout=dropout", "dropout=0.0 if outputs else dropout"))
+    change(patch, documents.attend_by_document, ("dropout=dropout", "dropout=0.0 if outputs else dropout"))
 
 
 def document_of_one_token_seen(patch: MonkeyPatch) -> None:

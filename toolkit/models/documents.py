@@ -54,11 +54,8 @@ def attend(
     attention_mask: Documents | torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it; without documents it is sdpa's.
-
-    Returns:
-        The output (1, T, H, D), and None in place of the weights.
-    """
+    """Attention as transformers calls it; without documents it is sdpa's. Returns the output (1, T, H, D), and None in place of
+    the weights."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if not isinstance(attention_mask, Documents):
@@ -80,23 +77,11 @@ def attend_by_document(
     scaling: float | None,
 ) -> torch.Tensor:
     """Causal attention within each document, (1, T, H, D): torch's varlen kernel on CUDA, else document after document."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     assert query_1HTD.shape[0] == 1 and query_1HTD.shape[2] == sum(documents.lengths)
     if query_1HTD.is_cuda and not dropout:
         return _varlen(query_1HTD, key_1KTD, value_1KTD, documents, scaling)
-    return _sdpa_a_document(module, query_1HTD, key_1KTD, value_1KTD, documents, dropout, scaling)
-
-
-def _sdpa_a_document(
-    module: torch.nn.Module,
-    query_1HTD: torch.Tensor,
-    key_1KTD: torch.Tensor,
-    value_1KTD: torch.Tensor,
-    documents: Documents,
-    dropout: float,
-    scaling: float | None,
-) -> torch.Tensor:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     # `split`, because the backward of slices would add up one full-size gradient a document.
     parts = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (query_1HTD, key_1KTD, value_1KTD)), strict=True)
     outputs = []

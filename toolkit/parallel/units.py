@@ -78,18 +78,12 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
     # By class: those that the YAML names, else the repeated blocks.
     existing = _class_names(model)
     named = [name for name in plugin.transformer_cls_names_to_wrap or [] if name not in ("", "None")]
-    for name in named:
-        if name not in existing:
-            raise UserError(
-                f"fsdp_transformer_layer_cls_to_wrap names {name}, which is not in {type(model).__name__}; "
-                f"classes that exist: {', '.join(existing)}"
-            )
     blocks = _outermost(model, lambda module: type(module).__name__ in named) if named else repeated_blocks(model)
-    if not blocks:
-        raise UserError(
-            f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap; "
-            f"classes that exist: {', '.join(existing)}"
-        )
+    if (missing := [name for name in named if name not in existing]) or not blocks:
+        what = f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap"
+        if missing:
+            what = f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, which is not in {type(model).__name__}"
+        raise UserError(f"{what}; classes that exist: {', '.join(existing)}")
     # Ranks must gather units alike, or they hang: the loss calls what follows the backbone once per chunk of a rank's rows.
     inside = {id(module) for outer in called_once(model) for module in outer.modules()}
     for name, block in blocks.items():

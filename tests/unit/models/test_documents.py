@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_a_dense_mask(family: str, kernel: str, 
     packs = [rows[:3], rows[3:]]
     expected_loss, expected = take_loss_and_gradients(build(family, "sdpa"), packs)
     if kernel == "varlen":
-        monkeypatch.setattr(documents, "_sdpa_a_document", lambda module, *args: documents._varlen(*args[:4], args[5]))
+        monkeypatch.setattr(documents, "attend_by_document", lambda module, *args: documents._varlen(*args[:4], args[5]))
         monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
     with patch.object(masking_utils, "sdpa_mask") as dense_mask:
         loss, gradients = take_loss_and_gradients(build(family), packs)
@@ -124,7 +124,9 @@ def test_documents_are_those_of_sdpa_one_after_the_other(dtype: torch.dtype, opt
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_on_a_gpu_dropout_is_not_left_to_the_kernel_that_has_none(dropout: float) -> None:
-    with FakeTensorMode(), patch.object(documents, "_varlen") as kernel, patch.object(documents, "_sdpa_a_document") as sdpa:
+    place = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
+    with FakeTensorMode(), patch.object(documents, "_varlen") as kernel, patch(place) as sdpa:
+        sdpa.return_value = torch.empty(1, 6, 2, 8), None
         query, key, value = torch.empty(3, 1, 2, 6, 8, device="cuda").unbind()
         located = documents.Documents((6,), torch.empty(2, dtype=torch.int32))
         documents.attend(torch.nn.Module(), query, key, value, located, dropout=dropout)
