@@ -36,14 +36,12 @@ def load_config(
     description: str | None = None,
     check: Callable[[Any], None] = check_config,
 ) -> ConfigT:
-    """Read `--config FILE` and dotted flags into `config_class`. Flags win over files, wherever they stand.
+    """Read `--config FILE` and dotted flags into `config_class`. Flags win over files, wherever they stand. An unknown key (the
+    nearest one is suggested), a wrong type, a missing or broken file, or an ambiguous path is a `UserError`.
 
     Args:
         description: for `--help`, with examples as the last paragraph.
         check: refuses fields that exclude or need each other.
-
-    Raises:
-        UserError: an unknown key (the nearest one is suggested), a wrong type, a missing or broken file, an ambiguous path.
     """
     argv = sys.argv[1:] if argv is None else argv
     # No abbreviations: a misspelt flag would match another one, and perhaps a third in the next version.

@@ -19,11 +19,8 @@ FILE_SOURCES = ("csv", "tsv", "json", "jsonl", "parquet", "arrow", "txt")
 
 
 def check_config(config: Any, *, needs_source: bool = True) -> None:
-    """Refuse fields that exclude or need each other, by a `UserError` with both names.
-
-    Args:
-        needs_source: the rows must be named; false if they may be given to `toolkit.finetune`.
-    """
+    """Refuse fields that exclude or need each other, by a `UserError` with both names. `needs_source`: the rows must be named;
+    false if they may be given to `toolkit.finetune`."""
     train, profile, data, evaluation, optim = config.train, config.profile, config.data, config.eval, config.optim
     check_length_and_name(config)
     for first, second in EXCLUSIVE:

@@ -54,13 +54,10 @@ class TextMetric:
 def load_text_metrics(
     modules: Sequence[str], functions: Mapping[str, TextFunction] | None = None, given: Any = None
 ) -> tuple[TextMetric, ...]:
-    """Load each module of `evaluate` that `eval.metrics` names: on the hub, or a folder or file with its script. Collective.
+    """Load each module of `evaluate` that `eval.metrics` names: on the hub, or a folder or file with its script. One that
+    cannot be loaded, a name that may mean two things, or that two metrics have, is a `UserError` on every rank. Collective.
 
-    Args:
-        functions: the user's, by the names of their figures; they join the modules. `given`: as in `TextMetric`.
-
-    Raises:
-        UserError: one cannot be loaded, a name may mean two things, or two metrics have one name; on every rank.
+    `functions` are the user's, by the names of their figures; they join the modules. `given`: as in `TextMetric`.
     """
     functions = functions or {}
     check_names([*map(metric_name, modules), *functions])

@@ -49,11 +49,8 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
 
 
 def compare_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors) -> None:
-    """Load the folder with plain peft onto its base on the meta device, and compare the file's tensors bit for bit.
-
-    Raises:
-        RuntimeError: naming the first weight that peft misses or does not know, or that has another value.
-    """
+    """Load the folder with plain peft onto its base on the meta device, and compare the file's tensors bit for bit: a
+    `RuntimeError` names the first weight that peft misses or does not know, or that has another value."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
     on_meta = load_adapter(folder, skeleton, torch.device("meta"))

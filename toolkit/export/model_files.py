@@ -139,14 +139,11 @@ class ModelFiles:
 
     @torch.no_grad()
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Write a parameter and read it back.
+        """Write a parameter and read it back; a `RuntimeError` if the file does not hold what was written.
 
         Args:
             name: its first name in the model; what `save_pretrained` does not save is ignored.
             weight: unsharded, in the dtype of the model on the meta device, on any device.
-
-        Raises:
-            RuntimeError: the file does not hold what was written.
         """
         stored = self._stored_names.get(name)
         if stored in self._together:
@@ -157,11 +154,8 @@ class ModelFiles:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Write what is converted together, and load the folder on the meta device.
-
-        Raises:
-            RuntimeError: a tensor was not written, or plain transformers misses one, or finds another or one of another shape.
-        """
+        """Write what is converted together, and load the folder on the meta device; a `RuntimeError` if a tensor was not written,
+        or plain transformers misses one, or finds another or one of another shape."""
         if self._together:
             self._write(private("revert_weight_conversion")(self._model, self._collected))
             self._collected = {}

@@ -51,11 +51,8 @@ def prepare_push(config: RecipeConfig) -> None:
 
 
 def push(folder: Path, name: str, *, private: bool, may_be_public: bool = False) -> None:
-    """Upload an export to a repository of the hub, which is made if it is not there.
-
-    Raises:
-        UserError: the hub did not take it, or the repository is public, which it may not be. The folder is as it was.
-    """
+    """Upload an export to a repository of the hub, which is made if it is not there. If the hub does not take it, or the
+    repository is public, which it may not be, that is a `UserError`, and the folder is as it was."""
     from huggingface_hub import HfApi
 
     try:

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,14 +33,9 @@ WHEELS = {"13.0": 580, "12.9": 525}
 
 
 def read_launch() -> dict[str, Any]:
-    """Check the accelerate YAML that launched this process, and complete and check the environment that the launcher made of it.
-
-    Returns:
-        The YAML's content; empty without one.
-
-    Raises:
-        UserError: an unknown or useless key in the YAML, or what a flag of the launcher asks for is not supported.
-    """
+    """Check the accelerate YAML that launched this process, and complete and check the environment that the launcher made of it;
+    returns the YAML's content, empty without one. An unknown or useless key in it is a `UserError`, and so is what a flag of the
+    launcher asks for and is not supported."""
     mapping: dict[str, Any] = {}
     if path := find_accelerate_yaml():
         mapping = check_accelerate_yaml(path)
@@ -78,16 +74,9 @@ def checkpoints_activations() -> bool:
     return _is_true("FSDP_ACTIVATION_CHECKPOINTING")
 
 
-@contextlib.contextmanager
-def environment_kept() -> Iterator[None]:
-    """Put the environment of this process back at the end."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
+def environment_kept() -> AbstractContextManager[Any]:
+    """Context that puts the environment of this process back at its end."""
+    return mock.patch.dict(os.environ)
 
 
 def is_launched() -> bool:

@@ -22,11 +22,8 @@ Take = Callable[[str], Source]
 
 
 def dequantized(stored: Sources, what: str) -> Sources:
-    """The tensors of files, with one source in place of those of each quantized weight; `what` is the files' setting and path.
-
-    Raises:
-        UserError: a tensor of a quantized weight is missing.
-    """
+    """The tensors of files, with one source in place of those of each quantized weight, of which a missing one is a `UserError`;
+    `what` is the files' setting and path."""
     sources = dict(stored)
 
     def take(name: str, ending: str) -> Source:

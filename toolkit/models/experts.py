@@ -76,10 +76,8 @@ def check_experts(model: PreTrainedModel, name: str) -> None:
     """Refuse a model whose experts are modules, of which a forward runs those that its tokens are routed to; `name` is its path.
 
     FSDP2 reduces the parameters that have a gradient in the order of a rank: where one rank runs expert 0 and another expert 1,
-    both get the sum of both gradients, without an error. Experts that are the rows of one parameter all have a gradient.
-
-    Raises:
-        UserError: naming the modules.
+    both get the sum of both gradients, without an error. Experts that are the rows of one parameter all have a gradient. The
+    `UserError` names the modules.
     """
     counts = expert_counts(model)
     for path, module in model.named_modules():

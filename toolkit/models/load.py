@@ -34,11 +34,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def own_class(given: Any, config: ModelConfig, task: Task) -> Iterator[None]:
-    """Let whatever loads a model of its kind take the class of `given`, a class or a built model; None changes nothing.
-
-    Raises:
-        UserError: it does not fit the task or `model.name_or_path`, or the config names other weights than a built model's.
-    """
+    """Let whatever loads a model of its kind take the class of `given`, a class or a built model; None changes nothing. One that
+    does not fit the task or `model.name_or_path` is a `UserError`, and so is a config with other weights than a built model's."""
     import transformers
 
     is_new = config.from_scratch or not (given is None or isinstance(given, type))
@@ -111,11 +108,8 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
 
 
 def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Task) -> PreTrainedModel:
-    """The model on the meta device: names, shapes and classes for checks before any weights are downloaded.
-
-    Raises:
-        UserError: the attention implementation does not exist for this model; those of `grow_vocabulary`.
-    """
+    """The model on the meta device: names, shapes and classes for checks before any weights are downloaded. An attention
+    implementation that does not exist for this model is a `UserError`; others are those of `grow_vocabulary`."""
     import transformers
 
     if config.add_tokens:
@@ -162,11 +156,7 @@ def load_model(
     config: ModelConfig, model_config: PretrainedConfig, task: Task, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`; a head
-    that they lack is drawn too where the task allows it.
-
-    Raises:
-        UserError: safetensors weights are missing, incomplete or of another shape.
-    """
+    that they lack is drawn too where the task allows it. Missing, incomplete or other safetensors weights are a `UserError`."""
     import transformers
 
     if config.from_scratch or task.may_draw_head:
@@ -191,15 +181,13 @@ def load_model(
 def from_files(
     model_class: Any, name: str, what: str, options: dict[str, Any], build: Callable[[], Any], way_out: str = ""
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`from_pretrained` of safetensors files, dequantized if they are quantized; the model, and what does not fit it.
+    """`from_pretrained` of safetensors files, dequantized if they are quantized; the model, and what does not fit it. A
+    `UserError` if there are no such files, or they cannot be read.
 
     Args:
         what: the setting and path of the files.
         options: of `from_pretrained`.
         build: builds such a model, of which only the class and the configs are taken.
-
-    Raises:
-        UserError: there are no such files, or they cannot be read.
     """
     from transformers import PreTrainedConfig
 
@@ -259,13 +247,9 @@ def num_token_embeddings(model: PreTrainedModel) -> int:
 def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> dict[str, int]:
     """Give an unsharded model without an adapter the rows that it lacks for the tokenizer with `model.add_tokens`, in place.
 
-    On the meta device they get no values, else `mean_row`.
-
-    Returns:
-        The names of the parameters that have grown, tied aliases included → their rows before.
-
-    Raises:
-        UserError: those of `load_tokenizer`; transformers cannot resize a model of this class.
+    On the meta device they get no values, else `mean_row`. Returns the names of the parameters that have grown, tied aliases
+    included → their rows before. A model of a class that transformers cannot resize is a `UserError`; others are those of
+    `load_tokenizer`.
     """
     needed = 1 + max(load_tokenizer(config).get_vocab().values()) if config.add_tokens else 0
     if needed <= num_token_embeddings(model):

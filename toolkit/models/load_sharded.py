@@ -94,11 +94,8 @@ def open_weights(
 
 def complete_sources(model: PreTrainedModel, weights: Sources, config: AdapterConfig, base: ModelConfig, seed: int) -> Sources:
     """The source of each parameter of the adapted model, and of each weight that is quantized, by the name of the plain layer's;
-    `weights` are the base's, from `open_weights`. Collective.
-
-    Raises:
-        UserError: an existing adapter has another base, or its weights cannot be read; on every rank.
-    """
+    `weights` are the base's, from `open_weights`. An existing adapter that has another base, or weights that cannot be read, is a
+    `UserError` on every rank. Collective."""
     # An existing adapter must belong to this base.
     name_or_path = config.name_or_path
     folder = on_all_ranks(lambda: find_adapter(name_or_path)) if name_or_path else None

@@ -22,14 +22,12 @@ def num_positions(model_config: PretrainedConfig) -> tuple[int | None, int | Non
 
 
 def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
-    """Refuse rows or generated texts that exceed the model's positions; T5 and its relatives have no limit.
+    """Refuse rows or generated texts that exceed the model's positions, by a `UserError` with both lengths and the setting to
+    lower; T5 and its relatives have no limit.
 
     Args:
         longest: number of tokens of an encoder-decoder's longest `source` and `target`, or of a causal model's longest `row` and
             `prompt`, with which a generated text shares its positions.
-
-    Raises:
-        UserError: naming both lengths and the setting to lower.
     """
     encoder, decoder = num_positions(model_config)
     new = evaluation.max_new_tokens if evaluation.generate else 0

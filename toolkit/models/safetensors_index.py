@@ -107,10 +107,8 @@ def open_files(paths: Iterable[Path], what: str) -> Sources:
 def find_weight_files(name_or_path: str, revision: str | None, named: str | None = None) -> list[Path]:
     """The safetensors files that transformers would load from a folder or, after a download, from the hub's cache.
 
-    The config may have `named` one of `WEIGHTS_FILES` (`transformers_weights`).
-
-    Raises:
-        WholeOnly: there are none; transformers may still find weights, or raises the error.
+    The config may have `named` one of `WEIGHTS_FILES` (`transformers_weights`). If there are none, that is a `WholeOnly`:
+    transformers may still find weights, or raises the error.
     """
     from transformers.utils import cached_file
 
@@ -127,11 +125,8 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
 
 
 def match_names(model: PreTrainedModel, files: Sources) -> Match:
-    """Find a model's parameters and persistent buffers in `open_files`. The model may be on the meta device; it has no adapter.
-
-    Raises:
-        WholeOnly: transformers converts a tensor from others.
-    """
+    """Find a model's parameters and persistent buffers in `open_files`. The model may be on the meta device; it has no adapter. A
+    tensor that transformers converts from others is a `WholeOnly`."""
     # transformers' conversion rules for this model.
     conversions = private("get_model_conversion_mapping")(model)
     renamings = [entry for entry in conversions if isinstance(entry, private("WeightRenaming"))]

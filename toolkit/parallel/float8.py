@@ -29,10 +29,8 @@ def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: i
     """The Linears that train in float8, by name: the trainable ones in blocks, except the model's first, as in accelerate.
 
     A Linear also stays in bf16 if the kernels do not take its sizes, or if its rows do not divide evenly over the ranks of a
-    shard group, which FSDP2 requires of weights that it gathers in another dtype. The output head lies in no block.
-
-    Raises:
-        UserError: no Linear is left, or the model has an adapter.
+    shard group, which FSDP2 requires of weights that it gathers in another dtype. The output head lies in no block. If no Linear
+    is left, or the model has an adapter, that is a `UserError`.
     """
     if any(".lora_A." in name for name, _ in model.named_parameters()):
         raise UserError(

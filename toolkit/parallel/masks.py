@@ -74,14 +74,12 @@ def install(model: PreTrainedModel) -> None:
 
 
 def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
-    """`config` with `data.packing` true or false, and a line where `auto` is false.
+    """`config` with `data.packing` true or false, and a line where `auto` is false. If packing is asked for, and the model's
+    masks cannot keep packed rows apart, that is a `UserError`.
 
     Args:
         model: on the meta device. transformers tells packed rows apart by their positions (`masking_utils.py`); some models hand
             their masks none. Where a forward on the meta device fails, the check of the real model decides.
-
-    Raises:
-        UserError: packing is asked for, and the model's masks cannot keep packed rows apart.
     """
     if not config.packs:
         return config
