@@ -33,7 +33,7 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
         weights: unsharded trainable parameters by name, fp32 on the CPU.
         base_hashes: from `lora_files.hash_base`.
     """
-    lora: Any = copy.deepcopy(_lora_config(skeleton))
+    lora: Any = copy.deepcopy(skeleton.peft_config["default"])  # type: ignore[index]
     lora.inference_mode = True
     # On loading, peft ties only modules that `modules_to_save` names.
     lora.modules_to_save = sorted({*(lora.modules_to_save or ()), *(getattr(lora, "modules_to_tie", None) or ())}) or None
@@ -70,7 +70,7 @@ def load_adapter(folder: Path, skeleton: PreTrainedModel, device: torch.device) 
     """The adapter in `folder` on its base from its origin, loaded by plain peft in fp32 on `device`."""
     from peft import PeftModel
 
-    lora = _lora_config(skeleton)
+    lora: Any = skeleton.peft_config["default"]  # type: ignore[index]
     base: Any = reload(skeleton, lora.base_model_name_or_path, device, revision=lora.revision or "main")
     if num_token_embeddings(base) < num_token_embeddings(skeleton):
         resize_rows(base, num_token_embeddings(skeleton))  # the adapter has the new rows
@@ -134,7 +134,3 @@ def coarsest(model: PreTrainedModel, computed: torch.dtype, stored: torch.dtype 
     """The coarsest dtype that a model computed in or is stored in, as a key of `LOGIT_TOLERANCE`."""
     dtypes = {computed, stored or computed, *(parameter.dtype for parameter in model.parameters())}
     return torch.float32 if dtypes == {torch.float32} else torch.bfloat16
-
-
-def _lora_config(skeleton: PreTrainedModel) -> Any:
-    return skeleton.peft_config["default"]  # type: ignore[index]

@@ -158,12 +158,8 @@ def copy_processors(config: ModelConfig, folder: Path) -> None:
     from transformers.utils import cached_file
 
     for file in PROCESSOR_FILES:
-        with suppress(OSError):  # the base is no longer within reach
-            of_base = cached_file(
-                config.name_or_path, file, revision=config.revision, _raise_exceptions_for_missing_entries=False
-            )
-            if of_base is not None:
-                shutil.copyfile(of_base, folder / file)
+        with suppress(OSError):  # the base has none, or is no longer within reach
+            shutil.copyfile(str(cached_file(config.name_or_path, file, revision=config.revision)), folder / file)
 
 
 def list_commands(

@@ -23,7 +23,7 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.safetensors_index import WholeOnly, check_loaded, find_weight_files, open_files
+from toolkit.models.safetensors_index import Match, WholeOnly, check_loaded, find_weight_files, open_files
 from toolkit.models.shard_reader import Box, pieces
 from toolkit.private import LOAD_REPORT, private
 from toolkit.variables import local_rank
@@ -173,7 +173,8 @@ def load_model(
             ": give a folder with them, or model.from_scratch true for random ones",
         )  # fmt: skip
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
-        check_loaded(task, model, config.name_or_path, report["missing_keys"], other_shapes, report["unexpected_keys"])
+        match = Match({}, sorted(report["missing_keys"]), other_shapes, sorted(report["unexpected_keys"]))
+        check_loaded(task, model, config.name_or_path, match)
     grow_vocabulary(model, config)
     return model
 

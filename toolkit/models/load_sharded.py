@@ -64,7 +64,7 @@ def open_weights(
         if private("_get_dtype_plan", model)(dtype):
             raise WholeOnly("transformers keeps some of its weights in fp32")
         files, match = _match(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
-        check_loaded(task, model, config.name_or_path, match.missing, match.other_shapes, match.unknown)
+        check_loaded(task, model, config.name_or_path, match)
         if match.missing:
             raise WholeOnly("its head is new, and drawn in full")
         if init_from is not None:

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,39 +172,30 @@ def match_names(model: PreTrainedModel, files: Sources) -> Match:
     )
 
 
-def check_loaded(
-    task: Task,
-    model: PreTrainedModel,
-    name_or_path: str,
-    missing: Iterable[str],
-    other_shapes: dict[str, tuple[int, ...]],
-    unknown: Collection[str],
-) -> None:
+def check_loaded(task: Task, model: PreTrainedModel, name_or_path: str, match: Match) -> None:
     """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes; a head that the
-    task may draw may be missing. Log `unknown` ones, counted by their names, in which `*` stands for numbers."""
-    what = f"the weights of model.name_or_path {name_or_path}"
-    if names := sorted(name for name in missing if not task.may_draw_head or name.startswith(f"{model.base_model_prefix}.")):
-        others = f", and have {len(unknown)} others ({', '.join(sorted(unknown)[:3])}, …)" if unknown else ""
+    task may draw may be missing. Log unknown ones, counted by their names, in which `*` stands for numbers."""
+    what, unknown, backbone = f"the weights of model.name_or_path {name_or_path}", match.unknown, f"{model.base_model_prefix}."
+    if names := [name for name in match.missing if not task.may_draw_head or name.startswith(backbone)]:
+        others = f", and have {len(unknown)} others ({', '.join(unknown[:3])}, …)" if unknown else ""
         renamed = "; if only names differ, save it without what wraps it (DDP, torch.compile, an adapter, a larger model)"
         raise UserError(
             f"{what} lack {len(names)} of the model's parameters ({', '.join(names[:3])}, …), which would stay random{others}: "
             f"give complete weights, or model.from_scratch true{renamed if unknown else ''}"
         )
-    for name, stored in sorted(other_shapes.items()):
+    for name, stored in sorted(match.other_shapes.items()):
         raise UserError(
             f"{what} have {name} of shape {stored}, but its config.json makes it {tuple(model.state_dict()[name].shape)}: give "
             "the config.json that the weights were saved with"
         )
     named: dict[str, list[str]] = {}
-    for name in sorted(unknown):
+    for name in unknown:
         named.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
     if named:
         shown = [f"{pattern} ({len(names)})" if len(names) > 1 else names[0] for pattern, names in named.items()]
         more = f" and {len(shown) - _NUM_NAMES} names more" * (len(shown) > _NUM_NAMES)
-        also = (
-            f"the weights of model.name_or_path {name_or_path} also have {plural(len(unknown), 'tensor')} that the model does not"
-        )
-        logger.warning(f"{also} take, so neither trained nor exported: {', '.join(shown[:_NUM_NAMES])}{more}")
+        also = f"{what} also have {plural(len(unknown), 'tensor')} that the model does not take, so neither trained nor exported"
+        logger.warning(f"{also}: {', '.join(shown[:_NUM_NAMES])}{more}")
 
 
 def untie_differing(model: PreTrainedModel, files: Sources, match: Match) -> None:
