@@ -46,7 +46,7 @@ class Entry:
 
 
 def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
-    """Every value of a run YAML by its dotted key, as text. Types are not checked.
+    """Every value and section of a run YAML by its dotted key, as text. Types are not checked.
 
     Raises:
         UserError: the file cannot be read or is broken, a key is unknown (the nearest is suggested) or given twice, or a
@@ -88,16 +88,13 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
     """Put the entries of a mapping into `entries`; returns a sentence for each unknown key, of which a file may have several."""
     leaves, sections = known_keys(config_class)
     unknown: list[str] = []
-    first_lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         # The entry, as text; a key may be given once.
         line = key_node.start_mark.line + 1
         key = f"{prefix}{key_node.value}"
-        entry = Entry(path, line, text[value_node.start_mark.index : value_node.end_mark.index].strip())
-        if key in first_lines or key in entries:
-            first = first_lines[key] if key in first_lines else entries[key].line
-            raise UserError(f"{path}, line {line}: {key} was given before, on line {first}: keep one of them")
-        first_lines[key] = line
+        if key in entries:
+            raise UserError(f"{path}, line {line}: {key} was given before, on line {entries[key].line}: keep one of them")
+        entry = entries[key] = Entry(path, line, text[value_node.start_mark.index : value_node.end_mark.index].strip())
 
         # A section: descend. A leaf: check what jsonargparse would accept or report without the line.
         if key in sections:
@@ -111,7 +108,6 @@ def _collect_entries(node: Any, prefix: str, path: Path, text: str, config_class
         elif key not in leaves:
             unknown.append(f"line {line}: unknown key {key}{suggestion(key, config_class)}")
         else:
-            entries[key] = entry
             names = [name.value for name, _ in value_node.value] if value_node.id == "mapping" else []
             if twice := [name for name in names if names.count(name) > 1]:
                 raise UserError(f"{path}, line {line}: {key} has {twice[0]} twice: keep one of them")

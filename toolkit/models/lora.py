@@ -34,8 +34,8 @@ def check_adapter_config(config: Any) -> None:
     adapter, model = config.adapter, config.model
     if not is_enabled(adapter):
         merge = "true" if config.export.merge else None
-        given = {"adapter.name_or_path": adapter.name_or_path, "adapter.base_dtype": adapter.base_dtype}
-        for key, value in (given | {"export.merge": merge}).items():
+        settings = {"adapter.name_or_path": adapter.name_or_path, "adapter.base_dtype": adapter.base_dtype}
+        for key, value in (settings | {"export.merge": merge}).items():
             if value is not None:
                 raise UserError(f"{key} is {value}, but adapter.method is none: set adapter.method, or leave {key} out")
         return
