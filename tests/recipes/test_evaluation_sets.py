@@ -56,7 +56,7 @@ def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_a
     # What else names the sets.
     predictions = load_json_lines(workbench.runs / "run" / f"predictions-{best}.jsonl")
     assert [row["set"] for row in predictions] == ["news"] * 13 + ["mail"] * 8
-    for label in ("news: before training", "mail: step 4", "mail: lead sentence"):
+    for label in ("news: before training", "mail: after step 4", "mail: lead sentence"):
         assert f"\n{label} " in printed
     page = (workbench.runs / "run" / "report.html").read_text()
     assert "mail: after step 4" in page

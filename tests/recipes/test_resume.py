@@ -70,7 +70,7 @@ def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> Non
     printed = bench.run("elsewhere", preset="single", **EXACT, checkpoint__resume=last)
     missing = "has no figures of earlier steps but the checkpoint's own evaluation"
     assert f"{bench.runs / 'elsewhere' / 'metrics.jsonl'} {missing}" in printed
-    assert f"\nstep {NUM_STEPS} " in printed and "\nbefore training" not in printed
+    assert f"\nafter step {NUM_STEPS} " in printed and "\nbefore training" not in printed
     assert (bench.runs / "elsewhere" / "export" / "model.safetensors").read_bytes() == weights
 
 

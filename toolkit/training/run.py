@@ -208,7 +208,7 @@ def finish(run: Run) -> Path | None:
     working("showing the results")
     measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on
     counts_tokens = config.model.from_scratch and list(config.task.sides) == ["row"]  # its labels are its own tokens
-    baselines = on_all_ranks(lambda: measure_baselines(*measured, counts_tokens))
+    on_all_ranks(lambda: measure_baselines(*measured, counts_tokens))
     # The folders, and what to do with them.
     if exports:
         places = run_places(config, run.folder)
@@ -224,7 +224,7 @@ def finish(run: Run) -> Path | None:
             logger.info(line)
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
-    on_all_ranks(lambda: _tool("report.terminal").show_results(run.metrics, baselines, run.evaluation, run.goal.measured_on))
+    on_all_ranks(lambda: _tool("report.terminal").show_results(run.metrics, run.evaluation))
     on_rank_0(lambda: _tool("report.picture").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
     _tool("report.page").save_run_page(run.folder)

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.paths import find_path
 from toolkit.distributed.comm import rank
 from toolkit.errors import UserError, align, escape_controls, one_line
-from toolkit.evaluation.generate import SHOWN_FIGURES
-from toolkit.evaluation.metrics import own_figures
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.evaluation.sets import list_by_set, of_all_rows
 from toolkit.files.durable import save_json
 from toolkit.files.json_lines import load_json_lines
-from toolkit.tools.report.facts import NOT_AS_WRITTEN, PLAN_FILE, PLANNED_FOR, RunFacts, read_runs
+from toolkit.tools.report.facts import NOT_AS_WRITTEN, PLAN_FILE, PLANNED_FOR, RunFacts, lines_of_steps, read_runs
 from toolkit.tools.report.parts import Histogram, Lines, Table
 from toolkit.tools.report.sections import describe_memory, describe_summary, missing, show
 from toolkit.tracking.memory import ACCELERATE_FILE
@@ -29,48 +26,16 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 3
 
 
-def show_results(
-    metrics: MetricsLog, baselines: dict[str, dict[str, Any]], evaluation: EvaluationRows, measured_on: dict[str, Any]
-) -> None:
-    """Print the before/after table and sample texts. Only on rank 0 and with evaluation rows.
-
-    The figures come from `metrics`, which has them even if the file was removed.
-
-    Args:
-        measured_on: as in the run's `Goal`; evaluations on other rows or with other generation settings are not in the table.
-    """
+def show_results(metrics: MetricsLog, evaluation: EvaluationRows) -> None:
+    """Print the summary of a run that ends, as `report --text` does, and sample texts. Only on rank 0 and with evaluation rows."""
     if rank() != 0 or len(evaluation.rows) == 0:
         return
-    run_folder = metrics.path.parent
-    everything = [line for line in metrics.load() if line["kind"] == "eval"]
-    evaluations = [line for line in everything if of_all_rows(line) == of_all_rows({"measured_on": measured_on})]
-    if num_others := len(everything) - len(evaluations):
-        why = "measured on other rows or with other settings"
-        print(f"\n{num_others} evaluations of {one_line(str(run_folder))} are not shown: {why}", flush=True)
-    if not evaluations:
-        print(
-            f"\nno table: {one_line(str(run_folder))} has no evaluation of these {len(evaluation.rows)} held-out rows", flush=True
-        )
-        return
-    # The first and the last evaluation, beside the baselines.
-    named = {f"step {line['step']}": line for line in (evaluations[0], evaluations[-1])}
-    if evaluations[0]["step"] == 0:
-        named["before training"] = named.pop("step 0")
-    prompted = evaluation.rows.select(evaluation.prompted)
-    table = list_by_set({**baselines, **dict(sorted(named.items()))}, measured_on.get("sets", {}))
-    own = own_figures(evaluation.metrics, evaluations[-1])
-    words = f"; ROUGE counts {evaluation.rouge_tokenizer.description}" if "rougeL" in evaluations[-1] else ""
-    print(f"\n{len(evaluation.rows)} held-out rows{words}\n{format_table(table, (*SHOWN_FIGURES, *own))}\n", flush=True)
-    if "rougeL" in evaluations[-1]:
-        _print_samples(run_folder / f"predictions-{evaluations[-1]['step']}.jsonl", prompted)
-
-
-def format_table(rows: dict[str, dict[str, float]], choice: Sequence[str] = SHOWN_FIGURES) -> str:
-    """Format figures, by row name, as aligned text. A column that no row has is left out."""
-    columns = [column for column in choice if any(column in row for row in rows.values())]
-    table = [["", *(column.replace("percent_", "% ") for column in columns)]]
-    table += [[name, *("–" if row.get(c) is None else f"{row[c]:.2f}" for c in columns)] for name, row in rows.items()]
-    return "\n".join(align([list(map(one_line, line)) for line in table]))
+    [run] = read_runs([metrics.path.parent])
+    run.lines = lines_of_steps(metrics.load())  # without those that others wrote, which no report reads
+    print(f"\n{show(describe_summary, [run], _as_text)}\n", flush=True)
+    for last in run.ends[-1:]:
+        if "rougeL" in last:
+            _print_samples(run.folder / f"predictions-{last['step']}.jsonl", evaluation.rows.select(evaluation.prompted))
 
 
 def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
