@@ -27,7 +27,7 @@ NUM_SAMPLES = 3
 
 
 def show_results(metrics: MetricsLog, evaluation: EvaluationRows) -> None:
-    """Print the summary of a run that ends, as `report --text` does, and sample texts. Only on rank 0 and with evaluation rows."""
+    """Print the summary of a run that ends, as `report --text` does, and sample texts. On rank 0 only, with evaluation rows."""
     if rank() != 0 or len(evaluation.rows) == 0:
         return
     [run] = read_runs([metrics.path.parent])
