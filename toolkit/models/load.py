@@ -156,7 +156,8 @@ def load_model(
     config: ModelConfig, model_config: PretrainedConfig, task: Task, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`; a head
-    that they lack is drawn too where the task allows it. Missing, incomplete or other safetensors weights are a `UserError`."""
+    that they lack is drawn too where the task allows it. Safetensors weights that are missing, incomplete or of another
+    shape are a `UserError`."""
     import transformers
 
     if config.from_scratch or task.may_draw_head:
