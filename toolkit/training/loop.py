@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +23,7 @@ from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import at, working
 from toolkit.files.json_lines import encode_json_line
-from toolkit.loss import IGNORED_LABEL, share_of_global_mean, summed_loss
+from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.parallel.wrap import accumulating, reduction_groups
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training.after_step import (
@@ -190,7 +189,7 @@ def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch,
     ):
         # By their number the loss is divided.
         planned = int(run.plan.num_label_tokens[list(micro_batch.rows)].sum())
-        found = int(np.count_nonzero(batch["labels"].numpy() != IGNORED_LABEL))
+        found = 0 if micro_batch.is_dummy else len(batch["labels"])
         if found != planned:
             where = f"micro-batch {micro_batch.index} of step {micro_batch.step}"
             raise RuntimeError(
