@@ -15,6 +15,7 @@ from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.files.modes import check_readable
 from toolkit.files.pointers import refuse_pointers
+from toolkit.models.generation import load_settings
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
     is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, task.auto_class))
     if not is_known:
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {task.takes}")
+    if model_config.is_encoder_decoder and getattr(model_config, "decoder_start_token_id", None) is None:
+        start = load_settings(config).get("decoder_start_token_id")
+        vars(model_config).update({} if start is None else {"decoder_start_token_id": start})
     task.check_model_config(model_config, name)
     if is_trained:
         _set_for_training(model_config, config)
@@ -164,7 +168,7 @@ def check_weight_files(folder: Path, what: str) -> None:
 def special_tokens(model_config: PretrainedConfig, name: str) -> tuple[int, int]:
     """`(pad_token_id, decoder_start_token_id)` of the model; a `UserError` if its config lacks one of them."""
     pad, start = model_config.pad_token_id, getattr(model_config, "decoder_start_token_id", None)
-    if start is None:
+    if start is None and model_config.sub_configs:  # T5Gemma's
         start = getattr(model_config, "bos_token_id", None)
     for token, value in (("pad_token_id", pad), ("decoder_start_token_id", start)):
         if value is None:

@@ -27,7 +27,8 @@ _WHYS = {
         "penalty_alpha dola_layers num_beam_groups diversity_penalty constraints force_words_ids low_memory"
     ),
     "it is for speed or memory, and not for every batch and device": (
-        "cache_implementation cache_config max_cache_len prompt_lookup_num_tokens assistant_early_exit use_mtp use_cache"
+        "cache_implementation cache_config max_cache_len prompt_lookup_num_tokens assistant_early_exit use_mtp use_cache "
+        "compile_config disable_compile continuous_batching_config prefill_chunk_size"
     ),
     "max_new_tokens limits the texts": "max_length",
 }
@@ -40,7 +41,8 @@ _OF_RUNS |= {"max_time": "texts would depend on the machine", "do_sample": "eval
 def choose_generation(config: EvalConfig, model: PreTrainedModel, base: ModelConfig) -> EvalConfig:
     """Give the model, which may be on the meta device, a run's generation config; returns the config with the base's values where
     it leaves them unset. Settings of the base that cannot be read are a `UserError`."""
-    theirs, standard = load_settings(base), {"num_beams": 1, "no_repeat_ngram_size": 0}
+    theirs = {"eos_token_id": getattr(model.config, "eos_token_id", None), **load_settings(base)}
+    standard = {"num_beams": 1, "no_repeat_ngram_size": 0}
     unset: dict[str, Any] = {key: theirs.get(key) or standard[key] for key in standard if getattr(config, key) is None}
     config = replace(config, **unset)
     ours = {key: getattr(config, key) for key in ("max_new_tokens", "num_beams", "no_repeat_ngram_size")}
@@ -88,14 +90,18 @@ def build_generation(
     for key, value in theirs.items():
         shown, default = f"{key} {json.dumps(value)[:40]}", defaults.get(key)
         standard = {"use_cache": True, **ours}.get(key, default)
-        if type(default) in (int, float) and type(value) not in (int, float, type(None)):
+        is_whole = type(default) is int or key.endswith("_token_id")
+        of_type = (int, type(None)) if is_whole else (int, float, type(None))
+        values = value if isinstance(value, list) and key.endswith("_token_id") else [value]
+        if (is_whole or type(default) is float) and not all(type(one) in of_type for one in values):
             raise _unreadable(what, TypeError(f"{key} is {value!r}"))
         if value not in (None, standard) and (value or standard or key not in reasons):
-            trial = copy.copy(made)
+            trial, why = copy.copy(made), reasons.get(key)
             try:
-                trial.update(**{key: value}) if isinstance(value, dict) else setattr(trial, key, value)
-                why = reasons.get(key) or _why_invalid(trial, key, value)
-            except (TypeError, AttributeError) as error:
+                if not why:
+                    trial.update(**{key: value}) if isinstance(value, dict) else setattr(trial, key, value)
+                    why = _why_invalid(trial, key, value)
+            except (TypeError, AttributeError, ValueError) as error:
                 raise _unreadable(what, error) from None
             if why:
                 logger.log(level, f"{shown} of {what} is left out: {why}")

@@ -111,7 +111,10 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
                 "has a term of its own or makes decoder inputs in a way that it does not say"
             )
         # A short evaluation works, generation included.
-        ways_out = "try eval.unshard never or eval.generate false, or mixed_precision no in the accelerate YAML"
+        ways_out = (
+            "try eval.unshard never or eval.generate false, or mixed_precision no in the accelerate YAML; if it is a setting of "
+            "the base's generation_config.json, take it out there"
+        )
         with (
             _failing_as(f"{name} cannot be evaluated here", ways_out),
             evaluation_model(sharded, config.unshard) as (model, in_step),

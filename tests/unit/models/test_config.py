@@ -149,10 +149,13 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path: Path) -> None:
-    """T5's config has no `bos_token_id` to fall back to."""
-    transformers.T5Config().save_pretrained(tmp_path)
+    """In its config, or in its generation config alone."""
+    transformers.T5Config(bos_token_id=3).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has no decoder_start_token_id: add it"):
         load_model_config(ModelConfig(name_or_path=str(tmp_path)), seq2seq.TASK)
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 0}')
+    config: Any = load_model_config(ModelConfig(name_or_path=str(tmp_path)), seq2seq.TASK)
+    assert config.decoder_start_token_id == 0
 
 
 def test_rows_share_a_forward_only_where_their_rope_is_the_same_as_alone() -> None:

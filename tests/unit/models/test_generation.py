@@ -46,6 +46,7 @@ BASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a tokenizer's": ({"stop_strings": ["\n\n"], "token_healing": True}, {}, ['stop_strings ["\\n\\n"]', "token_healing true"]),
     "code of the hub": ({"penalty_alpha": 0.6, "dola_layers": "high"}, {}, ["penalty_alpha 0.6", 'dola_layers "high"']),
     "assistance": ({"prompt_lookup_num_tokens": 3}, {}, ["prompt_lookup_num_tokens 3"]),
+    "a compiler's": ({"compile_config": {"mode": "default"}}, {}, ['compile_config {"mode": "default"}']),
     "a cache": ({"cache_implementation": "hybrid", "use_cache": False}, {}, ['cache_implementation "hybrid"', "use_cache false"]),
     "lengths": (
         {"max_length": 142, "min_length": 56, "min_new_tokens": 2, "max_time": 1.0},
@@ -107,7 +108,7 @@ def test_an_old_config_has_the_settings_itself(bart: PreTrainedModel, tmp_path: 
     assert lines[1] == "4 beams take about 4 times the time and cache of greedy decoding, which is eval.num_beams 1"
 
 
-@pytest.mark.parametrize("given", [{"num_beams": "4"}, {"min_length": "x"}, [1]])
+@pytest.mark.parametrize("given", [{"num_beams": "4"}, {"num_beams": 4.0}, {"eos_token_id": ["1"]}, [1]])
 def test_settings_of_a_wrong_type_are_refused(bart: PreTrainedModel, tmp_path: Path, given: Any) -> None:
     with pytest.raises(UserError, match=rf"of {re.escape(str(tmp_path))} cannot be read \(.+\): correct or remove it$"):
         choose(bart, tmp_path, given)
