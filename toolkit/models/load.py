@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from toolkit.config.schema import ModelConfig
@@ -201,7 +202,7 @@ def from_files(
         if not any(part.get("quantization_config") for part in (settings, *nested)):
             return _load(model_class, name, use_safetensors=True, **options)
         stored = open_files(find_weight_files(name, options["revision"]), what)
-    except (OSError, WholeOnly) as error:
+    except (OSError, WholeOnly, SafetensorError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} has no loadable safetensors weights ({first_line}){way_out}") from None
     # transformers takes either a name or tensors. On the meta device nothing is read.

@@ -63,7 +63,9 @@ def open_tokenizer(name: str | Path, revision: str | None = None, trust_remote_c
         made_up: dict[str, int] = {}
         with suppress(Exception):  # a class that needs its files has read them; ByT5's has none, its tokens are bytes
             made_up = type(tokenizer)().get_vocab() if tokenizer.vocab_files_names else {}
-        is_read = not made_up or not tokenizer.get_vocab().keys() <= {*made_up, *tokenizer.get_added_vocab()}
+        is_read = getattr(tokenizer, "vocab_size", 1) and (
+            not made_up or not tokenizer.get_vocab().keys() <= {*made_up, *tokenizer.get_added_vocab()}
+        )
         reason = "" if is_read else f"{type(tokenizer).__name__} finds no vocabulary"
     except Exception as error:  # a damaged file lets libraries raise anything
         reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__).rstrip(".:")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests.support.refusals import refusal
 from tests.support.tokenizer_kinds import LLAMA_3, build_byte_level
@@ -52,6 +53,7 @@ def tokens_of_file(folder: Path, text: str = NUMBERS) -> list[int]:
         ("bert", {"vocab.txt": ""}, "BertTokenizer finds no vocabulary"),
         ("llama", {"tokenizer.json": "{"}, "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("llama", {"tokenizer.json": "{}"}, "'added_tokens'"),
+        ("llama", {"tokenizer.json": Tokenizer(models.BPE()).to_str()}, "TokenizersBackend finds no vocabulary"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, kind: str, files: dict[str, str], reason: str) -> None:
