@@ -72,8 +72,10 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
 
 def holds_all_logits(model: Any) -> bool:
     """Whether the loss is computed from all logits of a micro-batch: see `NO_CHUNKS`. True of a model that is not from
-    transformers, of one with a forward of the user's, and of one whose head predicts no tokens."""
+    transformers, of one with a forward of the user's, of one whose head predicts no tokens, and of one whose backbone is not
+    where its class says (Llama 4 of text alone)."""
     is_listed = not hasattr(model, "config") or model.config.model_type in NO_CHUNKS
+    is_listed = is_listed or not any(hasattr(model, name) for name in (model.base_model_prefix, "encoder"))
     return is_listed or has_own_forward(model) or model.get_output_embeddings() is None
 
 

@@ -64,6 +64,9 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     compare_ranks(settings | of_hub)
     why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
+    if type(skeleton.config) is not type(model_config):  # its class takes the text's part, and may ignore tensors of others
+        name, ours = config.model.name_or_path, type(skeleton).__name__
+        logger.warning(f"{name} is a {model_config.model_type} model: only {ours}, its part for text, is trained and exported")
     config = replace(config, eval=on_all_ranks(lambda: choose_generation(config.eval, skeleton, config.model)))
     context.settings.update({f"eval.{key}": getattr(config.eval, key) for key in ("num_beams", "no_repeat_ngram_size")})
     on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
