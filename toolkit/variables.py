@@ -62,6 +62,12 @@ def environment_of_runs(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": python_path, STARTED_BY: str(os.getpid())}
 
 
+def take_environment(environment: dict[str, str]) -> None:
+    """Make this the environment of this process."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def in_utf8() -> dict[str, str]:
     """This environment, for a Python that reads and writes UTF-8."""
     return {**os.environ, "PYTHONUTF8": "1"}

@@ -22,7 +22,7 @@ from toolkit.tools import private as of_tools
 ALL = private.NAMES | of_tools.NAMES
 TOOLKIT = Path(private.__file__).parent
 LISTS = [Path(private.__file__), Path(of_tools.__file__)]
-OF_PYTHON = {"_replace", "_exit", "_run_exitfuncs", "_current_frames", "_actions"}
+OF_PYTHON = {"_replace", "_exit", "_run_exitfuncs", "_current_frames", "_actions", "_shutdown"}
 """Private names of the standard library, and a method of named tuples."""
 WRITTEN = {
     private.NO_PROCESS_GROUP: "torch/distributed/checkpoint/state_dict_loader.py",

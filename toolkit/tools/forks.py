@@ -24,7 +24,7 @@ from toolkit.launch.environment import launched_environment
 from toolkit.tools.preset_runs import end, taking_ctrl_c
 from toolkit.tools.private import private
 from toolkit.tools.project import PACKAGE_FOLDER
-from toolkit.variables import ACCELERATE_YAML, environment_of_runs
+from toolkit.variables import ACCELERATE_YAML, environment_of_runs, take_environment
 
 PRELOADED = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate.commands.launch", "transformers.generation", "datasets",
@@ -80,9 +80,8 @@ def _run_rank(
         log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log, stream.fileno())
-        os.environ.clear()
-        os.environ.update(environment)
-        os.environ.update(launched_environment(preset, num_processes) | of_rank)
+        take_environment(environment)
+        take_environment(environment | launched_environment(preset, num_processes) | of_rank)
         if private("_is_in_bad_fork")():  # a library has initialized CUDA at its import
             os.execv(sys.executable, [sys.executable, *command])
         for known in (control_group, find_launchers):  # of the launching process

@@ -35,7 +35,7 @@ def test_presets_run_on_the_cpu_of_one_machine(name: str, tmp_path: Path) -> Non
 def test_gpu_only_preset_is_refused_by_name(tmp_path: Path) -> None:
     for name in GPU_ONLY:
         adapted = adapt_preset(check_accelerate_yaml(find_preset(name)), num_processes=2, use_cpu=True)
-        with pytest.raises(UserError, match="on CPU|with use_cpu"):
+        with pytest.raises(UserError, match="on CPU|on GPUs"):
             save_preset(adapted, tmp_path / f"{name}.yaml")
 
 
