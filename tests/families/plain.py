@@ -35,7 +35,9 @@ def train_plain(
         languages: of source and target, where the tokenizer marks them.
     """
     model = load_base(folder, torch.float64, attn_implementation="eager", experts_implementation="eager")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    # `AutoTokenizer` would take a class of its own for a Qwen 2, and other parts than the file has.
+    reader: Any = transformers.AutoTokenizer if languages else transformers.PreTrainedTokenizerFast
+    tokenizer = reader.from_pretrained(folder)
     if languages:
         tokenizer.src_lang, tokenizer.tgt_lang = languages
     if kind != "full":

@@ -44,13 +44,13 @@ def windows_one_too_wide(patch: MonkeyPatch) -> None:
 
     from toolkit.models import documents
 
-    attend = documents.attend_by_document
+    attend = documents._varlen
 
-    def attend_wider(module: Any, query: Any, key: Any, value: Any, located: documents.Documents, *rest: Any) -> Any:
+    def attend_wider(query: Any, key: Any, value: Any, located: documents.Documents, scaling: float | None) -> Any:
         window = None if located.window is None else located.window + 1
-        return attend(module, query, key, value, dataclasses.replace(located, window=window), *rest)
+        return attend(query, key, value, dataclasses.replace(located, window=window), scaling)
 
-    patch.setattr(documents, "attend_by_document", attend_wider)
+    patch.setattr(documents, "_varlen", attend_wider)
 
 
 def smoothed_labels(patch: MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.support.plain_pytorch import Row, _labels, _prompt
+from tests.support.plain_pytorch import Row
 
 NUM_STEPS, LR, BETA1, BETA2, EPS, WEIGHT_DECAY = 3, 1e-2, 0.8, 0.9, 1e-3, 0.1
 """The large eps lets the size of a gradient count, to which Adam is blind without it."""
@@ -61,7 +61,7 @@ def train_plain(folder: Path, rows: list[Row], frozen: str, auxiliary: str) -> E
         for is_kept in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(BETA1, BETA2), eps=EPS)
-    num_labels = sum(len(_labels(tokenizer, row, model.config)) for row in rows)
+    num_labels = sum(len(_encode(tokenizer, row)[1]) for row in rows)
     expected = Expected()
     for step in range(NUM_STEPS):
         loss = auxiliary_loss = 0.0
@@ -91,9 +91,15 @@ Routes = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer: a router's logits, and the experts that it sends each token to."""
 
 
+def _encode(tokenizer: Any, row: Row) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt, and those that are learned: the completion's and the end token."""
+    prompt, whole = (tokenizer(text, add_special_tokens=False).input_ids for text in (row["prompt"], "".join(row.values())))
+    return prompt, [*whole[len(prompt) :], tokenizer.eos_token_id]
+
+
 def _forward(model: Any, tokenizer: Any, row: Row) -> tuple[torch.Tensor, Routes]:
     """-log p of each label, added up, and what the routers did with all tokens."""
-    prompt, labels = _prompt(tokenizer, row, model.config), _labels(tokenizer, row, model.config)
+    prompt, labels = _encode(tokenizer, row)
     with _watched(model) as routes:
         logits_TV = model(input_ids=torch.tensor([[*prompt, *labels]])).logits[0, len(prompt) - 1 : -1]
     return F.cross_entropy(logits_TV, torch.tensor(labels), reduction="sum"), routes

@@ -52,7 +52,9 @@ def label_logits(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits NV that predict the labels N of a row, and these."""
     ids_1T, labels_1T = (torch.tensor([part], device=model.device) for part in row)
     if model.config.is_encoder_decoder:
-        return model(input_ids=ids_1T, labels=labels_1T, use_cache=False).logits[0], labels_1T[0]
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # a class of one's own may look at its inputs
+        of_decoder = {"labels": labels_1T} if shift is None else {"decoder_input_ids": shift(labels_1T)}
+        return model(input_ids=ids_1T, **of_decoder, use_cache=False).logits[0], labels_1T[0]
     counts_T = labels_1T[0, 1:] != IGNORED
     return model(input_ids=ids_1T, use_cache=False).logits[0, :-1][counts_T], labels_1T[0, 1:][counts_T]
 
