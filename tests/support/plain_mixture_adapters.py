@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from tests.support.plain_mixture import BETA1, BETA2, EPS, LR, NUM_STEPS, WEIGHT_DECAY
-from tests.support.plain_pytorch import Row, _labels, _loss_sum
+from tests.support.plain_pytorch import Row, _loss_sum, _num_labels, _row
 
 KINDS = ("attention", "experts")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -62,7 +62,7 @@ def train_plain(folder: Path, adapter: Path, rows: list[Row]) -> Expected:
     config, tokenizer = model.get_base_model().config, transformers.AutoTokenizer.from_pretrained(folder)
     trained = {name: p for name, p in model.get_base_model().named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY)
-    num_labels = sum(len(_labels(tokenizer, row, config)) for row in rows)
+    num_labels = sum(_num_labels(_row(tokenizer, row, config)) for row in rows)
     expected = Expected()
     for step in range(NUM_STEPS):
         losses = [_loss_sum(model, tokenizer, row, config) / num_labels for row in rows]
