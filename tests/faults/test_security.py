@@ -80,8 +80,8 @@ def test_the_index_of_a_hub_model_is_checked_too(tmp_path: Path, monkeypatch: py
     """transformers would find a shard `../x` from the hub's cache, if there is such a file."""
     index = tmp_path / WEIGHTS_INDEX
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"shared.weight": "../x.safetensors"}}))
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: T5Config())
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, revision: str(tmp_path / file))
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: T5Config(decoder_start_token_id=0))
+    monkeypatch.setattr("transformers.utils.cached_file", lambda name, file, **_: str(tmp_path / file))
     with pytest.raises(UserError, match="of model.name_or_path someone/t5 names '../x.safetensors' in its weight_map"):
         load_model_config(ModelConfig(name_or_path="someone/t5"), seq2seq.TASK)
 

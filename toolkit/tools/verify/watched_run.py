@@ -166,7 +166,8 @@ def _note_failure(folder: Path, error: BaseException) -> None:
     """Write the error that ended the rank, with its time: peers may fail later because of it, with meaningless errors."""
     cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
     frames = [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
-    checks = (CHECK_OF.get(f"{module}.{function}") or CHECK_OF.get(str(module)) for module, function in frames)
+    # The innermost one: an evaluation asks whether an earlier checkpoint could be written.
+    checks = [CHECK_OF.get(f"{module}.{function}") or CHECK_OF.get(str(module)) for module, function in reversed(frames)]
     text = " ".join(str(cause).split())
     reason = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
     about = {"check": next(filter(None, checks), "run"), "reason": reason, "time_s": time.time()}
