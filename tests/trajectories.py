@@ -1,0 +1,171 @@
+"""Records what runs compute, and compares what the code computes now with a record, bit for bit.
+
+    python -m tests.trajectories record FOLDER    # at the commit that a redesign starts from
+    python -m tests.trajectories compare FOLDER   # after every move, on the same machine
+
+Compared are every number of metrics.jsonl that no clock decides, the rows of every step, predictions, and the files of exports;
+for a run from its start, and for one that resumes from the checkpoint of the record. FOLDER stays outside the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.model_folders import build_model_folders
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import FP32, ROWS, as_flags, output_of, save_rows, step_name
+from toolkit.files.json_lines import load_json_lines
+
+MODELS = {"t5": "t5", "untied": "t5", "llama": "llm", "tied": "llm", "mixture": "llm"}
+"""Model by name: the recipe that trains it."""
+FAMILIES = {"t5": "t5", "untied": "flan_t5", "llama": "llama", "tied": "qwen3", "mixture": "qwen3_moe"}
+PRESETS = {"single": "single_cpu", "ddp": "ddp_cpu", "fsdp2": "fsdp2_cpu", "hsdp": "fsdp2_hsdp", "fsdp1": "fsdp1_full_shard"}
+NUM_STEPS, SAVED_STEP = 6, 3
+LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 4, "adapter.dropout": 0.1}
+DORA: dict[str, Any] = LORA | {"adapter.method": "dora"}
+NF4: dict[str, Any] = LORA | {"adapter.base_dtype": "nf4"}
+PACKED: dict[str, Any] = {"data.packing": True}
+SPLIT: dict[str, Any] = {"train.micro_batch_size_rows": 1}
+SCRATCH: dict[str, Any] = {"model.from_scratch": True}
+TOKENS: dict[str, Any] = {"model.add_tokens": ["\n", "<tag>"]}
+EXPERTS: dict[str, Any] = LORA | {"adapter.experts": True, "adapter.dropout": 0}
+
+# name: model, strategies, flags
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "t5": ("t5", "single ddp fsdp2 hsdp fsdp1", {}),
+    "t5-split": ("untied", "fsdp2", SPLIT | {"eval.num_beams": 2}),
+    "t5-scratch": ("t5", "single ddp fsdp2 fsdp1", SCRATCH),
+    "t5-tokens": ("untied", "single fsdp2", TOKENS),
+    "t5-lora": ("t5", "single fsdp2 fsdp1", LORA),
+    "t5-frozen": ("t5", "single ddp fsdp2", {"model.freeze": [r"encoder\..*"]}),
+    "llama": ("llama", "single ddp fsdp2 hsdp fsdp1", PACKED),
+    "llama-padded": ("llama", "single fsdp2", {"data.packing": False, **SPLIT}),
+    "llama-scratch": ("tied", "single fsdp2", SCRATCH | PACKED),
+    "tied-tokens": ("tied", "fsdp2 fsdp1", TOKENS),
+    "lora": ("tied", "single ddp fsdp2 hsdp fsdp1", LORA | PACKED | {"export.merge": True}),
+    "lora-tokens": ("tied", "single fsdp2", LORA | TOKENS | {"export.merge": True}),
+    "dora": ("llama", "single fsdp2 fsdp1", DORA),
+    "nf4": ("llama", "single ddp fsdp2 hsdp", NF4 | PACKED | {"export.merge": True}),
+    "int8-dora": ("llama", "single fsdp2", DORA | {"adapter.base_dtype": "int8"}),
+    "mixture": ("mixture", "single ddp fsdp2 fsdp1", PACKED | {"optim.router_aux_loss": "global"}),
+    "mixture-adapter": ("mixture", "single fsdp2", EXPERTS | PACKED),
+    "mixture-nf4": ("mixture", "fsdp2", EXPERTS | {"adapter.base_dtype": "nf4"}),
+    "adafactor": ("t5", "single fsdp2", {"optim.name": "adafactor"}),
+}  # fmt: skip
+BY_A_CLOCK = {"tokens_per_s", "tokens_per_s_per_rank", "step_time_s", "peak_memory_gib", "rows_per_s", "blocking_s", "write_s"}
+MAY_DIFFER = {"README.md", "trainer_state.json"}
+"""Files of an export that name the run's folder or hold times."""
+
+
+def main() -> None:
+    """Record or compare; the exit status is 1 if anything differs."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("action", choices=["record", "compare"])
+    arguments.add_argument("folder", type=Path)
+    arguments.add_argument("runs", nargs="*", help="names of runs; all if there are none")
+    given = arguments.parse_args()
+    folder, chosen = given.folder.resolve(), {name: RUNS[name] for name in given.runs or RUNS}
+    if given.action == "record":
+        _write_inputs(folder)
+        for name, told in _run(folder, folder / "recorded", chosen).items():
+            (folder / f"{name}.json").write_text(json.dumps(told, indent=1))
+        return
+    shutil.rmtree(folder / "again", ignore_errors=True)
+    differences = []
+    for resumed in (False, True):
+        for name, now in _run(folder, folder / "again", chosen, resumed=resumed).items():
+            found = _compare(json.loads((folder / f"{name}.json").read_text()), now)
+            where = f"{name}{', resumed' if resumed else ''}"
+            print(f"{where}: {'; '.join(found) or 'equal'}", flush=True)
+            differences += found
+    sys.exit(bool(differences))
+
+
+def _write_inputs(folder: Path) -> None:
+    """Tiny models and rows."""
+    folder.mkdir(parents=True)
+    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, tuple(FAMILIES.values())))
+    save_rows(folder)
+
+
+def _run(folder: Path, runs: Path, chosen: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str, Any]]:
+    """What each run computes, by name and strategy; the runs of a strategy share a launch."""
+    found = {}
+    for strategy, preset in PRESETS.items():
+        argvs = {}
+        for name, (model, strategies, changes) in chosen.items():
+            if strategy in strategies.split():
+                run = runs / f"{name}.{strategy}"
+                if resumed:
+                    _take_back(folder / "recorded" / run.name, run)
+                argvs[run.name] = (MODELS[model], as_flags(_settings(folder, run, model) | changes))
+        if not argvs:
+            continue
+        overrides = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
+        run_on_ranks(_run_each, preset=preset, overrides=overrides, args=(list(argvs.values()),), timeout_s=3600)
+        found |= {name: _look(runs / name) for name in argvs}
+    return found
+
+
+def _settings(folder: Path, run: Path, model: str) -> dict[str, Any]:
+    return {
+        "model.name_or_path": folder / FAMILIES[model], "data.source": "jsonl", "data.files": folder / ROWS[MODELS[model]],
+        "data.eval_fraction": 0.1, "data.cache_dir": folder / "cache", "train.global_batch_size_rows": 8,
+        "train.micro_batch_size_rows": 4, "train.max_steps": NUM_STEPS, "optim.lr": 3e-3, "optim.weight_decay": 0.1,
+        "eval.every_steps": SAVED_STEP, "eval.num_rows": 5, "eval.max_new_tokens": 5, "checkpoint.every_steps": SAVED_STEP,
+        "log_every_steps": 1, "log_row_ids": True, "run.output_dir": run.parent, "run.name": run.name,
+    }  # fmt: skip
+
+
+def _take_back(recorded: Path, run: Path) -> None:
+    """A recorded run as if it had been killed after its first checkpoint."""
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(recorded, run, ignore=shutil.ignore_patterns(step_name(NUM_STEPS), "export*", "merged", "predictions-6*"))
+
+
+def _run_each(argvs: list[tuple[str, list[str]]]) -> None:
+    for recipe, argv in argvs:
+        with output_of():
+            run_in_this_process(recipe, argv)
+
+
+def _look(run: Path) -> dict[str, Any]:
+    """Every number that no clock decides, and the hash of every file that has no time in it."""
+    lines = [
+        {key: value for key, value in line.items() if key not in BY_A_CLOCK} for line in load_json_lines(run / "metrics.jsonl")
+    ]
+    files = [*run.glob("predictions-*"), *run.glob("rows*.jsonl"), *run.glob("export/**/*"), *run.glob("merged/**/*")]
+    hashes = {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(files)
+        if path.is_file() and path.name not in MAY_DIFFER
+    }
+    return {"lines": lines, "files": hashes}
+
+
+def _compare(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs, in words: the first line, and the files."""
+    found = []
+    for one, other in zip(recorded["lines"], now["lines"], strict=False):
+        if one != other:
+            keys = [key for key in one | other if one.get(key) != other.get(key)]
+            found.append(
+                f"{one['kind']} of step {one.get('step')}: " + ", ".join(f"{k} {one.get(k)} != {other.get(k)}" for k in keys)
+            )
+            break
+    if len(recorded["lines"]) != len(now["lines"]):
+        found.append(f"{len(recorded['lines'])} lines != {len(now['lines'])}")
+    files = recorded["files"], now["files"]
+    found += [f"{path} differs" for path in files[0] | files[1] if files[0].get(path) != files[1].get(path)]
+    return found
+
+
+if __name__ == "__main__":
+    main()
