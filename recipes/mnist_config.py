@@ -7,6 +7,7 @@ from typing import Any
 
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
+from toolkit.config.facts import stated
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs, RunConfig, TrainConfig
 from toolkit.config.validate import check_length_and_name
 from toolkit.errors import UserError
@@ -18,7 +19,7 @@ class ImageDataConfig:
 
     source: str = "digits"
     """Source of the images: `digits` (scikit-learn, 8 x 8 pixels), `idx` (MNIST's files), or a hub id such as `ylecun/mnist`."""
-    folder: str | None = None
+    folder: str | None = stated(None, path="path")
     """Folder for `idx`, with train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, plain or as .gz."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset."""

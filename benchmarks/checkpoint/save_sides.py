@@ -27,7 +27,7 @@ from toolkit.checkpoint.find import Goal
 from toolkit.checkpoint.load import choose_checkpoint, load_checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
-from toolkit.config.schema import CheckpointConfig, OptimConfig
+from toolkit.config.schema import CheckpointConfig, OptimConfig, RecipeConfig
 from toolkit.distributed.comm import close_groups, gather_objects, rank, world_size
 from toolkit.launch.accelerator import build_accelerator
 from toolkit.loss import share_of_global_mean, summed_loss
@@ -165,7 +165,7 @@ def measure_blocking(config: SidesConfig) -> dict[str, Any]:
 
 def resume(ours: Trained) -> None:
     """Choose the newest checkpoint, compare all its hashes, and load it. Collective."""
-    newest = choose_checkpoint(ours.folder, "auto", IDENTITY.config)
+    newest = choose_checkpoint(ours.folder, "auto", IDENTITY.config, RecipeConfig)
     assert newest is not None
     load_checkpoint(newest, ours.sharded, ours.optimizer, IDENTITY)
 

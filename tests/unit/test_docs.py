@@ -28,7 +28,7 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.models.lora import check_adapter_config
 from toolkit.tools import main as cli
 from toolkit.tools.compare.runs import load_preset
-from toolkit.tools.export import MAY_CHANGE
+from toolkit.tools.export import may_change
 
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "accelerate_configs/README.md"]
 PAGES += ["toolkit/config/migrating.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
@@ -203,7 +203,7 @@ def check_toolkit(words: list[str]) -> None:
     if job == "compare":
         check_recipe(flags[0], flags[1:])
     elif job == "export":
-        assert {flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")} <= {*MAY_CHANGE}, flags
+        assert {flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")} <= {*may_change()}, flags
     elif job in cli.WITH_RUN_FLAGS:
         check_run_flags(flags, options)
 

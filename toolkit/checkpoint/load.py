@@ -22,6 +22,8 @@ from toolkit.checkpoint.dcp import Tensors, load_tensors
 from toolkit.checkpoint.find import Goal, find_checkpoint, rank_checkpoints, whole_checkpoints
 from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
+from toolkit.config.data import MixEntry
+from toolkit.config.facts import facts_of
 from toolkit.config.paths import split_own_source
 from toolkit.config.validate import FILE_SOURCES
 from toolkit.distributed.comm import on_all_ranks, on_rank_0
@@ -35,24 +37,16 @@ from toolkit.parallel.wrap import ShardedModel
 
 logger = logging.getLogger("toolkit")
 
-MAY_CHANGE_ON_RESUME = (
-    "train.max_steps", "train.num_epochs", "train.micro_batch_size_rows", "log_every_steps", "log_row_ids",
-    "data.num_tokenizer_workers", "data.num_loader_workers", "data.cache_dir", "data.files", "data.eval_files",
-    "data.hub_eval_split", "data.format", "data.csv_delimiter", "data.encoding", "data.field", "recipe", "model.tokenizer",
-    "eval.", "checkpoint.", "export.", "tracking.", "profile.", "run.", "optim.max_skipped_steps", "attention",
-)  # fmt: skip
-"""Config keys (or sections) that a resumed run may set differently. Data is compared by its tokens, not by its files."""
 ADDED_SINCE = {"optim.name": "adamw", "optim.router_aux_loss": "off"}
 """What a checkpoint without the key was made with."""
-_OF_EVALUATION_OR_PLACES = ("files", "name", "hub_eval_split")
-"""Those of an entry of `data.mix`."""
 
 
-def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any]) -> Checkpoint | None:
+def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any], config_class: type) -> Checkpoint | None:
     """The checkpoint to resume from, chosen by rank 0; prints which newer ones are not valid, and why. Collective.
 
     Args:
         settings: `Identity.config`; compared here, so that a wrong config fails before anything loads.
+        config_class: the config's; its fields say which of them may change.
 
     Raises:
         UserError: as `find_checkpoint`, or the checkpoint has another config; on every rank.
@@ -61,7 +55,7 @@ def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any]) -
     def choose() -> tuple[Checkpoint | None, list[str]]:
         choice, refused = find_checkpoint(run_folder, resume)
         if choice is not None:
-            check_settings(choice, settings)
+            check_settings(choice, settings, config_class)
         return choice, refused
 
     choice, refused = on_rank_0(choose)
@@ -70,13 +64,14 @@ def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any]) -
     return choice
 
 
-def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
-    """Refuse to resume with settings other than the checkpoint's, except those that may change: a `UserError` names the
-    first."""
+def check_settings(checkpoint: Checkpoint, settings: dict[str, Any], config_class: type) -> None:
+    """Refuse to resume with settings other than the checkpoint's, except fields of the config that may change: a `UserError`
+    names the first. Data is compared by its tokens, not by its files."""
+    free = {key for key, facts in facts_of(config_class).items() if facts.resume} | {"attention"}
     for key, value in settings.items():
         # One added since counts as None, a number as 0.
         before = checkpoint.settings.get(key, ADDED_SINCE.get(key, value if value == 0 else None))
-        if not key.startswith(MAY_CHANGE_ON_RESUME) and _without_places(before) != _without_places(value):
+        if key not in free and _without_places(before) != _without_places(value):
             where = " in the accelerate YAML ('no' without one)" if key == "mixed_precision" else ""
             raise UserError(f"{key} is {value!r}, but {checkpoint.folder} was made with {before!r}: {_ways_out(where)}")
 
@@ -203,7 +198,7 @@ def _without_places(value: Any) -> Any:
     if not isinstance(value, list):
         return None if value in ("", *FILE_SOURCES) else value  # the kind of a file may follow from its ending
     return [
-        {k: _without_places(v) for k, v in item.items() if k not in _OF_EVALUATION_OR_PLACES and v is not None}
+        {k: _without_places(v) for k, v in item.items() if not facts_of(MixEntry)[k].resume and v is not None}
         if isinstance(item, dict)
         else item
         for item in value

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.config.facts import stated
 from toolkit.config.task import Task
 
 
@@ -15,16 +16,16 @@ from toolkit.config.task import Task
 class _Rows:
     """One source of rows."""
 
-    source: str | None
+    source: str | None = stated(path="named")
     """Source of the rows: a kind of file (`csv`, `tsv`, `json`, `jsonl`, `parquet`, `arrow`, `txt`), a Python file and a function
     in it (`my_rows.py:load_rows`), the id of a hub dataset, or a folder with one. If unset, `files` are read by their endings."""
-    files: list[str] | str | None = None
+    files: list[str] | str | None = stated(None, path="pattern", resume=True)
     """File or list of files of a file source, text also gzipped, or for the function of a Python file."""
     hub_subset: str | None = None
     """Configuration name of a hub dataset or folder."""
     hub_split: str = "train"
     """Split of a hub dataset or folder."""
-    hub_eval_split: str | None = None
+    hub_eval_split: str | None = stated(None, resume=True)
     """Its split to evaluate on, as in `validation`. No source then has rows held out by `eval_fraction`."""
 
 
@@ -38,25 +39,25 @@ class _Data(_Rows):
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
     """Fraction of the rows to hold out for evaluation, chosen by a hash of each row's group or prompt (of a chat, all before its
     first answer), so that the splits share none."""
-    eval_files: dict[str, list[str] | str] | list[str] | str | None = None
+    eval_files: dict[str, list[str] | str] | list[str] | str | None = stated(None, path="pattern", resume=True)
     """Files with the evaluation split; training rows that equal one of theirs are left out. Under names, as in `{news: [a.csv,
     b.csv], mail: c.csv}`, each is a set with figures of its own. If unset, `eval_fraction` of the rows are held out."""
-    csv_delimiter: str | None = None
+    csv_delimiter: str | None = stated(None, resume=True)
     """Character between the cells of `csv` files. If unset, a comma."""
-    field: str | None = None
+    field: str | None = stated(None, resume=True)
     """Key under which the rows are in a JSON file that is one object, as in `data`. If unset, the only one with a list of
     objects."""
-    encoding: str | None = None
+    encoding: str | None = stated(None, resume=True)
     """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
-    num_tokenizer_workers: PositiveInt | None = None  # type: ignore[valid-type]
+    num_tokenizer_workers: PositiveInt | None = stated(None, resume=True, per_rank=True, in_card=False)  # type: ignore[valid-type]
     """Number of processes that tokenize. If unset, the machine's cores divided by its ranks, at most 8."""
-    num_loader_workers: NonNegativeInt | None = None  # type: ignore[valid-type]
+    num_loader_workers: NonNegativeInt | None = stated(None, resume=True, per_rank=True, in_card=False)  # type: ignore[valid-type]
     """Number of processes per rank that collate batches ahead. 0 collates in the training process. If unset, 1 with a GPU, else
     0."""
     pad_lengths: bool | None = None
     """Pad the lengths of a micro-batch up to a grid, so that shapes come again: kernels, compiled blocks and memory are prepared
     per shape. The loss stays the same. The grid adds at most 3 % of padding to the first 100 steps. If unset, on GPUs only."""
-    cache_dir: str | None = None
+    cache_dir: str | None = stated(None, resume=True, per_rank=True, in_card=False)
     """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 
     @property
@@ -78,7 +79,7 @@ class DataConfig(OneSource):
     """Which rows to read, and how to tokenize them."""
 
     task_file = "toolkit.tasks.seq2seq"
-    source: str = ""
+    source: str = stated("", path="named")
     source_column: str | None = None
     """Column with the text to summarize. If unset, the source's own column, else `source`."""
     target_column: str | None = None
@@ -99,8 +100,8 @@ class DataConfig(OneSource):
 class MixEntry(_Rows):
     """One of several sources. Fields are as in `data`."""
 
-    source: str = ""
-    name: str | None = None
+    source: str = stated("", path="named")
+    name: str | None = stated(None, resume=True)
     """Name of its evaluation rows, a set with figures of its own. If unset, its source, or `mix[i]` if that is not one name."""
     weight: PositiveFloat = 1.0  # type: ignore[valid-type]
     """Share of an epoch's rows, relative to the other weights."""
@@ -111,10 +112,10 @@ class LLMDataConfig(_Data):
     """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
     task_file = "toolkit.tasks.causal"
-    source: str | None = None
-    mix: list[MixEntry] = field(default_factory=list)
+    source: str | None = stated(None, path="named")
+    mix: list[MixEntry] = stated(default_factory=list, path="entries")
     """List of weighted sources, instead of `source` and `files`."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = stated("auto", resume=True)
     """How rows are read: `messages` (a chat), `sharegpt` (`conversations` of `from` and `value`), `alpaca` (`instruction`,
     `input`, `output`, `system`, `history`), `prompt_completion` or `text`. `auto` goes by the names of the columns; if two
     readings fit, the run is refused."""
@@ -127,7 +128,7 @@ class LLMDataConfig(_Data):
     """Column with the completion. If unset, `completion` if there is one."""
     text_column: str | None = None
     """Column with plain text. If unset, `text` if there is one."""
-    chat_template: str | None = None
+    chat_template: str | None = stated(None, path="path")
     """Jinja chat template, or a file with one. If unset, the tokenizer's own."""
     loss_on: Literal["completions", "all"] = "completions"
     """Tokens that the loss counts: completions only (every assistant turn without `"weight": 0` or `"train": false`), or all.

@@ -6,20 +6,20 @@ import argparse
 import json
 from typing import Any, get_args, get_origin
 
+from toolkit.config.facts import exclusive_pairs, facts_of
 from toolkit.config.messages import given_flags, known_keys, sentence
-from toolkit.config.validate import EXCLUSIVE
 from toolkit.errors import UserError
 
 
 def unset_counterparts(flags: list[str], config_class: type) -> list[str]:
     """Flags that unset the other of two keys, of which a run has one: the one given as a flag wins over the YAML's."""
-    keys = known_keys(config_class)[0]
-    values = dict(reversed(given_flags(flags)))
-    unset = []
-    for pair, nothing in EXCLUSIVE.items():
-        given = {key for key in pair if values.get(key, nothing) != nothing}
-        unset += [f"--{other}={nothing}" for other in pair if given and other not in values and other in keys]
-    return unset
+    facts, values = facts_of(config_class), dict(reversed(given_flags(flags)))
+    return [
+        f"--{other}={json.dumps(facts[other].default)}"
+        for pair in exclusive_pairs(config_class)
+        for other in pair
+        if other not in values and any(_load(values.get(key, "")) for key in pair)
+    ]
 
 
 def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -14,18 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.data import MixEntry
+from toolkit.config.facts import facts_of
 from toolkit.config.messages import Entry
 from toolkit.errors import UserError
 
-PATH_FIELDS = {
-    "model": ("name_or_path", "tokenizer", "init_from"),
-    "adapter": ("name_or_path",),
-    "data": ("source", "mix", "files", "eval_files", "chat_template", "folder"),
-    "eval": ("metrics",),
-    "checkpoint": ("resume",),
-}
-"""Fields that may hold a path to read. A value that matches no path, such as a hub id, stays as it is."""
 _NO_PATHS = ("auto", "never")
 """Values of `checkpoint.resume` that are not paths."""
 
@@ -100,30 +92,31 @@ def split_own_source(source: str) -> tuple[str, str] | None:
 
 
 def _map_paths(config: Any, change: Callable[[str, str, bool], str]) -> Any:
-    """The config with each value of `PATH_FIELDS` replaced by `change(dotted key, value, is_pattern)`."""
+    """The config with each path of a field that may hold one replaced by `change(dotted key, value, is_pattern)`."""
 
-    def changed(key: str, name: str, value: Any) -> Any:
+    def changed(key: str, kind: str | None, value: Any) -> Any:
         if isinstance(value, dict):
-            return {of: changed(key, name, paths) for of, paths in value.items()}
+            return {of: changed(key, kind, paths) for of, paths in value.items()}
         if isinstance(value, list):
-            return [changed(key, name, item) for item in value]
-        if isinstance(value, MixEntry):
-            parts = {part: changed(key, part, getattr(value, part)) for part in ("source", "files")}
+            return [changed(key, kind, item) for item in value]
+        if kind == "entries":
+            own = facts_of(type(value)).items()
+            parts = {name: changed(key, facts.path, getattr(value, name)) for name, facts in own if facts.path}
             return dataclasses.replace(value, **parts)
-        if name == "source" and isinstance(value, str) and (own := split_own_source(value)):
-            return change(key, own[0], False) + value[len(own[0]) :]
-        # A source or metric without a slash is a name, even if a folder has the same name.
-        is_path = isinstance(value, str) and (name not in ("source", "metrics") or "/" in value)
-        return change(key, value, name in ("files", "eval_files")) if is_path else value
+        if not isinstance(value, str):
+            return value
+        if kind == "named" and (source := split_own_source(value)):
+            return change(key, source[0], False) + value[len(source[0]) :]
+        # What may be a name is one without a slash, even if a folder has the same name.
+        return change(key, value, kind == "pattern") if kind != "named" or "/" in value else value
 
-    sections = {}
-    for section, names in PATH_FIELDS.items():
-        part: Any = getattr(config, section, None)
-        given = {} if part is None else vars(part)
-        values = {name: changed(f"{section}.{name}", name, given[name]) for name in names if name in given}
-        if values:
-            sections[section] = dataclasses.replace(part, **values)
-    return dataclasses.replace(config, **sections)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, facts in facts_of(type(config)).items():
+        if facts.path:
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = changed(key, facts.path, getattr(getattr(config, section), name))
+    changes = {section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()}
+    return dataclasses.replace(config, **changes)
 
 
 def _is_relative(value: str) -> bool:

@@ -19,6 +19,7 @@ from jsonargparse.typing import (
 )
 
 from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.facts import stated
 from toolkit.config.task import Task
 from toolkit.optimizers.settings import OptimizerSettings
 
@@ -35,14 +36,14 @@ def as_written(number: float) -> Fraction:
 class RunConfig:
     """Where the run writes, and when it counts as hung."""
 
-    output_dir: str = "runs"
+    output_dir: str = stated("runs", per_rank=True)
     """Parent folder of all run folders."""
     name: str = "run"
     """Name of the run. It writes into `output_dir/name`."""
     timeout_s: PositiveInt = 1800  # type: ignore[valid-type]
     """Seconds without progress after which every rank prints its stack and exits. Give more than the longest step or evaluation
     batch takes. Tokenizing, loading, saving and exporting may take longer: there, CPU time and IO count as progress."""
-    num_threads: PositiveInt | None = None  # type: ignore[valid-type]
+    num_threads: PositiveInt | None = stated(None, per_rank=True)  # type: ignore[valid-type]
     """Threads of each process for work on the host. If unset, its share of the node's cores with a GPU, else what the launcher
     has set."""
 
@@ -51,13 +52,13 @@ class RunConfig:
 class ModelConfig:
     """Which model, and which of its parameters train."""
 
-    name_or_path: str
+    name_or_path: str = stated(path="path", export=True, in_card=False)
     """Hub id or local folder of a Hugging Face model. With `from_scratch`, a folder needs only `config.json`."""
-    revision: str | None = None
+    revision: str | None = stated(None, export=True)
     """Hub revision (branch, tag or commit)."""
     from_scratch: bool = False
     """Initialize weights randomly from the model's config and `train.seed` instead of loading pretrained ones."""
-    tokenizer: str | None = None
+    tokenizer: str | None = stated(None, path="path", resume=True, export=True)
     """Hub id or local folder of the tokenizer, if it is not that of `name_or_path`."""
     train_tokenizer: bool = False
     """Train a tokenizer on the rows, for a model that Python code has built, or with `from_scratch`, which does so anyway for a
@@ -80,7 +81,7 @@ class ModelConfig:
     frozen_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Storage dtype of frozen parameters. With an adapter, `auto` means the compute dtype (FSDP1: float32); otherwise it means
     float32."""
-    init_from: str | None = None
+    init_from: str | None = stated(None, path="path")
     """Start from the weights of another run. Give its folder, one of its checkpoints, or an exported model."""
     trust_remote_code: bool = False
     """Run model code from the hub."""
@@ -108,7 +109,7 @@ class AdapterConfig:
     """Also adapt the experts of a mixture, each with matrices of its own. For experts alone, set `target_modules` to `[]`."""
     modules_to_save: list[str] = field(default_factory=list)
     """Name suffixes of modules to train fully, as in `[embed_tokens]`, and to save with the adapter."""
-    name_or_path: str | None = None
+    name_or_path: str | None = stated(None, path="path", export=True)
     """An existing adapter (folder or hub id) to continue training. It brings its own rank, alpha and modules."""
     base_dtype: Literal["nf4", "int8"] | None = None
     """Quantize adapted linear layers and experts, in blocks of 64, while they are read from their files: `nf4` (QLoRA) takes 0.56
@@ -123,12 +124,12 @@ class TrainConfig:
     """Rows per optimizer update, summed over all processes."""
     global_batch_size_tokens: PositiveInt | None = None  # type: ignore[valid-type]
     """Tokens per optimizer update, instead of rows: a step takes as many rows as fit into this number."""
-    micro_batch_size_rows: PositiveInt = 8  # type: ignore[valid-type]
+    micro_batch_size_rows: PositiveInt = stated(8, resume=True)  # type: ignore[valid-type]
     """Maximum rows (packed rows, with packing) in one forward pass of one process. Gradient accumulation follows from it; the
     result does not depend on it."""
-    max_steps: NonNegativeInt | None = None  # type: ignore[valid-type]
+    max_steps: NonNegativeInt | None = stated(None, resume=True)  # type: ignore[valid-type]
     """Number of optimizer updates. 0 only evaluates, and merges if `export.merge` is set. Give this or `num_epochs`."""
-    num_epochs: NumEpochs | None = None  # type: ignore[valid-type]
+    num_epochs: NumEpochs | None = stated(None, resume=True, excludes="max_steps")  # type: ignore[valid-type]
     """Number of passes over the rows, as in 2.5. A part of an epoch is rounded up to whole steps. Give this or `max_steps`."""
     seed: NonNegativeInt = 0  # type: ignore[valid-type]
     """Seed of the weight initialization, row order and dropout."""
@@ -142,7 +143,7 @@ class OptimConfig(OptimizerSettings):
     """Shape of the learning-rate schedule after the warm-up."""
     warmup_steps: NonNegativeInt = 0  # type: ignore[valid-type]
     """Steps over which the learning rate rises linearly to `lr`. Give this or `warmup_ratio`."""
-    warmup_ratio: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
+    warmup_ratio: HalfOpenUnitInterval = stated(0.0, excludes="warmup_steps")  # type: ignore[valid-type]
     """Warm-up as a fraction of the run's steps, rounded up. Give this or `warmup_steps`."""
     min_lr_ratio: ClosedUnitInterval = 0.0  # type: ignore[valid-type]
     """Final learning rate of the linear and cosine schedules, as a fraction of `lr`."""
@@ -159,7 +160,7 @@ class OptimConfig(OptimizerSettings):
     first, for about a third more time. Both are exact for any micro-batch. It is logged beside the loss, not in it."""
     max_grad_norm: PositiveFloat | None = 1.0  # type: ignore[valid-type]
     """Clip gradients to this global norm. null disables clipping."""
-    max_skipped_steps: PositiveInt = 5  # type: ignore[valid-type]
+    max_skipped_steps: PositiveInt = stated(5, resume=True)  # type: ignore[valid-type]
     """Stop the run after this many skipped updates in a row. All ranks skip an update with a non-finite loss or gradient."""
     skip_beyond_sigmas: PositiveFloat | None = None  # type: ignore[valid-type]
     """Also skip an update whose gradient norm is this many standard deviations above the mean of the last `skip_window_steps`.
@@ -174,7 +175,7 @@ class EvalConfig:
 
     every_steps: PositiveInt | None = None  # type: ignore[valid-type]
     """Steps between evaluations. If this and `every_epochs` are unset, evaluate once at the end."""
-    every_epochs: NumEpochs | None = None  # type: ignore[valid-type]
+    every_epochs: NumEpochs | None = stated(None, excludes="every_steps")  # type: ignore[valid-type]
     """Epochs between evaluations, as in 0.5, instead of `every_steps`. A part of an epoch is rounded up to whole steps."""
     at_start: bool = True
     """Also evaluate before the first step, as the untrained baseline."""
@@ -184,13 +185,13 @@ class EvalConfig:
     """Rows per evaluation batch of one process. In fp32 the result does not depend on it."""
     generate: bool = True
     """Generate texts and measure ROUGE."""
-    num_beams: PositiveInt | None = None  # type: ignore[valid-type]
+    num_beams: PositiveInt | None = stated(None, export=True)  # type: ignore[valid-type]
     """Number of beams. 1 means greedy decoding. If unset, that of the base's generation config; 1 if it has none."""
-    max_new_tokens: PositiveInt = 64  # type: ignore[valid-type]
+    max_new_tokens: PositiveInt = stated(64, export=True)  # type: ignore[valid-type]
     """Maximum tokens per generated text."""
-    no_repeat_ngram_size: NonNegativeInt | None = None  # type: ignore[valid-type]
+    no_repeat_ngram_size: NonNegativeInt | None = stated(None, export=True)  # type: ignore[valid-type]
     """Forbid repeated n-grams of this size in generated texts. 0 allows all. If unset, that of the base's generation config."""
-    metrics: list[str] = field(default_factory=list)
+    metrics: list[str] = stated(default_factory=list, path="named")
     """More metrics of generated texts: modules of `evaluate` by their name on the hub (`sacrebleu`), or folders with a script
     (`./my_metric`). They are code, and it runs. Figures are named `sacrebleu/score`: module, slash, key of its result."""
     unshard: Literal["auto", "never"] = "auto"
@@ -212,7 +213,7 @@ class CheckpointConfig:
 
     every_steps: PositiveInt | None = None  # type: ignore[valid-type]
     """Steps between checkpoints. If this and `every_epochs` are unset, save one at the end."""
-    every_epochs: NumEpochs | None = None  # type: ignore[valid-type]
+    every_epochs: NumEpochs | None = stated(None, excludes="every_steps")  # type: ignore[valid-type]
     """Epochs between checkpoints, as in 0.5, instead of `every_steps`. A part of an epoch is rounded up to whole steps."""
     async_save: bool = True
     """Save asynchronously: training continues while the checkpoint, staged in host memory, is written. false waits for it."""
@@ -221,7 +222,7 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0  # type: ignore[valid-type]
     """Number of checkpoints to keep in addition for their `eval.best_metric`. If set, a step that beats all saved ones is
     saved."""
-    resume: str = "auto"
+    resume: str = stated("auto", path="path")
     """`auto` resumes from the newest valid checkpoint in the run folder, `never` starts fresh, a path names a checkpoint."""
 
 
@@ -231,11 +232,11 @@ class ExportConfig:
 
     weights: Literal["last", "best"] = "last"
     """Weights to export: those of the last step, or of the kept checkpoint with the best `eval.best_metric`, never of step 0."""
-    max_shard_size: str = "5GB"
+    max_shard_size: str = stated("5GB", export=True)
     """Maximum size of one safetensors file."""
     merge: bool = False
     """Also write the model with the adapter merged into it, to `merged/` in the run folder."""
-    merge_into: Literal["dequantized", "original"] = "dequantized"
+    merge_into: Literal["dequantized", "original"] = stated("dequantized", export=True)
     """The base that a merge starts from if `adapter.base_dtype` has quantized it: the dequantized one, on which the adapter was
     trained, or the original one of the files, which the exported adapter names."""
     push_to_hub: str | None = None
@@ -270,16 +271,16 @@ class RecipeConfig:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    log_every_steps: PositiveInt = 10  # type: ignore[valid-type]
+    eval: EvalConfig = stated(default_factory=EvalConfig, resume=True)
+    checkpoint: CheckpointConfig = stated(default_factory=CheckpointConfig, resume=True)
+    export: ExportConfig = stated(default_factory=ExportConfig, resume=True)
+    tracking: TrackingConfig = stated(default_factory=TrackingConfig, resume=True)
+    profile: ProfileConfig = stated(default_factory=ProfileConfig, resume=True)
+    run: RunConfig = stated(default_factory=RunConfig, resume=True)
+    log_every_steps: PositiveInt = stated(10, resume=True)  # type: ignore[valid-type]
     """Steps between two lines with loss, learning rate, tokens/s and time left, which a terminal shows in its bar. Each reads the
     loss and so waits for the device."""
-    log_row_ids: bool = False
+    log_row_ids: bool = stated(False, resume=True)
     """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
 
     @property
@@ -299,7 +300,7 @@ class SummarizationConfig(RecipeConfig):
     """Config of `recipes/t5.py`."""
 
     data: DataConfig
-    recipe: Literal["t5"] | None = None
+    recipe: Literal["t5"] | None = stated(None, resume=True)
     """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
 
 
@@ -308,5 +309,5 @@ class LLMConfig(RecipeConfig):
     """Config of `recipes/llm.py`."""
 
     data: LLMDataConfig
-    recipe: Literal["llm"] | None = None
+    recipe: Literal["llm"] | None = stated(None, resume=True)
     """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""

@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.facts import exclusive_pairs
 from toolkit.errors import UserError
 from toolkit.optimizers import OPTIMIZERS
 
-EXCLUSIVE = {
-    ("train.max_steps", "train.num_epochs"): "null",
-    ("eval.every_steps", "eval.every_epochs"): "null",
-    ("checkpoint.every_steps", "checkpoint.every_epochs"): "null",
-    ("optim.warmup_steps", "optim.warmup_ratio"): "0",
-}
-"""Pairs of keys of which a run has one, with the value of the other."""
 FILE_SOURCES = ("csv", "tsv", "json", "jsonl", "parquet", "arrow", "txt")
 
 
@@ -23,7 +17,7 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
     false if they may be given to `toolkit.finetune`."""
     train, profile, data, evaluation, optim = config.train, config.profile, config.data, config.eval, config.optim
     check_length_and_name(config)
-    for first, second in EXCLUSIVE:
+    for first, second in exclusive_pairs(type(config)):
         values = [getattr(getattr(config, section), name) for section, name in (first.split("."), second.split("."))]
         if values[0] and values[1]:
             raise UserError(f"{first} is {values[0]} and {second} is {values[1]}: give one of them")

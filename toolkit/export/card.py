@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolkit.config.facts import facts_of
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import replace_local_paths
 from toolkit.errors import escape_controls, one_line
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["model", "adapter", "merged"]
 CARD_FILE = "README.md"
-_NOT_IN_CARD = ("data.cache_dir", "data.num_tokenizer_workers", "data.num_loader_workers", "model.name_or_path")
 _ALWAYS_SHOWN = ("train.seed", "optim.lr", "optim.schedule")
 
 
@@ -154,7 +153,7 @@ def _data_section(config: RecipeConfig, origin: Origin) -> str:
             how = "files of their own" if config.data.eval_files else "a split of their own"
         held_out = f"{counts.num_held_out_rows:,} ({how}), of which {counts.num_evaluated_rows:,} are evaluated"
         rows = [("training rows", f"{counts.num_training_rows:,}"), ("held-out rows", held_out)]
-    return _table(("data", ""), [*rows, *_changed(config, ("data",))])
+    return _table(("data", ""), [*rows, *_changed(config, ("data.",))])
 
 
 def _metrics_section(origin: Origin) -> str:
@@ -183,24 +182,19 @@ def _settings_section(config: RecipeConfig, origin: Origin) -> str:
     keys = dotted_keys(config)
     budget = "train.global_batch_size_tokens" if config.train.global_batch_size_tokens else "train.global_batch_size_rows"
     shown = {key: keys[key] for key in (budget, *_ALWAYS_SHOWN)}
-    sections = ("model", *(["adapter"] if is_enabled(config.adapter) else []), "train", "optim")
-    changed = {key: value for key, value in _changed(config, sections) if key not in {*shown, "train.global_batch_size_rows"}}
+    sections = ("model.", *(["adapter."] if is_enabled(config.adapter) else []), "train.", "optim.")
+    not_here = {*shown, "train.global_batch_size_rows"}
+    changed = {key: value for key, value in _changed(config, sections) if key not in not_here}
     generated = {key: keys[key] for key in ("eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size")}
     of_launch = {"computed in": origin.computed_in, "processes": origin.num_processes}
     return _table(("setting", ""), {**shown, **changed, **generated, **of_launch}.items())
 
 
-def _changed(config: RecipeConfig, sections: Iterable[str]) -> list[tuple[str, Any]]:
+def _changed(config: RecipeConfig, sections: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Keys of these sections whose values are not the defaults."""
-    found = []
-    for section in sections:
-        part = getattr(config, section)
-        for own in dataclasses.fields(part):
-            default = own.default_factory() if own.default_factory is not dataclasses.MISSING else own.default
-            value = getattr(part, own.name)
-            if value != default and f"{section}.{own.name}" not in _NOT_IN_CARD:
-                found.append((f"{section}.{own.name}", dotted_keys(part)[own.name]))
-    return found
+    known = facts_of(type(config))
+    shown = ((key, value) for key, value in dotted_keys(config).items() if key.startswith(sections) and known[key].in_card)
+    return [(key, value) for key, value in shown if value != known[key].default]
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
+from toolkit.config.facts import facts_of
 from toolkit.config.load import dotted_keys
 from toolkit.config.paths import replace_local_paths
 from toolkit.distributed.comm import gather_objects
@@ -27,15 +28,6 @@ from toolkit.errors import UserError
 from toolkit.launch.environment import launched_with
 from toolkit.launch.run_folder import SECRET_IN_URL
 
-MAY_DIFFER = frozenset(
-    ("run.output_dir", "run.num_threads", "data.cache_dir", "data.num_tokenizer_workers", "data.num_loader_workers")
-)
-"""Fields of the run YAML that may differ between ranks. Of `run.output_dir`, all ranks must see the same files."""
-_BY_CONTENTS = frozenset(
-    (*(f"model.{name}" for name in ("name_or_path", "tokenizer", "init_from")), "adapter.name_or_path")
-    + ("data.chat_template", "data.source", "eval.metrics")
-)
-"""Fields whose local files are compared here; rows are compared as tokens (`data.tokens.prepare`)."""
 _PLACES_IN_YAML = frozenset(
     ("machine_rank", "main_process_ip", "main_process_port", "same_network", "rdzv_backend", "gpu_ids", "enable_cpu_affinity",
      "num_cpu_threads_per_process", "debug")
@@ -94,7 +86,9 @@ def installed_versions() -> dict[str, str]:
 
 
 def describe_config(config: Any) -> dict[str, Any]:
-    """The fields of a run's config, and the contents of the local files that they name; by name, for `compare_ranks`."""
+    """The fields of a run's config, and the contents of the local files that they name; by name, for `compare_ranks`. Rows are
+    compared as tokens (`data.tokens.prepare`)."""
+    known = facts_of(type(config))
     local: list[tuple[str, str]] = []
 
     def hide(key: str, path: str) -> str:
@@ -102,9 +96,9 @@ def describe_config(config: Any) -> dict[str, Any]:
         return "a local path"
 
     hidden = replace_local_paths(config, hide)
-    facts = {name: value for name, value in dotted_keys(hidden).items() if name not in MAY_DIFFER}
+    facts = {name: value for name, value in dotted_keys(hidden).items() if not known[name].per_rank}
     for key, path in local:
-        for file, contents in describe_files(Path(path)).items() if key in _BY_CONTENTS else ():
+        for file, contents in describe_files(Path(path)).items() if known[key].path in ("path", "named") else ():
             name = f"{file} of {key}"  # two metrics may have files of one name
             facts[name] = f"{facts[name]}, {contents}" if name in facts else contents
     return facts

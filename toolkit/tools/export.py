@@ -20,6 +20,7 @@ from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_na
 from toolkit.checkpoint.init_from import find_weights
 from toolkit.checkpoint.load import best_of_run, check_identity, load_weights
 from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
+from toolkit.config.facts import facts_of
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS
 from toolkit.data.tokens.languages import start_generation
@@ -47,12 +48,6 @@ from toolkit.training.setup import RunContext
 
 logger = logging.getLogger("toolkit")
 
-MAY_CHANGE = (
-    "model.name_or_path", "model.revision", "model.tokenizer", "adapter.name_or_path", "export.max_shard_size",
-    "export.merge_into", "eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size",
-)  # fmt: skip
-"""Settings of the run that an export may give otherwise: where the same model is now, how texts are generated."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -67,7 +62,7 @@ class Options:
     push_to_hub: str | None
     private: bool
     flags: list[str]
-    """Of the run's config, those of `MAY_CHANGE`."""
+    """Of the run's config, those that `may_change` names."""
 
 
 def export(run_flags: list[str], **given: Any) -> None:
@@ -166,11 +161,16 @@ def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] 
     return facts.lines, {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else None
 
 
+def may_change() -> list[str]:
+    """Settings of a run that an export may give otherwise: where the same model is now, how texts are generated."""
+    return [key for key, facts in facts_of(RecipeConfig).items() if facts.export]
+
+
 def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
     """The run's `config.yaml`. Attention kernels that this machine may lack are left out: they keep the same weights."""
     for flag in flags:
-        if flag.startswith("-") and (key := flag.removeprefix("--").partition("=")[0]) not in MAY_CHANGE:
-            raise UserError(f"{key} is not a setting of an export: of the run's, give one of {', '.join(MAY_CHANGE)}")
+        if flag.startswith("-") and (key := flag.removeprefix("--").partition("=")[0]) not in may_change():
+            raise UserError(f"{key} is not a setting of an export: of the run's, give one of {', '.join(may_change())}")
 
     path = run_folder / "config.yaml"
     try:

@@ -81,7 +81,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         chosen = {"data.packing": config.data.packing}
         context.settings.update(chosen)
         if (checkpoint := context.resume_from) is not None:
-            on_all_ranks(lambda: check_settings(checkpoint, chosen))
+            on_all_ranks(lambda: check_settings(checkpoint, chosen, type(config)))
     # The attention of packed rows; a line on it and on the processes' devices.
     accelerator, why_dense = context.accelerator, ""
     device, dtype = accelerator.device, compute_dtype(accelerator)

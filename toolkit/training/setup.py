@@ -85,7 +85,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     if settings.get("data.packing") == "auto":  # known and compared with the model
         del settings["data.packing"]
     working("choosing the checkpoint")
-    resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings)
+    resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings, type(config))
     # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None

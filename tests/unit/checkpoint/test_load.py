@@ -16,6 +16,7 @@ from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.load import best_of_run, check_identity, check_settings, describe_versions, forget_unequal
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.state import Identity, TrainState
+from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.same_run import installed_versions
 
@@ -60,10 +61,10 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
 
 
 def test_precision_and_model_config_belong_to_a_run() -> None:
-    check_settings(saved(), SETTINGS)
+    check_settings(saved(), SETTINGS, LLMConfig)
     sentence = "mixed_precision is 'no', but step-00000003 was made with 'bf16'"
     with pytest.raises(UserError, match=f"^{sentence}: set it back in the accelerate YAML \\('no' without one\\) to resume"):
-        check_settings(saved(), SETTINGS | {"mixed_precision": "no"})
+        check_settings(saved(), SETTINGS | {"mixed_precision": "no"}, LLMConfig)
     assert check_identity(saved(), identity()) == TrainState(3)
     with pytest.raises(UserError, match="^the model's config.json is not the one step-00000003 was trained with: set it back"):
         check_identity(saved(), identity("other"))
@@ -74,21 +75,21 @@ def test_files_of_a_mix_may_move_but_its_weights_may_not_change() -> None:
         {"data.mix": [{"source": "jsonl", "weight": weight, "files": files}]}
         for weight, files in ((2.0, "a.jsonl"), (2.0, "elsewhere/a.jsonl"), (1.0, "a.jsonl"))
     )
-    check_settings(saved(ours), moved)
+    check_settings(saved(ours), moved, LLMConfig)
     named = {"data.mix": [{**moved["data.mix"][0], "name": "news", "hub_subset": None, "hub_eval_split": None}]}
-    check_settings(saved(ours), named)  # of a version that had fewer keys
+    check_settings(saved(ours), named, LLMConfig)  # of a version that had fewer keys
     with pytest.raises(UserError, match="^data.mix is "):
-        check_settings(saved(ours), reweighted)
+        check_settings(saved(ours), reweighted, LLMConfig)
 
 
 @pytest.mark.parametrize("unset", ["", None])
 def test_a_kind_of_file_may_follow_from_its_ending(unset: str | None) -> None:
     named, left_out = ({"data.source": source} for source in ("csv", unset))
-    check_settings(saved(named), left_out)
-    check_settings(saved(left_out), {"data.source": "parquet"})
-    check_settings(saved({"data.mix": [{"source": "csv"}]}), {"data.mix": [{"source": ""}]})
+    check_settings(saved(named), left_out, LLMConfig)
+    check_settings(saved(left_out), {"data.source": "parquet"}, LLMConfig)
+    check_settings(saved({"data.mix": [{"source": "csv"}]}), {"data.mix": [{"source": ""}]}, LLMConfig)
     with pytest.raises(UserError, match="^data.source is 'me/rows', but step-00000003 was made with 'csv'"):
-        check_settings(saved(named), {"data.source": "me/rows"})
+        check_settings(saved(named), {"data.source": "me/rows"}, LLMConfig)
 
 
 def test_other_tokens_are_refused_with_the_way_on() -> None:
@@ -106,9 +107,9 @@ def test_a_changed_base_is_named_by_its_first_tensor() -> None:
 
 @pytest.mark.parametrize(("key", "off"), [("optim.skip_beyond_sigmas", None), ("optim.warmup_ratio", 0.0)])
 def test_a_key_newer_than_the_checkpoint_may_not_change_the_run(key: str, off: float | None) -> None:
-    check_settings(saved(), SETTINGS | {key: off})
+    check_settings(saved(), SETTINGS | {key: off}, LLMConfig)
     with pytest.raises(UserError, match=f"^{key} is 4.0, but step-00000003 was made with None"):
-        check_settings(saved(), SETTINGS | {key: 4.0})
+        check_settings(saved(), SETTINGS | {key: 4.0}, LLMConfig)
 
 
 OTHER = {"rows": "b", "num_beams": 1}
@@ -190,8 +191,8 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_another_optimizer_is_refused_and_older_checkpoints_are_of_adamw() -> None:
-    check_settings(saved(), SETTINGS | {"optim.name": "adamw"})
+    check_settings(saved(), SETTINGS | {"optim.name": "adamw"}, LLMConfig)
     for before, now in (({}, "adafactor"), ({"optim.name": "adafactor"}, "adamw")):
         was = before.get("optim.name", "adamw")
         with pytest.raises(UserError, match=rf"^optim.name is '{now}', but .* was made with '{was}': set it back to resume"):
-            check_settings(saved(SETTINGS | before), SETTINGS | {"optim.name": now})
+            check_settings(saved(SETTINGS | before), SETTINGS | {"optim.name": now}, LLMConfig)

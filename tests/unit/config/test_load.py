@@ -13,10 +13,11 @@ import yaml
 from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
+from toolkit.config.facts import exclusive_pairs
 from toolkit.config.load import dotted_keys, load_config, save_config
 from toolkit.config.messages import known_keys
 from toolkit.config.schema import OptimConfig, SummarizationConfig
-from toolkit.config.validate import EXCLUSIVE, check_evaluation_rows, check_num_steps
+from toolkit.config.validate import check_evaluation_rows, check_num_steps
 from toolkit.errors import UserError
 from toolkit.optimizers import with_defaults
 
@@ -356,7 +357,7 @@ def test_one_of_two_keys_as_a_flag_wins_over_the_other_in_the_yaml(
     length = "" if section == "train" else "train: {max_steps: 20}\n"
     path = write(tmp_path, f"{text}{length}{section}: {{{in_yaml}}}\n")
     built = getattr(load_config(SummarizationConfig, ["--config", str(path), f"--{section}.{flag}"]), section)
-    ours = next(pair for pair in EXCLUSIVE if f"{section}.{in_yaml.split(':')[0]}" in pair)
+    ours = next(pair for pair in exclusive_pairs(SummarizationConfig) if f"{section}.{in_yaml.split(':')[0]}" in pair)
     assert tuple(getattr(built, key.partition(".")[2]) for key in ours) == values
 
 
