@@ -45,8 +45,8 @@ class _Data(_Rows):
     csv_delimiter: str | None = stated(None, resume=True)
     """Character between the cells of `csv` files. If unset, a comma."""
     field: str | None = stated(None, resume=True)
-    """Key under which the rows are in a JSON file that is one object, as in `data`. If unset, the only one with a list of
-    objects."""
+    """Key under which JSON objects have the rows, as in `data` or `x.data`. If unset, in a file that is one object, the only one
+    with a list of objects."""
     encoding: str | None = stated(None, resume=True)
     """Encoding of text files, as Python names it (`cp1252`, `utf-16`). If unset, UTF-8."""
     num_tokenizer_workers: PositiveInt | None = stated(None, resume=True, per_rank=True, in_card=False)  # type: ignore[valid-type]

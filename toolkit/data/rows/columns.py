@@ -110,7 +110,8 @@ def describe_columns(columns: Columns, existing: Sequence[str]) -> str:
         return any(used.startswith(f"{name}.") for used in columns.names)
 
     # The parts of an object are named where one of them is read, and else the object.
-    parts = [name for name in existing if not (outer := name.rpartition(".")[0]) or outer not in existing or has_read(outer)]
+    known = {*existing}
+    parts = [name for name in existing if not (outer := name.rpartition(".")[0]) or outer not in known or has_read(outer)]
     left_out = show_names(name for name in parts if name not in columns.names and not has_read(name))
     return f"{KINDS[columns.kind].how}, from {used}; {f'not read: {left_out}' if left_out else 'no other columns'}"
 

@@ -18,13 +18,13 @@ from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.columnar import list_struct_fields
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
-from toolkit.data.sources.json_files import list_fields
+from toolkit.data.sources.json_files import ALL_VALUES, list_fields
 from toolkit.data.sources.own_function import load_own_source, read_options
 from toolkit.data.sources.row import list_parts, show_names, take_part
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
 
-_MAX_LATE_KEYS = 20
+_MAX_LATE_KEYS, _MAX_FIELDS = 20, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,16 +217,25 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     try:
         columns = choose(path, existing)
     except UserError as error:
-        reason, fields = str(error), list_fields(path, form) if kind in ("json", "jsonl") and form.field is None else []
-        if len(fields) == 1:  # nothing else can be meant
+        is_looked_into = kind in ("json", "jsonl") and form.field is None
+        reason, (fields, is_all) = str(error), list_fields(path, form) if is_looked_into else ([], False)
+        if is_all and ALL_VALUES in fields[:1]:
+            try:
+                return open_file(path, kind, choose, form._replace(field=fields.pop(0)), **known)
+            except UserError as of_values:
+                reason = str(of_values)
+        if is_all and len(fields) == 1:  # nothing else can be meant
             return open_file(path, kind, choose, form._replace(field=fields[0]), **known)
         if fields:
-            reason = f"{path} is one object, with rows under {' and '.join(fields)}: set data.field to one of them"
+            more = f" and {len(fields) - _MAX_FIELDS} more" * (len(fields) > _MAX_FIELDS)
+            named = f"under {' and '.join(fields[:_MAX_FIELDS])}{more}"
+            reason = f"{path} is one object, with rows {named}" if is_all else f"{reason}; if the lists {named} are the rows"
+            reason += f"{':' if is_all else ','} set data.field to one of them"
         raise UserError(f"{reason}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
     if kind in ("json", "jsonl"):  # optional columns may come in later rows than were looked at
         columns = columns._replace(names=tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))
     details = f" {form.encoding} {form.delimiter}{f' {form.field}' if form.field else ''}" if is_text else ""
-    about += f"; its rows are under {form.field}" if form.field else ""
+    about += f"; its rows are {'its values' if form.field == ALL_VALUES else f'under {form.field}'}" if form.field else ""
     return RowInput(
         label=str(path),
         source=kind,

@@ -38,7 +38,7 @@ class Form(NamedTuple):
     delimiter: str = ","
     """Between the cells of CSV files."""
     field: str | None = None
-    """Key of a JSON file that is one object, under which its rows are."""
+    """Under which key of JSON objects the rows are, as in `x.data`."""
     text_quote: int = 0
     """Of a TSV file: the line that shows that double quotes are text in it; 0 where they stand around cells."""
 

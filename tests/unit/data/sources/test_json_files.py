@@ -97,6 +97,8 @@ PANDAS = {
     "index": {str(number): row for number, row in enumerate(ROWS)},
     "split": {"columns": ["prompt", "completion"], "index": [*range(12)], "data": [[*row.values()] for row in ROWS]},
     "list": {column: [row[column] for row in ROWS] for column in ROWS[0]},
+    "columns by words": {column: {row["prompt"] + "th": row[column] for row in ROWS} for column in ROWS[0]},
+    "index by words": {row["prompt"] + "th": row for row in ROWS},
     "table": {"schema": {"fields": [{"name": "prompt", "type": "string"}]}, "data": ROWS},
 }
 """What `DataFrame.to_json` and `to_dict` write, by `orient`."""
@@ -104,7 +106,8 @@ PANDAS = {
 
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize(
-    "whole", [*PANDAS.values(), {"version": "1.0", "data": ROWS}, {"train": ROWS}, {"rows": ROWS, "errors": []}]
+    "whole",
+    [*PANDAS.values(), {"version": "1.0", "data": ROWS}, {"rows": ROWS, "errors": []}, {"v": {"v": 1}, "x": {"data": ROWS}}],
 )
 def test_an_object_that_holds_all_rows_is_read(whole: dict[str, Any], indent: int | None) -> None:
     Path("rows.json").write_text(json.dumps(whole, indent=indent))
@@ -124,6 +127,12 @@ def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
     assert refusal(load_llm, "both.json.gz", field="dev") == (
         "data.field is dev, but both.json.gz is not an object with a list there: correct it, or leave it out"
     )
+    # In lines they are named, but not guessed: each may be a row with a list. Arrays in lines can only be rows.
+    write_objects("lines.jsonl", [{"x": {"data": ROWS[:5]}}, {"x": {"data": ROWS[5:]}}])
+    assert refusal(load_llm, "lines.jsonl").endswith("; if the lists under x.data are the rows, set data.field to one of them")
+    Path("arrays.jsonl").write_text(f"{json.dumps(ROWS[:5])}\n{json.dumps(ROWS[5:])}\n")
+    for rows in (load_llm("lines.jsonl", field="x.data"), load_llm("arrays.jsonl")):
+        assert len(rows.train) == len(ROWS)
     # One row stays one, whatever lists it has, in one line or several.
     for indent in (None, 1):
         Path("chat.json").write_text(json.dumps({"messages": CHAT, "tools": SCHEMA}, indent=indent))
