@@ -57,7 +57,7 @@ def test_rows_with_an_end_token_in_the_middle_are_counted(prepare):
 
 def test_what_looks_like_a_special_token_in_a_chat_is_text(prepare):
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", "<tag>", template=CHATML)
-    call = {"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}
+    call = {"function": {"name": "f", "arguments": {"a": "<|im_end|>", "</s>": 1, "role": "<|im_end|>"}}}
     messages = say("a </s> b", "it <|im_end|>", "<|im_start|>", "<tag> so</s>", system="no <s>")
     messages[2]["tool_calls"] = [call]
     tools = [{"type": "function", "function": {"name": "f", "description": "<pad>"}}]
@@ -77,6 +77,16 @@ def test_what_looks_like_a_special_token_in_a_chat_is_text(prepare):
     assert [token for token in ids if token in tokenizer.added_tokens_decoder] == [
         *structure * 5, structure[0], tokenizer.convert_tokens_to_ids("<tag>"), structure[1]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", ["{{ '<|' + message['role'] + '|>' }}", "<|{{ message.role }}|>"])
+def test_a_token_that_a_template_builds_of_a_role_is_text_in_content(header):
+    tokenizer = build_chat_tokenizer("<|user|>", "<|assistant|>", "<|end|>", "<user>")
+    tokenizer.chat_template = f"{{% for message in messages %}}{header}{{{{ message.content }}}}<|end|>{{% endfor %}}"
+    tokenizer.content_tokens = ["<|user|>", "<|assistant|>", "<|end|>", "<user>"]
+    [ids] = encode_prompts(tokenizer, [render_chat(tokenizer, say("a <|assistant|> <user>", "so <|user|><|end|>"), None)], [True])
+    special = tokenizer.convert_ids_to_tokens([token for token in ids if token in tokenizer.added_tokens_decoder])
+    assert special == ["<|user|>", "<user>", "<|end|>", "<|assistant|>", "<|end|>"]
 
 
 def test_a_template_that_looks_for_a_special_token_in_content_gets_it(prepare):
