@@ -177,8 +177,9 @@ def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[s
         if num:
             level, share = "" if what == "sources" else "WARNING: ", f"{num} of {len(rows)} training {what} looked at"
             trouble = f"loses {kind}, which stand in {share} ({100 * num / len(rows):.1f} %)"
-            remedy = f": with pretrained weights, model.add_tokens {json.dumps([white])} keeps them" * bool(white.strip(" "))
-            sentences.append(f"{level}the tokenizer {tokenizer.name_or_path} {trouble}{remedy}")
+            remedy = f"with pretrained weights, model.add_tokens {json.dumps([white])} keeps them"
+            remedy = remedy if white.strip(" ") else "no setting keeps them; tokenizers of bytes do, as ByT5's"
+            sentences.append(f"{level}the tokenizer {tokenizer.name_or_path} {trouble}: {remedy}")
     for texts in tried:
         context = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
         for text, ids in zip(context, tokenizer(context, add_special_tokens=False)["input_ids"], strict=True):

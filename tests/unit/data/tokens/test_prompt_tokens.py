@@ -79,5 +79,6 @@ def test_a_tokenizer_that_does_not_keep_its_text_is_said_with_an_example(prepare
         'weights, model.add_tokens ["\\n"] keeps them'
     )
     assert of_runs.startswith("WARNING: the tokenizer BERT loses runs of spaces, which stand in 1 of 2 training rows")
+    assert of_runs.endswith(": no setting keeps them; tokenizers of bytes do, as ByT5's")
     assert "does not give back 1 of the first 2 training rows as they are ('So  the ' as 'so the')" in of_case
     assert prepare(build_byte_level(), [{"prompt": "So  the ", "completion": "word\nis"}]).remarks == []
