@@ -15,6 +15,7 @@ from toolkit.data.tokens.tokenizer import hash_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# By hand, as version 4 is not there to be asked, and version 5 only reads these spellings.
 _NAMES = {"gpt_neox": "rotary_emb_base rotary_pct -", "modernbert-decoder": "global_rope_theta - local_rope_theta"}
 _USUAL_NAMES = "rope_theta partial_rotary_factor rope_local_base_freq"
 """Of the base frequency, the share of a head that rotates, and the base frequency of layers with a window."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +20,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-_WHYS = {
-    "it changes the type of the output": (
-        "return_dict_in_generate output_scores output_logits output_attentions output_hidden_states num_return_sequences"
+_LEFT_OUT = {
+    r"(output|return)_\w+|num_return_sequences": "it changes the type of the output",
+    # By hand: transformers says only in comments that these moved to the hub, and which of the next are for speed.
+    "penalty_alpha|dola_layers|num_beam_groups|diversity_penalty|constraints|force_words_ids|low_memory": (
+        "transformers runs it by code of the hub"
     ),
-    "transformers runs it by code of the hub": (
-        "penalty_alpha dola_layers num_beam_groups diversity_penalty constraints force_words_ids low_memory"
+    r"\w*(cache|compile)\w*|prompt_lookup_\w+|assistant_early_exit|use_mtp|continuous_batching_\w+|prefill_chunk_size": (
+        "it is for speed or memory, and not for every batch and device"
     ),
-    "it is for speed or memory, and not for every batch and device": (
-        "cache_implementation cache_config max_cache_len prompt_lookup_num_tokens assistant_early_exit use_mtp use_cache "
-        "compile_config disable_compile continuous_batching_config prefill_chunk_size"
-    ),
-    "max_new_tokens limits the texts": "max_length",
+    "max_length": "max_new_tokens limits the texts",
 }
-LEFT_OUT = {key: why for why, keys in _WHYS.items() for key in keys.split()}
-"""What is left out of every generation config, and why."""
+"""What is left out of every generation config, by its names, and why."""
 _OF_RUNS = dict.fromkeys(("stop_strings", "token_healing"), "plain `generate` needs the tokenizer for it")
 _OF_RUNS |= {"max_time": "texts would depend on the machine", "do_sample": "evaluations do not sample"}
 
@@ -70,7 +68,7 @@ def load_settings(base: ModelConfig) -> dict[str, Any]:
     try:
         settings = dict(json.loads(path.read_text(encoding="utf-8")))
         if path.name == "config.json":
-            known = {key: value for key, value in settings.items() if key not in LEFT_OUT}
+            known = {key: value for key, value in settings.items() if not _why_left_out(key)}
             settings = GenerationConfig.from_model_config(known).to_diff_dict()
     except (ValueError, TypeError, AttributeError) as error:
         raise _unreadable(f"the {path.name} of {base.name_or_path}", error) from None
@@ -85,7 +83,7 @@ def build_generation(
     made: Any = type(model.generation_config)()
     known = {*vars(made)}
     vars(made).update(ours, use_cache=True)
-    defaults, reasons, taken = private("_get_default_generation_params", made)(), LEFT_OUT | reasons, []
+    defaults, taken = private("_get_default_generation_params", made)(), list[str]()
     what = f"the generation config of {name}"
     for key, value in theirs.items():
         shown, default = f"{key} {json.dumps(value)[:40]}", defaults.get(key)
@@ -95,8 +93,9 @@ def build_generation(
         values = value if isinstance(value, list) and key.endswith("_token_id") else [value]
         if (is_whole or type(default) is float) and not all(type(one) in of_type for one in values):
             raise _unreadable(what, TypeError(f"{key} is {value!r}"))
-        if value not in (None, standard) and (value or standard or key not in reasons):
-            trial, why = copy.copy(made), reasons.get(key)
+        why = reasons.get(key) or _why_left_out(key)
+        if value not in (None, standard) and (value or standard or not why):
+            trial = copy.copy(made)
             try:
                 if not why:
                     trial.update(**{key: value}) if isinstance(value, dict) else setattr(trial, key, value)
@@ -112,6 +111,10 @@ def build_generation(
     if taken and level == logging.INFO:
         logger.info(f"texts are generated with {', '.join(taken)} of {what}")
     return made
+
+
+def _why_left_out(key: str) -> str:
+    return next((why for names, why in _LEFT_OUT.items() if re.fullmatch(names, key)), "")
 
 
 def _why_invalid(made: GenerationConfig, key: str, value: Any) -> str:
