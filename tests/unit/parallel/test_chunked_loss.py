@@ -74,6 +74,22 @@ def test_a_forward_may_call_the_stack_inside_its_backbone() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
+def test_a_backbone_that_is_not_where_the_class_says_leaves_all_logits() -> None:
+    """Llama 4's of text alone is at `model`, and `base_model_prefix` says `language_model`."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 4}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Llama4TextConfig(vocab_size=VOCAB_SIZE, pad_token_id=0, **sizes, **heads)
+    model: Any = transformers.Llama4ForCausalLM(config).eval()
+    rows = build_rows()
+    all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
+    expected = sum(summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:]) for ids_BT in all_ids)
+    chunked_loss.install(model)
+    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
 def test_the_head_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers looks for it module by module, which would cost the host time in every micro-batch."""
     model = build_model("llama")
