@@ -25,14 +25,13 @@ from toolkit.errors import UserError
 from toolkit.export.card import Origin, is_hub_id
 from toolkit.export.places import Places
 from toolkit.export.run_data import RunData
+from toolkit.models.config import PROCESSOR_FILES
 from toolkit.models.lora import text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SETTINGS_FILE = "toolkit.json"
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""How a model that takes images or sound has them processed."""
 _VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """What its `--max-lora-rank` takes, from the default."""
 

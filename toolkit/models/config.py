@@ -25,6 +25,8 @@ logger = logging.getLogger("toolkit")
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILES = ("model.safetensors", WEIGHTS_INDEX)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How a model that takes images or sound has them processed; an export copies them."""
 DEQUANTIZED = ("bitsandbytes nf4", "mxfp4", "fp8 in blocks of [128, 128]")
 """Formats of quantized weights that `dequantize.py` reads."""
 _OF_A_SET = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -53,7 +55,7 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
         raise UserError(f"model.name_or_path {name} has no config.json: give a Hugging Face model folder")
     if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise UserError(f"model.name_or_path {name} is not a folder here: give an existing folder or a hub id")
-    refuse_pointers([folder / "config.json"])
+    refuse_pointers(folder / file for file in ("config.json", *PROCESSOR_FILES))
     if folder.is_dir() and not config.from_scratch:
         check_weight_files(folder, f"model.name_or_path {name}")
     try:

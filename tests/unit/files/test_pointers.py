@@ -49,6 +49,7 @@ OPENED: dict[str, tuple[Callable[[Path], Any], dict[str, str]]] = {
         {"README.md": "---\nconfigs:\n- {config_name: a, drop_x: 1, data_files: '*.parquet'}\n---"},
     ),
     "config.json": (model, {}),
+    "preprocessor_config.json": (model, {"config.json": "{}"}),
     "model.safetensors": (model, {"config.json": "{}"}),
     "model.safetensors.index.json": (lambda path: check_weight_files(path.parent, "it"), {}),
     "one.safetensors": (lambda path: check_weight_files(path.parent, "it"), {"model.safetensors.index.json": INDEX}),
