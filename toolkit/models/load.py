@@ -24,7 +24,7 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.safetensors_index import Match, WholeOnly, check_loaded, find_weight_files, open_files
+from toolkit.models.safetensors_index import Match, WholeOnly, check_loaded, find_weight_files, match_names, open_files
 from toolkit.models.shard_reader import Box, pieces
 from toolkit.private import LOAD_REPORT, private
 from toolkit.variables import local_rank
@@ -200,7 +200,11 @@ def from_files(
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=options["revision"])
         nested = [value for value in settings.values() if isinstance(value, dict)]
         if not any(part.get("quantization_config") for part in (settings, *nested)):
-            return _load(model_class, name, use_safetensors=True, **options)
+            model, report = _load(model_class, name, use_safetensors=True, **options)
+            with suppress(WholeOnly):  # nothing is read but headers, and what has two names
+                files = find_weight_files(name, options["revision"], getattr(model.config, "transformers_weights", None))
+                match_names(model, open_files(files, what), f"the weights of {what}")
+            return model, report
         stored = open_files(find_weight_files(name, options["revision"]), what)
     except (OSError, WholeOnly, SafetensorError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)

@@ -147,7 +147,7 @@ def hash_frozen(model: nn.Module, sources: Sources) -> dict[str, str]:
 def _match(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[Sources, Match]:
     named = getattr(model.config, "transformers_weights", None)
     files = open_files(find_weight_files(name_or_path, revision, named), what)
-    match = match_names(model, files)
+    match = match_names(model, files, f"the weights of {what}")
     computed = private("_keys_to_ignore_on_load_missing", model) or ()
     for name in match.missing:
         if any(re.search(pattern, name) for pattern in computed):

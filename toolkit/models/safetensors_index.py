@@ -124,9 +124,9 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
     raise WholeOnly(f"{name_or_path} has no {' or '.join(WEIGHTS_FILES)}")
 
 
-def match_names(model: PreTrainedModel, files: Sources) -> Match:
+def match_names(model: PreTrainedModel, files: Sources, what: str = "the files") -> Match:
     """Find a model's parameters and persistent buffers in `open_files`. The model may be on the meta device; it has no adapter. A
-    tensor that transformers converts from others is a `WholeOnly`."""
+    tensor that transformers converts from others is a `WholeOnly`; different values under two names of one are a `UserError`."""
     # transformers' conversion rules for this model.
     conversions = private("get_model_conversion_mapping")(model)
     renamings = [entry for entry in conversions if isinstance(entry, private("WeightRenaming"))]
@@ -147,10 +147,10 @@ def match_names(model: PreTrainedModel, files: Sources) -> Match:
             unknown |= {name, *(name.replace(first, other) for other in others)}
         elif pattern is not None and name not in tensors:
             of_experts.setdefault(name, {}).setdefault(pattern, []).append(files[key])
-        elif name in tensors or name in of_experts:
-            raise WholeOnly(f"{tensors.get(name, 'a tensor of an expert')} and {key} are both {name}")
-        else:
-            tensors[name] = key
+        elif name in of_experts:
+            raise UserError(f"{what} have {key}, and its experts one by one: keep what is meant")
+        elif (other := tensors.setdefault(name, key)) != key and _differ(files[other], files[key]):
+            raise UserError(f"{what} have {other} and {key}, one parameter with two values: keep the one that is meant")
     for name, parts in of_experts.items():
         converter: Any = next(one for one in converters if parts.keys() <= set(one.source_patterns))
         operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
@@ -204,19 +204,21 @@ def untie_differing(model: PreTrainedModel, files: Sources, match: Match) -> Non
     transformers 5 builds these models tied, whatever their config says. Rank 0 compares the values.
     """
 
-    def differ(*names: str) -> bool:
-        one, two = (files[match.tensors[name]].to(torch.float32) for name in names)
-        return not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape))
-
     names_of: dict[str, list[str]] = {}  # of each tied weight; its source is first, but need not be stored
     for name, source in model.all_tied_weights_keys.items():
         names_of.setdefault(source, [source]).append(name)
     stored = [[name for name in names if name in match.tensors] for names in names_of.values()]
     pairs = [(names[0], other) for names in stored for other in names[1:]]
-    for _, name in on_rank_0(lambda: [pair for pair in pairs if differ(*pair)]):
+    for _, name in on_rank_0(lambda: [pair for pair in pairs if _differ(*(files[match.tensors[name]] for name in pair))]):
         module, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(module), own_name, nn.Parameter(torch.empty_like(model.get_parameter(name))))
         model.all_tied_weights_keys.pop(name)
+
+
+def _differ(one: Source, two: Source) -> bool:
+    """Whether two tensors have other values, in whatever dtype."""
+    one, two = one.to(torch.float32), two.to(torch.float32)
+    return one.shape != two.shape or not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape))
 
 
 def _merge(lists: list[list[Source]]) -> Source | None:

@@ -16,7 +16,8 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as
-from toolkit.models.load import load_model
+from toolkit.models.load import build_on_meta, load_model
+from toolkit.models.load_sharded import _match as match_files
 from toolkit.tasks import causal
 
 
@@ -62,3 +63,26 @@ def test_a_new_head_is_drawn_from_the_seed_where_the_task_allows_it(tmp_path: Pa
     save_file({name: weight for name, weight in load_file(file).items() if "pooler" not in name}, file, {"format": "pt"})
     with pytest.raises(UserError, match=r"lack 2 of the model's parameters \(bert.pooler.dense.bias"):
         load_model(config, model_config, new, 0)
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_two_values_of_one_parameter_are_refused_on_all_paths(tmp_path: Path, is_equal: bool) -> None:
+    config = transformers.GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, eos_token_id=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    again = tensors["transformer.h.0.mlp.c_fc.weight"].clone()
+    save_file(tensors | {"h.0.mlp.c_fc.weight": again if is_equal else again + 1}, tmp_path / "model.safetensors")
+    name = str(tmp_path)
+    given, model_config = ModelConfig(name_or_path=name), load_model_config(ModelConfig(name_or_path=name), causal.TASK)
+    for load in (
+        lambda: load_model(given, model_config, causal.TASK, 0),
+        lambda: match_files(build_on_meta(given, model_config, causal.TASK, torch.float32), name, None, f"model {name}"),
+    ):
+        if is_equal:
+            load()
+            continue
+        both = (
+            "h.0.mlp.c_fc.weight and transformer.h.0.mlp.c_fc.weight, one parameter with two values: keep the one that is meant"
+        )
+        with pytest.raises(UserError, match=f"^the weights of model {name} have {both}$"):
+            load()
