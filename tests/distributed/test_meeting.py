@@ -11,13 +11,13 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from tests.support import launch as launcher
 from tests.support.launch import REPOSITORY, LaunchResult, launch, start
 from tests.support.ports import free_port
 from tests.support.refusals import refusal
 from tests.support.small_run import write_inputs
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.files.json_lines import load_json_lines
+from toolkit.tools import forks
 
 TIMEOUT_S = 3
 LIMIT_S = 200.0
@@ -71,7 +71,7 @@ def meet(script: Path, variables: dict[str, str], *, num_processes: int = 2, **o
     """How ranks end that meet where `variables` say; `of_ranks` differ, as in `rank1={"WORLD_SIZE": "3"}`."""
     changes = {"all": {"TIMEOUT_S": str(TIMEOUT_S), **variables}, **{name[4:]: more for name, more in of_ranks.items()}}
     with (
-        patch.object(launcher, "PEER_GRACE_S", 60.0),  # nobody ends a rank that another one has left
+        patch.object(forks, "PEER_GRACE_S", 60.0),  # nobody ends a rank that another one has left
         start(script, [json.dumps(changes)], preset="fsdp2_cpu", num_processes=num_processes) as running,
     ):
         return running.wait(LIMIT_S)

@@ -21,12 +21,12 @@ from unittest.mock import patch
 
 from tests.faults.workers import faulty_recipe
 from tests.recipes.test_resume import curves
-from tests.support import launch
 from tests.support.launch import LaunchResult, Running, start
 from tests.support.rank import PAGES
 from tests.support.workbench import FP32, Workbench, step_name
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.files.durable import seal
+from toolkit.tools import forks
 
 SCRIPT = faulty_recipe.__file__
 PATIENCE_S = 300.0
@@ -78,7 +78,7 @@ def arguments(bench: Workbench, name: str, *faults: Fault, exports: bool = False
 
 def attempt_with(bench: Workbench, name: str, *faults: Fault, timeout_s: float = 2 * PATIENCE_S, **changes: Any) -> Outcome:
     """Run to the end, good or bad. Nobody ends a rank whose peer has gone: it does so itself, however slow the machine is."""
-    with patch.object(launch, "PEER_GRACE_S", PATIENCE_S), start_with(bench, name, *faults, **changes) as running:
+    with patch.object(forks, "PEER_GRACE_S", PATIENCE_S), start_with(bench, name, *faults, **changes) as running:
         result = running.wait(timeout_s)
         return Outcome(result.returncodes, result.stdout, result.stderr, end_s=time.time())
 

@@ -16,9 +16,9 @@ from tests.distributed.test_quantized_base import build_models
 from tests.planting.faults import FAULTS
 from tests.planting.verify_run import RUNS_OF_CHECK, run_part, run_verify
 from tests.support.launch import REPOSITORY, run_on_ranks
-from tests.support.rank import as_in_a_terminal
 from tests.support.workbench import Workbench, new_bench
 from toolkit.optimizers import OPTIMIZERS
+from toolkit.tools.forks import take_signals
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
 
 CHECKS = {
@@ -109,7 +109,7 @@ def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
     """Through `accelerate launch`, from another folder, up to the end of the first run; a wrong flag is refused."""
     bench, output = benches["t5"], tmp_path / "verify"
     command = [sys.executable, "-m", "toolkit", "verify", "--use-cpu", "--output", str(output), "--model", model_of(bench)]
-    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": as_in_a_terminal, "text": True}
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": take_signals, "text": True}
     with subprocess.Popen([*command, *flags_of(bench)], cwd=tmp_path, env=environment(), **how) as run:
         printed = [run.stdout.readline() for _ in range(2)]  # type: ignore[union-attr]
         run.send_signal(signal.SIGINT)

@@ -1,15 +1,15 @@
-"""Run `verify`, or those of its runs that a check needs, on the fork server and with a fault planted in it and in them."""
+"""Run `verify`, or those of its runs that a check needs, by the tests' server and with a fault planted in it and in them."""
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.planting.plant import planted
-from tests.support.launch import start
+from tests.support.launch import Running
+from tests.support.rank import run_script
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import WatchedRun, launch_all, plan_runs
@@ -59,15 +59,9 @@ def run_part(
 
 
 def launch(preset: Path, command: list[str], log_path: Path) -> int:
-    """As `launching.launch`, by the fork server."""
-    with start(__file__, command, preset=preset) as running:
+    """As `forks.launch`, by the tests' server."""
+    with Running(lambda _: partial(run_script, command), preset=preset) as running:
         result = running.wait()
     log_path.parent.mkdir(parents=True, exist_ok=True)
     log_path.write_text(result.stdout + result.stderr)
     return next((code for code in result.returncodes if code), 0)
-
-
-if __name__ == "__main__":
-    _, module, *arguments = sys.argv[1:]  # `-m MODULE ARGUMENT...`
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -4,10 +4,8 @@ A fork server imports torch, transformers and the like once per test run; every 
 tens of milliseconds where `accelerate launch` costs 5 to 10 s a process. The environment of a rank is what
 `accelerate launch` would set from the same preset: accelerate's own parser and functions compute it.
 
-What differs from `accelerate launch`, so that a test which is about one of these takes the real launcher:
-rank 0 hosts the TCP store (torch elastic's agent does otherwise); the interpreter is left by `os._exit` after threads and
-atexit handlers, so C++ destructors do not run; all ranks of all launches share one string-hash seed; a run draws a page
-only for a launch that asks for it (`tests/support/rank.py`).
+What differs from `accelerate launch` (see `toolkit/tools/forks.py`) matters to few tests, which take the real launcher. Here also
+C++ destructors do not run, as ranks leave by `os._exit`; and a run draws a page only for a launch that asks for it.
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,8 @@ from unittest.mock import patch
 import yaml
 
 from tests.support.ports import free_port
-from tests.support.rank import SERVER_ENVIRONMENT, World, run_rank
+from tests.support.rank import SERVER_ENVIRONMENT, call, run_script
+from toolkit.tools.forks import Ranks, World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -77,8 +75,6 @@ READ_AT_IMPORT = (
 
 TIMEOUT_S = 600.0
 """Of a launch. It stops a hang, on the slowest machine too."""
-PEER_GRACE_S = 5.0
-TERM_TO_KILL_S = 10.0
 
 _environment_at_server_start: dict[str, str] = {}
 
@@ -96,27 +92,14 @@ class LaunchResult:
 
 
 def launch(script: Path | str, argv: list[str], *, timeout_s: float = TIMEOUT_S, **where: Any) -> LaunchResult:
-    """Run `script` on every rank and wait for the end; `where` is as `start` takes it. AssertionError after `timeout_s`."""
+    """Run `script` on every rank and wait for the end; `where` is as `Running` takes it. AssertionError after `timeout_s`."""
     with start(script, argv, **where) as running:
         return running.wait(timeout_s)
 
 
-def start(
-    script: Path | str,
-    argv: list[str],
-    *,
-    preset: str | Path,
-    overrides: dict[str, Any] | None = None,
-    num_processes: int | None = None,
-    env: dict[str, str] | None = None,
-) -> Running:
-    """Start `script` on every rank and return at once; use it in a `with`, which kills whatever still runs at its end.
-
-    Args:
-        preset: a name in accelerate_configs/ or a file.
-        overrides: merged into the preset's YAML, nested mappings key by key.
-    """
-    return Running(_build_world(preset, overrides, num_processes, env, script=Path(script).resolve(), argv=argv))
+def start(script: Path | str, argv: list[str], **where: Any) -> Running:
+    """Start `script` on every rank and return at once; `where` is as `Running` takes it."""
+    return Running(lambda _: partial(run_script, [str(Path(script).resolve()), *argv]), **where)
 
 
 def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, **where: Any) -> list[Any]:
@@ -132,39 +115,50 @@ def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, 
         return running.results(timeout_s)
 
 
-def start_on_ranks(
-    function: Callable[..., Any],
-    *,
-    preset: str | Path,
-    overrides: dict[str, Any] | None = None,
-    num_processes: int | None = None,
-    args: tuple[Any, ...] = (),
-    env: dict[str, str] | None = None,
-) -> Running:
+def start_on_ranks(function: Callable[..., Any], *, args: tuple[Any, ...] = (), **where: Any) -> Running:
     """Start `run_on_ranks`, as `start` starts a script; `Running.results` has the results."""
-    return Running(_build_world(preset, overrides, num_processes, env, function=function, args=args))
+    return Running(lambda folder: partial(call, folder, function, args), **where)
 
 
-class Running:
+class Running(Ranks):
     """The ranks of one launch: their pids to kill, their output so far, and how they end."""
 
-    def __init__(self, world: World) -> None:
-        self.folder = world.folder
-        context = _fork_server()
-        # daemon: whatever a failed test leaves behind is terminated, not waited for, when pytest exits.
-        self._processes = [
-            context.Process(target=run_rank, args=(world, rank), daemon=True) for rank in range(world.num_processes)
-        ]
-        for process in self._processes:
-            process.start()
+    def __init__(
+        self,
+        work: Callable[[Path], Callable[[], None]],
+        *,
+        preset: str | Path,
+        overrides: dict[str, Any] | None = None,
+        num_processes: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """Start them at once; use it in a `with`.
 
-    def __enter__(self) -> Running:
-        return self
+        Args:
+            work: of a new folder, which also takes the outputs, makes what each rank does.
+            preset: a name in accelerate_configs/ or a file.
+            overrides: merged into the preset's YAML, nested mappings key by key.
+        """
+        context, environment = _fork_server(), {**os.environ, **SERVER_ENVIRONMENT, **(env or {})}
+        for name in READ_AT_IMPORT:
+            asked, frozen = environment.get(name), _environment_at_server_start.get(name)
+            assert asked == frozen, f"{name}={asked!r} comes too late: the preloaded libraries read {frozen!r}"
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        processes = {} if num_processes is None else {"num_processes": num_processes}
+        accelerate_yaml, mapping = write_accelerate_yaml(self.folder, preset, (overrides or {}) | processes)
+        is_distributed = mapping["distributed_type"] in ("MULTI_GPU", "FSDP")
+        places = range(mapping["num_processes"] if is_distributed else 1)  # accelerate starts one for every other type
+        world = World(
+            accelerate_yaml=accelerate_yaml,
+            environment=environment,
+            port=free_port() if is_distributed else None,
+            streams=[(self.folder / f"stdout-{rank}.txt", self.folder / f"stderr-{rank}.txt") for rank in places],
+            work=work(self.folder),
+        )
+        super().__init__(context, world)
 
     def __exit__(self, *_: object) -> None:
-        self._signal_all(signal.SIGKILL)
-        for process in self._processes:
-            process.join()
+        super().__exit__()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
@@ -187,24 +181,11 @@ class Running:
             wait_for_any([process.sentinel for process in alive], timeout=0.02)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> LaunchResult:
-        """Wait for the ranks; one that fails takes the others down (TERM after 5 s, KILL 10 s later), as torch elastic does."""
-        deadline = time.monotonic() + timeout_s
-        terminate_at = kill_at = float("inf")
-        while alive := [process for process in self._processes if process.exitcode is None]:
-            now = time.monotonic()
-            if now >= deadline:
-                self._signal_all(signal.SIGKILL)
-                raise AssertionError(f"not finished after {timeout_s} s\n{self.last_words()}")
-            if terminate_at == float("inf") and any(process.exitcode for process in self._processes):
-                terminate_at, kill_at = now + PEER_GRACE_S, now + PEER_GRACE_S + TERM_TO_KILL_S
-            if now >= kill_at:
-                self._signal_all(signal.SIGKILL)
-            elif now >= terminate_at:
-                self._signal_all(signal.SIGTERM)
-                terminate_at = kill_at
-            next_event = min(deadline, terminate_at, kill_at)
-            wait_for_any([process.sentinel for process in alive], timeout=max(0.05, next_event - time.monotonic()))
-        return LaunchResult([process.exitcode or 0 for process in self._processes], self.output("stdout"), self.output("stderr"))
+        """Wait for the ranks as `end` does; AssertionError after `timeout_s`."""
+        try:
+            return LaunchResult(self.end(timeout_s), self.output("stdout"), self.output("stderr"))
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.last_words()}") from None
 
     def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Wait; what the function returned, in rank order. Raises as `run_on_ranks` does."""
@@ -222,43 +203,6 @@ class Running:
         """Exit codes so far and the ends of the outputs, for an assertion's message."""
         codes = [process.exitcode for process in self._processes]
         return f"exit codes {codes}\nstdout:\n{self.output('stdout')[-4000:]}\nstderr:\n{self.output('stderr')[-4000:]}"
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        """Signal every living rank with its own children (each rank leads a session)."""
-        for process in self._processes:
-            if process.exitcode is None and process.pid:
-                for send in (os.killpg, os.kill):  # kill: a rank that does not lead its session yet
-                    with suppress(ProcessLookupError):
-                        send(process.pid, number)
-
-
-def _build_world(
-    preset: str | Path,
-    overrides: dict[str, Any] | None,
-    num_processes: int | None,
-    env: dict[str, str] | None,
-    **what: Any,
-) -> World:
-    """Write the preset with its overrides into a new folder, which also takes the ranks' outputs."""
-    _fork_server()
-    environment = {**os.environ, **SERVER_ENVIRONMENT, **(env or {})}
-    for name in READ_AT_IMPORT:
-        asked, frozen = environment.get(name), _environment_at_server_start.get(name)
-        assert asked == frozen, f"{name}={asked!r} comes too late: the preloaded libraries read {frozen!r}"
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    processes = {} if num_processes is None else {"num_processes": num_processes}
-    accelerate_yaml, mapping = write_accelerate_yaml(folder, preset, (overrides or {}) | processes)
-    is_distributed = mapping["distributed_type"] in ("MULTI_GPU", "FSDP")
-    return World(
-        folder=folder,
-        accelerate_yaml=accelerate_yaml,
-        # accelerate starts one process for every other type, MULTI_CPU included
-        num_processes=mapping["num_processes"] if is_distributed else 1,
-        master_port=free_port() if is_distributed else None,
-        # There is no launcher above a rank whose command line would name the file.
-        environment={**os.environ, **SERVER_ENVIRONMENT, "TOOLKIT_ACCELERATE_YAML": str(accelerate_yaml), **(env or {})},
-        **what,
-    )
 
 
 def write_accelerate_yaml(

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launch import REPOSITORY, TIMEOUT_S, write_accelerate_yaml
-from tests.support.rank import SERVER_ENVIRONMENT, as_in_a_terminal
+from tests.support.rank import SERVER_ENVIRONMENT
+from toolkit.tools.forks import take_signals
 
 
 def accelerate_launch(
@@ -38,7 +39,7 @@ def accelerate_launch(
     # This checkout, installed or not, behind what the rehearsal of `make gpu` puts there.
     python_path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)]))
     environment = os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": python_path} | (env or {})
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": as_in_a_terminal}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": take_signals}
     return subprocess.Popen([*command, script, *argv], cwd=REPOSITORY, env=environment, **pipes)
 
 
