@@ -13,7 +13,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container test-transformers4 $(TRACKERS:%=test-%) $(READERS:%=test-%) soak refusals support bench bench-growth gpu gpu-small check docs clean
+.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container test-transformers4 $(TRACKERS:%=test-%) $(READERS:%=test-%) soak support bench bench-growth gpu gpu-small check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -76,10 +76,6 @@ test-transformers4: $(VENV)/.installed-transformers4
 # 100 kills at random moments of one run, which must come out as if there had been none. Not in CI.
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.soak
-
-# 50 launches that are refused while both cores are busy: exit code 2 on every rank, one sentence. Not in CI.
-refusals: $(VENV)/.installed-test
-	$(BIN)/python -m tests.faults.refusals
 
 # Every cell of docs/support.md, which this writes: families in full, with LoRA, in 4 bits, packed or not. 20 minutes; not in CI.
 support: $(VENV)/.installed-test

@@ -17,10 +17,8 @@ from transformers import T5Config
 
 from tests.faults.hostile_checkpoints import CHECKPOINTS, make_the_manifest_match, run_by_manifest
 from tests.faults.hostile_folders import FOLDERS, fill_with_code, with_unknown_model_code
-from tests.recipes.bad_input import TIMEOUT_S, Case, check
-from tests.recipes.bad_input_cases import ROWS
-from tests.recipes.test_bad_input import WORKING_RUN
-from tests.support.launch import LaunchResult, launch
+from tests.recipes.bad_input import ROWS, Case, attempt, check, write
+from tests.support.launch import TIMEOUT_S, LaunchResult, launch
 from tests.support.rank import PAGES
 from tests.support.workbench import RECIPE
 from toolkit.config.schema import ModelConfig
@@ -43,9 +41,9 @@ FROM_SCRATCH = "--model.from_scratch true"
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
     """A folder with a run of two steps that had secrets in its environment; and how it went."""
     here = tmp_path_factory.mktemp("secure")
-    WORKING_RUN.write(here, {"rows.jsonl": ROWS})
+    write(here, {"rows.jsonl": ROWS})
     with patch.dict(os.environ, SECRETS | PAGES):
-        result = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --log_row_ids true", sentence=""))
+        result = attempt(here, Case(flags=f"{FROM_SCRATCH} --log_row_ids true"))
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     return here, result
 
@@ -59,7 +57,7 @@ def test_a_hostile_checkpoint_is_refused(finished: tuple[Path, LaunchResult], tm
     if tamper is not run_by_manifest:
         make_the_manifest_match(run / STEP)
     flags = f"{FROM_SCRATCH} --train.max_steps 3 --run.name {run.name}"
-    result = WORKING_RUN.launch(here, Case(flags=flags, sentence=""))
+    result = attempt(here, Case(flags=flags))
     assert not canary.exists()
     check(here, Case(sentence=sentence.replace("{run}", str(run))), result)
     assert not list((run / "checkpoints").glob("step-00000003*"))
@@ -71,7 +69,7 @@ def test_a_hostile_model_folder_is_refused(finished: tuple[Path, LaunchResult], 
     other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
     prepare, flags, sentence = FOLDERS[name]
     prepare(other, canary)
-    result = WORKING_RUN.launch(here, Case(flags=f"--run.name refused {flags.replace('{other}', str(other))}", sentence=""))
+    result = attempt(here, Case(flags=f"--run.name refused {flags.replace('{other}', str(other))}"))
     assert not canary.exists()
     check(here, Case(sentence=sentence.replace("{other}", str(other))), result)
 
@@ -90,7 +88,7 @@ def test_code_and_pickles_beside_a_model_that_needs_none_are_not_run(finished: t
     here, canary = finished[0], tmp_path / "canary"
     other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
     fill_with_code(other, canary)
-    result = WORKING_RUN.launch(here, Case(flags=f"--run.name harmless --model.name_or_path {other}", sentence=""))
+    result = attempt(here, Case(flags=f"--run.name harmless --model.name_or_path {other}"))
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     assert not canary.exists()
 
@@ -102,7 +100,7 @@ def test_the_code_would_run_where_it_is_trusted(finished: tuple[Path, LaunchResu
     with_unknown_model_code(other, canary)
     flags = f"--run.name trusted --model.name_or_path {other} --model.trust_remote_code true"
     with patch.dict(os.environ, {"HF_MODULES_CACHE": str(tmp_path / "modules")}):
-        result = WORKING_RUN.launch(here, Case(flags=flags, sentence=""))
+        result = attempt(here, Case(flags=flags))
     assert any(result.returncodes) and canary.is_dir(), result.stderr[-3000:]
 
 
@@ -118,9 +116,9 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
 def test_secrets_of_the_environment_are_not_written_or_printed(finished: tuple[Path, LaunchResult]) -> None:
     here, result = finished
     with patch.dict(os.environ, SECRETS):
-        refused = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --optim.lr 0.5", sentence=""))
+        refused = attempt(here, Case(flags=f"{FROM_SCRATCH} --optim.lr 0.5"))
         (here / "runs/crashed/metrics.jsonl").mkdir(parents=True)
-        crashed = WORKING_RUN.launch(here, Case(flags=f"{FROM_SCRATCH} --run.name crashed", sentence=""))
+        crashed = attempt(here, Case(flags=f"{FROM_SCRATCH} --run.name crashed"))
     assert refused.returncodes == [2, 2] and all(crashed.returncodes)
     printed = "".join(r.stdout + r.stderr for r in (result, refused, crashed)).encode()
     written = {path: path.read_bytes() for path in (here / "runs/run").rglob("*") if path.is_file()}

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.bad_input import TIMEOUT_S, Case, check, fill
-from tests.recipes.bad_input_cases import ROWS
-from tests.recipes.test_bad_input import WORKING_RUN
-from tests.support.launch import launch, run_on_ranks
+from tests.recipes.bad_input import FLAGS, ROWS, Case, check, fill, write
+from tests.support.launch import TIMEOUT_S, launch, run_on_ranks
 from tests.support.workbench import RECIPE
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
@@ -52,8 +50,8 @@ def unwritable() -> Iterator[Path]:
 
 def test_a_folder_on_each_nodes_own_disk_is_refused(nodes: Path) -> None:
     """The folder is there on both, and so would be every folder of a checkpoint, each with a half of it."""
-    WORKING_RUN.write(nodes, {"script.py": SCRIPT, "rows.jsonl": ROWS})
-    flags = f"{WORKING_RUN.flags} --model.from_scratch true".replace("{here}/runs", "runs")
+    write(nodes, {"script.py": SCRIPT, "rows.jsonl": ROWS})
+    flags = f"{FLAGS['t5']} --model.from_scratch true".replace("{here}/runs", "runs")
     argv = [fill(flag, nodes) for flag in flags.split()]
     result = launch(nodes / "script.py", argv, preset="fsdp2_cpu", timeout_s=TIMEOUT_S)
     host = socket.gethostname()

@@ -1,4 +1,4 @@
-"""What the tests of bad input share: a case as data, how it is run, and the one sentence that must be printed."""
+"""What the tests of bad input share: a working run, a case that makes one thing of it wrong, and the sentence it must print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,25 @@ from tests.support.workbench import RECIPES
 from toolkit.errors import EXIT_USER_ERROR
 
 OTHER_DATA = "in its rows or in the tokens that this version makes of them"
-WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
+NUM_ROWS = 24
+T5 = {
+    "model_type": "t5", "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2, "vocab_size": 64,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+ROWS = "".join(
+    json.dumps({"source": f"alpha {'beta ' * (1 + i % 5)}gamma {i:b}", "target": f"beta {i:b}"}) + "\n" for i in range(NUM_ROWS)
+)
+_TEXTS = (
+    "--model.name_or_path {here}/model --data.source jsonl --data.files {here}/rows.jsonl --data.cache_dir {here}/cache "
+    "--data.eval_fraction 0 --run.output_dir {here}/runs --train.max_steps 2 --train.global_batch_size_rows 4 "
+    "--train.micro_batch_size_rows 2 --eval.generate false "
+)
+FLAGS = {
+    "t5": _TEXTS + "--data.max_source_length_tokens 60 --data.max_target_length_tokens 30",
+    "llm": _TEXTS + "--data.max_length_tokens 100",
+    "mnist": "--train.max_steps 2 --run.output_dir {here}/runs --data.source idx --data.folder {here}",
+}
+"""Of the working run of a recipe. Its model folder has a config and neither weights nor a tokenizer."""
 
 Files = dict[str, str | bytes | Callable[[], bytes]]
 
@@ -26,42 +44,35 @@ class Case:
 
     flags: str = ""
     """In place of those of the working run with the same name, or beside them; separated by blanks."""
-    sentence: str
+    sentence: str = ""
     """What is printed, whole, where `…` stands for anything."""
     files: Files = field(default_factory=dict)
     """Written into the folder beside (or over) those of the working run."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Changes to the accelerate YAML."""
-    preset: str = "fsdp2_cpu"
+    recipe: str = "t5"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkingRun:
-    """What is right except for the case."""
+def write(here: Path, files: Files) -> None:
+    """Write files of a case; the model's config is there in any case."""
+    for name, content in {"model/config.json": json.dumps(T5), **files}.items():
+        made = content() if callable(content) else content
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(made if isinstance(made, bytes) else made.encode())
 
-    recipe: str
-    flags: str
-    files: Files
 
-    def write(self, here: Path, files: Files) -> None:
-        """Write files of a case; those of the working run are there in any case."""
-        for name, content in {**self.files, **files}.items():
-            made = content() if callable(content) else content
-            path = here / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(made if isinstance(made, bytes) else made.encode())
+def attempt(here: Path, case: Case) -> LaunchResult:
+    """The recipe on 2 ranks in the folder `here`, with what is wrong in `case`."""
+    script = RECIPES / f"{case.recipe}.py"
+    return launch(script, arguments(here, case), preset="fsdp2_cpu", overrides=case.overrides, timeout_s=TIMEOUT_S)
 
-    def launch(self, here: Path, case: Case, *, num_processes: int | None = None) -> LaunchResult:
-        """The recipe on 2 ranks in the folder `here`, with what is wrong in `case`."""
-        argv, script = self.arguments(here, case), RECIPES / f"{self.recipe}.py"
-        return launch(
-            script, argv, preset=case.preset, overrides=case.overrides, num_processes=num_processes, timeout_s=TIMEOUT_S
-        )
 
-    def arguments(self, here: Path, case: Case) -> list[str]:
-        """Write the case's files; the recipe's flags for them."""
-        self.write(here, case.files)
-        return [fill(flag, here) for flag in [*_without(self.flags.split(), case.flags.split()), *case.flags.split()]]
+def arguments(here: Path, case: Case) -> list[str]:
+    """Write the case's files; the recipe's flags for them."""
+    write(here, case.files)
+    others = case.flags.split()
+    return [fill(flag, here) for flag in [*_without(FLAGS[case.recipe].split(), others), *others]]
 
 
 def _without(flags: list[str], others: list[str]) -> list[str]:
@@ -92,11 +103,6 @@ def check_said(here: Path, case: Case, stderr: str) -> None:
 def fill(text: str, here: Path) -> str:
     """Put the folder in."""
     return text.replace("{here}", str(here))
-
-
-def model_files(config: dict[str, Any] | str, folder: str = "other", **others: str) -> Files:
-    """A model folder with a `config.json`."""
-    return {f"{folder}/config.json": config if isinstance(config, str) else json.dumps(config), **others}
 
 
 def contents(folder: Path) -> dict[str, str]:

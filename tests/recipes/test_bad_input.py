@@ -1,8 +1,8 @@
-"""Bad input of every kind: one sentence, exit code 2 on every rank, no traceback, and as early as it can be known.
+"""Bad input: one sentence, exit code 2 on every rank, no traceback, and as early as it can be known.
 
-Each case is a working run with one thing wrong. One or two of each layer start as 2 real ranks, the others one after another in
-one process. A working run would need weights, which its model folder does not have: a case that gets its own sentence was
-refused before weights are read. Cases in `EARLY` and `ALONE` have no data file either, unless it is about that.
+Each case is a working run with one thing wrong. One of each layer starts as 2 real ranks; those that no unit test has, one after
+another in one process. A working run would need weights, which its model folder does not have: a case that gets its own sentence
+was refused before weights are read.
 """
 
 from __future__ import annotations
@@ -10,45 +10,169 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
-from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.recipes import llm_bad_input_cases as llm
-from tests.recipes.bad_input import Case, Files, WorkingRun, check, check_said, contents, fill, model_files
-from tests.recipes.bad_input_cases import AFTER_A_RUN, ALONE, DATA, EARLY, NUM_ROWS, ROWS, T5
-from tests.support.chats import CHATML, build_chat_tokenizer, say
-from tests.support.launch import LaunchResult, launch, run_on_ranks
+from tests.recipes.bad_input import NUM_ROWS, ROWS, T5, Case, Files, arguments, attempt, check, check_said, contents, write
+from tests.support.launch import LaunchResult, run_on_ranks, start_on_ranks
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import RECIPES, output_of
-from toolkit.errors import EXIT_USER_ERROR, UserError
+from tests.support.workbench import output_of
+from toolkit.errors import EXIT_USER_ERROR, UserError, exit_on_user_error
 
-WORKING_RUN = WorkingRun(
-    recipe="t5",
-    files=model_files(T5, "model"),
-    flags="--model.name_or_path {here}/model --data.source jsonl --data.files {here}/rows.jsonl --data.cache_dir {here}/cache "
-    "--data.max_source_length_tokens 60 --data.max_target_length_tokens 30 --data.eval_fraction 0 "
-    "--run.output_dir {here}/runs --train.max_steps 2 --train.global_batch_size_rows 4 --train.micro_batch_size_rows 2 "
-    "--eval.generate false",
+WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
+CSV = "--data.source csv --data.files {here}/rows.csv"
+OTHER, SCRATCH = "--model.name_or_path {here}/other", "--model.from_scratch true"
+TOKENIZER: Files = {
+    "model/tokenizer.json": json.dumps(
+        {"model": {"type": "WordLevel", "vocab": {"<pad>": 0, "</s>": 1, "<unk>": 2}, "unk_token": "<unk>"}, "added_tokens": []}
+    ),
+    "model/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}',
+}
+
+
+def adapter(size: int, base: dict[str, Any]) -> Files:
+    """A LoRA of rank 2 on the query projections of two layers, in a Llama of that hidden size; what its `base.json` says."""
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    names = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{kind}.weight" for layer in (0, 1) for kind in "AB"]
+
+    def weights() -> bytes:
+        from safetensors.numpy import save
+
+        return save({name: np.zeros((2, size) if "lora_A" in name else (size, 2), np.float32) for name in names})
+
+    return {
+        "adapter/adapter_config.json": json.dumps(settings),
+        "adapter/adapter_model.safetensors": weights,
+        "adapter/base.json": json.dumps(base),
+    }
+
+
+ADAPTER = adapter(32, base={"name_or_path": "theirs", "revision": "v2", "bf16_sha256": {"model.norm.weight": "0"}})
+LAYERS = {
+    "config": Case(
+        flags="--config {here}/run.yaml",
+        files={"run.yaml": "train:\n  seed: 3\noptim:\n  momentum: 0.9\n"},
+        sentence="{here}/run.yaml, line 4: unknown key optim.momentum; known are optim.name, …",
+    ),
+    "launch": Case(
+        overrides={"fsdp_config": {"fsdp_ofload_params": True}},
+        sentence="…/fsdp2_cpu.yaml: unknown key fsdp_config.fsdp_ofload_params: did you mean fsdp_offload_params?",
+    ),
+    "run folder": Case(
+        flags="--run.output_dir {here}/model/config.json/runs",
+        sentence="run.output_dir {here}/model/config.json/runs: {here}/model/config.json/runs/run cannot be written "
+        "(Not a directory): name a folder that you can write to",
+    ),
+    "data": Case(
+        flags=CSV,
+        files={"rows.csv": "id,source,summary\n1,a,b\n"} | TOKENIZER,
+        sentence="{here}/rows.csv has no column 'target' (its columns: id, source, summary): set data.source_column and "
+        "data.target_column to columns that exist",
+    ),
+    "model": Case(
+        files=TOKENIZER | {"rows.jsonl": ROWS},
+        sentence="model {here}/model has no loadable safetensors weights (…): give a folder with them, or model.from_scratch "
+        "true for random ones",
+    ),
+    "adapter": Case(
+        recipe="llm",
+        flags="--model.name_or_path {here}/base --adapter.method lora --adapter.name_or_path {here}/adapter",
+        files=ADAPTER | {"rows.jsonl": "".join(json.dumps({"text": f"hello there {i:b}"}) + "\n" for i in range(12))},
+        sentence="adapter.name_or_path {here}/adapter was trained on another base than model.name_or_path {here}/base: 21 "
+        "tensors differ, lm_head.weight the first; its base was theirs at revision v2",
+    ),
+    "images": Case(
+        recipe="mnist",
+        sentence="data.folder {here} has neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz: check the path",
+    ),
+}
+"""By layer. The eighth, a checkpoint, is that of `finished_run`."""
+ANOTHER_CONFIG = Case(
+    flags=f"{SCRATCH} --optim.lr 0.5 --data.files {{here}}/nowhere.jsonl",  # refused before data is looked for
+    sentence=f"optim.lr is 0.5, but {{here}}/runs/run/checkpoints/step-00000002 was made with 0.001: {WAYS_OUT}",
 )
 
-
-@cache
-def llm_run() -> WorkingRun:
-    """Chats, and a tokenizer with a template for them."""
-    files: Files = model_files(llm.LLAMA, "model")
-    with tempfile.TemporaryDirectory() as folder:
-        build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML).save_pretrained(folder)
-        files |= {f"model/{path.name}": path.read_bytes() for path in Path(folder).iterdir()}
-    return WorkingRun(
-        recipe="llm",
-        files=files,
-        flags="--model.name_or_path {here}/model --data.source jsonl --data.files {here}/rows.jsonl "
-        "--data.cache_dir {here}/cache --data.max_length_tokens 100 --data.eval_fraction 0 --run.output_dir {here}/runs "
-        "--train.max_steps 2 --train.global_batch_size_rows 4 --train.micro_batch_size_rows 2 --eval.generate false",
-    )
+# In one process, all in one launch; there is no data file but where the case brings one.
+ALONE = {
+    "no such checkpoint": Case(
+        flags="--checkpoint.resume {here}/nowhere",
+        sentence="checkpoint.resume is {here}/nowhere, and there is no such folder: give auto, never or a checkpoint, as in "
+        "{here}/runs/run/checkpoints/step-00000120",
+    ),
+    "no weights to start from": Case(
+        flags="--model.init_from {here}/nowhere",
+        sentence="model.init_from {here}/nowhere holds no valid checkpoint: give a run folder that has one, the checkpoint "
+        "itself, or an exported model",
+    ),
+    "no such model on the hub": Case(
+        flags="--model.name_or_path no-such-model",
+        sentence="model.name_or_path no-such-model could not be read (…): give a Hugging Face model folder, or a hub id within "
+        "reach",
+    ),
+    "model folder without config": Case(
+        flags=OTHER,
+        files={"other/model.safetensors": ""},
+        sentence="model.name_or_path {here}/other has no config.json: give a Hugging Face model folder",
+    ),
+    "wrong type in config.json": Case(
+        flags=OTHER,
+        files={"other/config.json": json.dumps({**T5, "d_model": "wide"})},
+        sentence="model.name_or_path {here}/other could not be read (config.json: …'d_model'…wide…): give a Hugging Face model "
+        "folder, or a hub id within reach",
+    ),
+    "unknown attention": Case(
+        flags="--model.attn_implementation sdpaa",
+        sentence="model.attn_implementation sdpaa cannot be used with {here}/model (…): take sdpa or eager, or leave it out",
+    ),
+    "freezing nothing": Case(
+        flags="--model.freeze ['encodr.*']",
+        sentence="model.freeze 'encodr.*' matches no parameter; names look like shared.weight, …",
+    ),
+    "freezing by no regular expression": Case(
+        flags="--model.freeze ['(']", sentence="model.freeze '(' is not a regular expression (missing ), …)"
+    ),
+    "freezing everything": Case(
+        flags="--model.freeze ['.*']", sentence="model.freeze ['.*'] freezes every parameter: leave something to train"
+    ),
+    "more characters than embeddings": Case(
+        flags=f"{CSV} {SCRATCH}",
+        files={"rows.csv": "source,target\n" + "".join(f"{chr(0x4E00 + 2 * i)},{chr(0x4E01 + 2 * i)}\n" for i in range(60))},
+        sentence="the model has 64 token embeddings, fewer than the rows have different characters: raise vocab_size in its "
+        "config.json, or give it a tokenizer",
+    ),
+    "an adapter's weights in the model's place": Case(
+        flags="--model.init_from {here}/adapter",
+        files=ADAPTER,
+        sentence="model.init_from {here}/adapter is an adapter: give it as adapter.name_or_path, with its adapter.method",
+    ),
+    "an adapter in the model's place": Case(
+        flags="--model.name_or_path {here}/adapter",
+        files=ADAPTER,
+        sentence="model.name_or_path {here}/adapter is an adapter: give its base there, and this folder as adapter.name_or_path "
+        "with adapter.method",
+    ),
+    "frozen bf16 without mixed precision": Case(
+        flags="--adapter.method lora --model.frozen_dtype bfloat16",
+        sentence="model.frozen_dtype is bfloat16, but mixed_precision is 'no': leave it out, or write mixed_precision: bf16",
+    ),
+}
+# The same in the folder of a finished run.
+AFTER_A_RUN = {
+    "never, but there are checkpoints": Case(
+        flags=f"{SCRATCH} --checkpoint.resume never",
+        sentence="checkpoint.resume is never, but {here}/runs/run/checkpoints holds checkpoints up to step 2: take another "
+        "run.name, or move them away",
+    ),
+    "a damaged checkpoint by its name": Case(
+        flags=f"{SCRATCH} --checkpoint.resume {{here}}/damaged",
+        sentence="checkpoint.resume is {here}/damaged, but damaged/rng-00001.safetensors does not have the sha256 of the "
+        "manifest: its content changed: give a whole checkpoint, or auto for the newest",
+    ),
+    "accumulation as a flag of the launcher": Case(sentence="accelerate launch: gradient_accumulation_steps is 4: leave it out…"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,156 +185,73 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch
         {"target": "beta"},
         {"source": "alpha " * 200, "target": "beta " * 50},
     ]
-    WORKING_RUN.write(here, {"rows.jsonl": ROWS + "".join(json.dumps(row) + "\n" for row in messy)})
-    return here, WORKING_RUN.launch(here, Case(flags="--model.from_scratch true", sentence=""))
+    write(here, {"rows.jsonl": ROWS + "".join(json.dumps(row) + "\n" for row in messy)})
+    return here, attempt(here, Case(flags=SCRATCH))
 
 
-@pytest.fixture(scope="module")
-def finished_llm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
-    """The same on chats."""
-    here = tmp_path_factory.mktemp("finished")
-    endless = "hello there " * 200
-    messy = [say("a", " "), say(endless, "b"), say("a", endless), say(endless, "b"), []]
-    return here, llm_run().launch(here, Case(flags=llm.FROM_SCRATCH, files=llm.chats(*messy), sentence=""))
-
-
-@pytest.mark.parametrize("name", EARLY)
-def test_refused_before_data_is_read(tmp_path: Path, name: str) -> None:
-    check(tmp_path, EARLY[name], WORKING_RUN.launch(tmp_path, EARLY[name]))
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
-    WORKING_RUN.write(tmp_path, {"rows.jsonl": ROWS})
-    check(tmp_path, DATA[name], WORKING_RUN.launch(tmp_path, DATA[name]))
-    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("name", llm.MODEL)
-def test_refused_before_the_first_step(tmp_path: Path, model_folders: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_case_of_each_layer_is_refused_on_two_ranks(tmp_path: Path, model_folders: dict[str, Path], layer: str) -> None:
     (tmp_path / "base").symlink_to(model_folders["llama"])
-    check(tmp_path, llm.MODEL[name], llm_run().launch(tmp_path, llm.MODEL[name]))
-    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
-
-
-def test_images_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    flags = "--train.max_steps 2 --run.output_dir {here}/runs --data.source idx --data.folder {here}"
-    argv = [fill(flag, tmp_path) for flag in flags.split()]
-    sentence = "data.folder {here} has neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz: check the path"
-    check(tmp_path, Case(sentence=sentence), launch(RECIPES / "mnist.py", argv, preset="fsdp2_cpu"))
+    check(tmp_path, LAYERS[layer], attempt(tmp_path, LAYERS[layer]))
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
-@pytest.fixture(scope="module")
-def refused_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str]]:
-    """By case of either recipe, its folder, and the exit code and stderr of its run."""
-    runs, folders = [], {}
-    for working_run, cases in ((WORKING_RUN, ALONE), (llm_run(), llm.ALONE)):
-        for name, case in cases.items():
-            folders[name] = tmp_path_factory.mktemp("alone")
-            runs.append((working_run.recipe, working_run.arguments(folders[name], case)))
+def test_a_run_that_is_refused_changes_nothing_of_the_run_before(finished_run: tuple[Path, LaunchResult]) -> None:
+    here, before = finished_run[0], contents(finished_run[0] / "runs")
+    check(here, ANOTHER_CONFIG, attempt(here, ANOTHER_CONFIG))
+    assert contents(here / "runs") == before
+
+
+def test_the_others_are_refused_in_one_process(
+    finished_run: tuple[Path, LaunchResult], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    here, before = finished_run[0], contents(finished_run[0] / "runs")
+    damaged = shutil.copytree(here / "runs/run/checkpoints/step-00000002", here / "damaged")
+    content = (damaged / "rng-00001.safetensors").read_bytes()
+    (damaged / "rng-00001.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    cases = [(tmp_path_factory.mktemp("alone"), case) for case in ALONE.values()]
+    cases += [(here, case) for case in AFTER_A_RUN.values()]
+    runs = [(case.recipe, arguments(folder, case)) for folder, case in cases]
     ended = run_on_ranks(run_each, preset="single_cpu", args=(runs,))[0]
-    return {name: (folder, *end) for (name, folder), end in zip(folders.items(), ended, strict=True)}
+    for (folder, case), (code, stderr) in zip(cases, ended, strict=True):
+        assert code == EXIT_USER_ERROR, stderr
+        check_said(folder, case, stderr)
+        assert folder == here or not (folder / "runs/run/metrics.jsonl").exists()
+    assert contents(here / "runs") == before
 
 
 def run_each(runs: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
-    """In one process: how each run of a recipe ends, and what it says."""
+    """In one process: how each run of a recipe ends, and what it says; the last as `accelerate launch` starts it by a flag."""
     ended = []
-    for recipe, argv in runs:
+    for number, (recipe, argv) in enumerate(runs, start=1):
+        if number == len(runs):
+            os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
         with output_of() as said, pytest.raises(SystemExit) as end:
             run_in_this_process(recipe, argv)
         ended.append((int(end.value.code or 0), said[0]))
     return ended
 
 
-@pytest.mark.parametrize("name", [*ALONE, *llm.ALONE])
-def test_refused_in_one_process(refused_alone: dict[str, tuple[Path, int, str]], name: str) -> None:
-    here, code, stderr = refused_alone[name]
-    assert code == EXIT_USER_ERROR
-    check_said(here, (ALONE | llm.ALONE)[name], stderr)
-    assert not (here / "runs/run/metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("name", AFTER_A_RUN)
-def test_a_run_that_is_refused_changes_nothing_of_the_run_before(finished_run: tuple[Path, LaunchResult], name: str) -> None:
-    here, _ = finished_run
-    damaged = shutil.copytree(here / "runs/run/checkpoints/step-00000002", here / "damaged", dirs_exist_ok=True)
-    content = (damaged / "rng-00001.safetensors").read_bytes()
-    (damaged / "rng-00001.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    check_nothing_changes(here, AFTER_A_RUN[name], WORKING_RUN)
-
-
-@pytest.mark.parametrize("name", llm.AFTER_A_RUN)
-def test_a_refused_run_on_chats_changes_nothing_either(finished_llm_run: tuple[Path, LaunchResult], name: str) -> None:
-    check_nothing_changes(finished_llm_run[0], llm.AFTER_A_RUN[name], llm_run())
-
-
-def check_nothing_changes(here: Path, case: Case, working_run: WorkingRun) -> None:
-    before = contents(here / "runs")
-    check(here, case, working_run.launch(here, case))
-    assert contents(here / "runs") == before
-
-
 def test_unusable_and_long_rows_are_counted_and_reported_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
-    rows = finished_run[0] / "rows.jsonl"
-    check_reported(
-        finished_run,
-        f"skipped 2 of {NUM_ROWS + 4} rows of {rows} with an empty source (first: rows {NUM_ROWS + 1}, {NUM_ROWS + 3})",
-        f"skipped 1 of {NUM_ROWS + 4} rows of {rows} with an empty target (row {NUM_ROWS + 2})",
+    here, result = finished_run
+    assert result.returncodes == [0, 0], result.stderr[-3000:]
+    rows, num_read = here / "rows.jsonl", NUM_ROWS + 4
+    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+    for sentence in (
+        "2 processes, each on the CPU (",
+        f"skipped 2 of {num_read} rows of {rows} with an empty source (first: rows {NUM_ROWS + 1}, {NUM_ROWS + 3})",
+        f"skipped 1 of {num_read} rows of {rows} with an empty target (row {NUM_ROWS + 2})",
         f"WARNING: cut the source of 1 of {NUM_ROWS + 1} training rows to data.max_source_length_tokens = 60: ",
         f"WARNING: cut the target of 1 of {NUM_ROWS + 1} training rows to data.max_target_length_tokens = 30: ",
-    )
-
-
-def test_lost_and_cut_chats_are_counted_and_reported_and_the_run_goes_on(finished_llm_run: tuple[Path, LaunchResult]) -> None:
-    file, num_read, num_used = finished_llm_run[0] / "rows.jsonl", llm.NUM_CHATS + 5, llm.NUM_CHATS + 3
-    check_reported(
-        finished_llm_run,
-        "2 processes, each on the CPU (",
-        f"skipped 1 of {num_read} rows of {file} with an empty assistant turn (row {llm.NEXT})",
-        f"skipped 1 of {num_read} rows of {file} with an empty chat (row {llm.NEXT + 4})",
-        f"WARNING: cut 3 of {num_used} training rows to data.max_length_tokens = 100: ",
-        f"2 of {num_used} conversations lost their whole completion to data.max_length_tokens = 100 and were left out "
-        "(training rows)",
-        f"data        rows.jsonl: {llm.NUM_CHATS + 1} training rows of ",
         "evaluation  no held-out rows",
-        "steps       2, 5 an epoch, each of ",
-    )
-    assert "; attention: sdpa, and packed rows document by document (" in finished_llm_run[1].stdout
-
-
-def check_reported(finished: tuple[Path, LaunchResult], *said: str) -> None:
-    """A run ended well, and has said each of these once."""
-    here, result = finished
-    assert result.returncodes == [0, 0], result.stderr[-3000:]
-    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
-    assert [sum(line.startswith(sentence) for line in lines) for sentence in said] == [1] * len(said), result.stdout
+    ):
+        assert sum(line.startswith(sentence) for line in lines) == 1, (sentence, result.stdout)
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()
 
 
-def test_accumulation_as_a_flag_of_the_launcher() -> None:
-    with pytest.raises(UserError, match="accelerate launch: gradient_accumulation_steps is 4: leave it out"):
-        run_on_ranks(build_with_accumulation, preset="single_cpu")
-
-
-def build_with_accumulation() -> None:
-    """On a rank, as `accelerate launch --gradient_accumulation_steps 4` would start it."""
-    from toolkit.launch.accelerator import build_accelerator
-
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
-    build_accelerator()
-
-
 def test_an_error_of_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from tests.recipes.test_bad_input import fail_on_rank_1\n"
-        "from toolkit.errors import exit_on_user_error\n"
-        "with exit_on_user_error():\n"
-        "    fail_on_rank_1()\n"
-    )
-    case = Case(sentence="the file is missing on rank 1's node")
-    check(tmp_path, case, launch(script, [], preset="fsdp2_cpu"))
+    with start_on_ranks(fail_on_rank_1, preset="fsdp2_cpu") as running:
+        check(tmp_path, Case(sentence="the file is missing on rank 1's node"), running.wait())
 
 
 def fail_on_rank_1() -> None:
@@ -222,5 +263,6 @@ def fail_on_rank_1() -> None:
         if rank() == 1:
             raise UserError("the file is missing on rank 1's node")
 
-    build_accelerator()
-    on_all_ranks(work)
+    with exit_on_user_error():
+        build_accelerator()
+        on_all_ranks(work)

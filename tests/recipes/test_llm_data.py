@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.llm_bad_input_cases import LLAMA
 from tests.recipes.test_resume import rows_by_step
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 400, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
 NO_TEXTS = {"eval__generate": False}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add numbers.", "parameters": {"type": "object"}}}]
 CALL = {"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
@@ -48,7 +51,7 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
     model = tmp_path / "model"
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>")
     tokenizer.save_pretrained(model)
-    (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
+    (model / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "chat.jinja").write_text(CHATML)
     rows, held_out = make_chats(24), make_chats(40)[36:]
     for some_rows in (rows, held_out):
@@ -57,7 +60,7 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
         "chats",
         model=model,
         model__from_scratch=True,
-        data__files=save_jsonl(tmp_path / "chats.jsonl", rows),
+        data__files=save_jsonl(tmp_path / "chats.jsonl", [*rows, {"messages": [], "tools": None}]),
         data__eval_files=save_jsonl(tmp_path / "held_out.jsonl", held_out),
         data__chat_template=tmp_path / "chat.jinja",
         data__max_length_tokens=400,
@@ -65,6 +68,7 @@ def test_chats_with_tools_and_system_turns(llm_workbench: Workbench, tmp_path: P
         log_row_ids=True,
     )
     assert "cut " not in printed and "left out" not in printed
+    assert f"skipped 1 of 25 rows of {tmp_path}/chats.jsonl with an empty chat (row 25)" in printed
     lines = llm_workbench.lines("chats", "train")
     num_label_tokens = [sum(len(tokenizer(text).input_ids) for text in said(row["messages"])) for row in rows]
     first_row = len(held_out)  # evaluation files come first
