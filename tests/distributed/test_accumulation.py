@@ -1,4 +1,4 @@
-"""What a step reduces once for all its micro-batches: gradients between HSDP's replicas, and gathers that stay gathered."""
+"""What a step reduces once for all its micro-batches, as gradients between HSDP's replicas; and the groups that it uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 from tests.distributed.test_fsdp1_hybrid import AS_TWO_MACHINES, with_two_devices
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from toolkit.distributed.comm import CONTROL_TIMEOUT
 
+TIMEOUT_S = 77.0
 NUM_MICRO_BATCHES = 3
 
 
@@ -72,9 +74,9 @@ def test_a_step_communicates_once_what_it_can(preset: str, once: str, times: int
         assert after["local_sums"] == pytest.approx(before["local_sums"], rel=1e-4, abs=1e-4)
 
 
-def reduce_over_groups() -> tuple[float, list[int], bool]:
-    """On every rank: 10 to the power of the rank, summed over the groups that a step uses; the sizes of these groups; and whether
-    they are the groups that were connected at the start."""
+def look_at_groups() -> dict[str, Any]:
+    """On every rank: 10 to the power of the rank, summed over the groups that a step uses; the sizes of these groups; whether
+    they are the groups that were connected at the start; and the timeout of each group after a step, in seconds."""
     from unittest.mock import patch
 
     import torch
@@ -82,10 +84,11 @@ def reduce_over_groups() -> tuple[float, list[int], bool]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.support.small_run import T5_CONFIG
+    from toolkit.distributed.comm import build_group
     from toolkit.launch.accelerator import build_accelerator, connect_devices
     from toolkit.parallel.wrap import reduction_groups, shard_model
 
-    accelerator = build_accelerator()
+    accelerator = build_accelerator(TIMEOUT_S)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         connect_devices(accelerator)
     connected = [call.kwargs["group"] for call in all_reduce.call_args_list]
@@ -94,25 +97,39 @@ def reduce_over_groups() -> tuple[float, list[int], bool]:
     total = torch.tensor(10.0 ** dist.get_rank())
     for group in groups:
         dist.all_reduce(total, group=group)
-    return total.item(), [group.size() for group in groups], connected == groups
-
-
-def reduce_over_groups_with_two_devices() -> tuple[float, list[int], bool]:
-    found: tuple[float, list[int], bool] = with_two_devices(reduce_over_groups)
-    return found
+    build_group()
+    ids = torch.arange(8).reshape(2, 4)
+    sharded.model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits.sum().backward()
+    mine = [group for group in dist.distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]
+    cpu = torch.device("cpu")
+    timeouts = [group._get_backend(cpu).options._timeout.total_seconds() for group in mine]  # type: ignore[attr-defined]
+    return {
+        "total": total.item(),
+        "sizes": [group.size() for group in groups],
+        "are_connected": connected == groups,
+        "timeouts": timeouts,
+    }
 
 
 @pytest.mark.parametrize(
-    ("preset", "overrides", "function", "sizes"),
+    ("preset", "overrides", "sizes"),
     [
-        ("fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"], reduce_over_groups, [2, 2]),
-        ("fsdp1_hybrid_shard", AS_TWO_MACHINES, reduce_over_groups_with_two_devices, [2, 2]),
-        ("ddp_cpu", {}, reduce_over_groups, [2]),
+        ("fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"], [2, 2]),
+        ("fsdp1_hybrid_shard", AS_TWO_MACHINES, [2, 2]),
+        ("ddp_cpu", {}, [2]),
     ],
 )
-def test_the_steps_groups_reach_all_ranks(preset: str, overrides: dict[str, Any], function: Any, sizes: list[int]) -> None:
-    """A communicator over all ranks of its own would be one of hundreds of ranks beside the mesh's. Hybrid
-    FSDP1's constructor makes its own, and connects them."""
-    reports = run_on_ranks(function, preset=preset, overrides=overrides)
+def test_the_steps_groups_reach_all_ranks_and_follow_the_runs_timeout(
+    preset: str, overrides: dict[str, Any], sizes: list[int]
+) -> None:
+    """A communicator over all ranks of its own would be one of hundreds of ranks beside the mesh's. Hybrid FSDP1's constructor
+    makes its own, with torch's limit, and connects them."""
+    is_hybrid = preset == "fsdp1_hybrid_shard"
+    function, args = (with_two_devices, (look_at_groups,)) if is_hybrid else (look_at_groups, ())
+    reports = run_on_ranks(function, preset=preset, overrides=overrides, args=args)
     total = sum(10.0**rank for rank in range(len(reports)))
-    assert reports == [(total, sizes, preset != "fsdp1_hybrid_shard")] * len(reports)
+    for report in reports:
+        # The control group and the checkpoint thread's wait for days by design.
+        of_the_run = [seconds for seconds in report.pop("timeouts") if seconds != CONTROL_TIMEOUT.total_seconds()]
+        assert len(of_the_run) >= 2 * len(sizes) - 1 and set(of_the_run) == {2 * TIMEOUT_S}  # all ranks, shards, replicas
+        assert report == {"total": total, "sizes": sizes, "are_connected": not is_hybrid}

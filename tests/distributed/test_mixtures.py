@@ -47,7 +47,12 @@ UNEVEN = ("qwen3_moe", "olmoe")
 
 
 def exists(case: Case) -> bool:
-    """Every family is on two ranks, plain and checkpointed. One is compiled, and met by one process, HSDP and FSDP1."""
+    """Every family is on two ranks, plain and checkpointed. One is compiled, and alone, under HSDP and FSDP1, in one way."""
+    if case["blocks"] == "compiled" or case["ranks"] not in (2, 4):
+        if (case["trained"], case["auxiliary"], case["packing"]) != ("full", "global", True):
+            return False
+        if case["ranks"] == "fsdp1" and case["micro_batch_rows"] != 1:
+            return False
     if case["ranks"] == 2:
         return case["blocks"] != "compiled" or case["family"] == "mixtral"
     return case["blocks"] == "plain" and case["family"] in (UNEVEN if case["ranks"] == 4 else ("mixtral",))

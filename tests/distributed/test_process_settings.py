@@ -5,23 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.small_run import NUM_STEPS, start_recipe, write_inputs
+from tests.support.small_run import NUM_STEPS, run_recipes, write_inputs
 
 
-@pytest.mark.parametrize("cudnn", [False, True])
-def test_ranks_collect_garbage_at_the_same_steps_and_generation_takes_no_cudnn(tmp_path: Path, cudnn: bool) -> None:
+def test_ranks_collect_garbage_at_the_same_steps_and_generation_takes_no_cudnn(tmp_path: Path) -> None:
     write_inputs(tmp_path)
-    model = ["--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true"]
-    flags = [*model, "--model.cudnn_attention", str(cudnn).lower()]
-    with start_recipe(tmp_path, "run", preset="fsdp2_cpu", overrides={}, flags=flags, function=train_and_watch) as running:
-        reports: list[Any] = [report for (report,) in running.results()]
-    for report in reports:
-        assert report["collected_in_step"] == [], "Python collects nothing by itself while a step runs"
-        assert report["collected_after"] == [2, 4]
-        assert report["cudnn"] == {"training": {cudnn}, "generation": {False}}
-        assert report["before"] == report["after"] == (True, 0, True)
+    how: dict[str, Any] = {"preset": "fsdp2_cpu", "overrides": {}, "function": train_and_watch}
+    flags = ["--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true"]
+    words = {False: "false", True: "true"}
+    runs = {f"cudnn-{word}": how | {"flags": [*flags, "--model.cudnn_attention", word]} for word in words.values()}
+    finished: Any = run_recipes(tmp_path, runs)
+    for cudnn, word in words.items():
+        for report in finished[f"cudnn-{word}"][1]:
+            assert report["collected_in_step"] == [], "Python collects nothing by itself while a step runs"
+            assert report["collected_after"] == [2, 4]
+            assert report["cudnn"] == {"training": {cudnn}, "generation": {False}}
+            assert report["before"] == report["after"] == (True, 0, True)
 
 
 def train_and_watch(recipe: str, argv: list[str], max_logits: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ Finished = tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]
 
 
 def run_recipe(folder: Path, name: str, **how: Any) -> Finished:
-    """Run a recipe on every rank; `how` is as `start_recipe` takes it."""
+    """Run a recipe on every rank; `how` is as `run_recipes` takes it."""
     return run_recipes(folder, {name: how})[name]
 
 
@@ -55,6 +55,11 @@ def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Fini
     """Several runs by name. Those under the same preset share a launch, one after another.
 
     Two launches are under way at a time: ranks that wait for each other leave a core idle.
+
+    Args:
+        runs: of each, `preset` and `overrides` of the launch; `flags`, put behind those of all runs, so they win; `recipe`;
+            `max_logits`, most elements of a chunk of a causal model's logits; `function` that ranks call instead of
+            `train_and_record_gradients`.
     """
     launches: dict[str, dict[str, dict[str, Any]]] = {}
     for name, how in runs.items():
@@ -66,17 +71,6 @@ def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Fini
     for of_launch, of_ranks in zip(launches.values(), ended, strict=True):
         recorded |= zip(of_launch, map(list, zip(*of_ranks, strict=True)), strict=True)
     return {name: (load_json_lines(folder / "runs" / name / "metrics.jsonl"), recorded[name]) for name in runs}
-
-
-def start_recipe(folder: Path, name: str, **how: Any) -> Running:
-    """Start a recipe on every rank; each returns a list of what it recorded.
-
-    Args:
-        how: `preset` and `overrides` of the launch; `flags`, put behind those of all runs, so they win; `recipe`; `max_logits`,
-            most elements of a chunk of a causal model's logits; `function` that ranks call instead of
-            `train_and_record_gradients`.
-    """
-    return _start(folder, {name: how})
 
 
 def _start(folder: Path, runs: dict[str, dict[str, Any]]) -> Running:
