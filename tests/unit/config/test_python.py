@@ -18,19 +18,15 @@ def test_values_of_python_are_those_of_flags(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {name_or_path: a}\ntrain: {max_steps: 3}\ndata: {source: csv, files: [x]}\n")
     overrides = {
         "optim.lr": 1e-7, "data.files": ["a.csv", tmp_path / "b.csv"], "eval.generate": False, "optim.max_grad_norm": None,
-        "run.name": "7", "data.mix": [],
+        "run.name": "7", "run.output_dir": tmp_path, "data.mix": [],
     }  # fmt: skip
     flags = [
-        "--optim.lr", "1e-7", "--data.files", "a.csv", "--data.files", str(tmp_path / "b.csv"), "--eval.generate", "false",
-        "--optim.max_grad_norm", "null", "--run.name", "7",
+        "--optim.lr=1e-7", "--data.files=a.csv", f"--data.files={tmp_path / 'b.csv'}", "--eval.generate=false",
+        "--optim.max_grad_norm=null", "--run.name=7", f"--run.output_dir={tmp_path}",
     ]  # fmt: skip
     config = load_config("llm", tmp_path / "run.yaml", overrides)
     assert config == load_from_arguments(LLMConfig, ["--config", str(tmp_path / "run.yaml"), *flags])
     assert config.run.name == "7" and config.optim.max_grad_norm is None
-
-
-def test_a_path_is_an_override_like_a_string(tmp_path: Path) -> None:
-    assert load_config("t5", overrides=NEEDED | {"run.output_dir": tmp_path}).run.output_dir == str(tmp_path)
 
 
 def test_the_rows_may_come_later_but_only_in_python() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,38 +58,55 @@ def test_an_entry_is_named_by_its_name_its_source_or_its_place() -> None:
     names = ["rows", "mix[1]", "chats", "mix[3]", "mix[4]", "mix[5]", "mix[6]", "mail", "mix[8]"]
     assert name_entries(LLMDataConfig(mix=entries)) == list_sets(LLMDataConfig(mix=entries)) == names
     assert name_entries(LLMDataConfig(mix=entries[:1])) == name_entries(LLMDataConfig(source="rows")) == [""]
-    assert list_sets(LLMDataConfig(mix=[MixEntry(source="rows", name="own")])) == ["own"]
 
 
-def test_only_entries_with_evaluation_rows_are_sets() -> None:
-    entries = [MixEntry(source="a"), MixEntry(source="b")]
-    assert list_sets(LLMDataConfig(mix=entries, eval_files="rows.csv")) == []
-    with_split = [entries[0], replace(entries[1], hub_eval_split="validation")]
-    assert list_sets(LLMDataConfig(mix=with_split)) == ["b"]
-    assert list_sets(LLMDataConfig(mix=with_split, eval_files=NAMED)) == ["news", "mail", "b"]
-    one = LLMDataConfig(source="a", hub_eval_split="validation")
-    assert list_sets(one) == [] and list_sets(replace(one, eval_files=NAMED)) == ["news", "mail", "validation"]
+SPLIT = MixEntry(source="b", hub_eval_split="validation")
 
 
-@pytest.mark.parametrize("name", ["a/b", "", " ", "a\nb", 2024])
-def test_a_name_that_no_figure_could_have_is_refused(name: str) -> None:
-    way_out = "take a text without slashes, as in news or '2024'"
-    sentence = refusal(check_set_names, LLMDataConfig(source="a", eval_files={name: "a.csv"}), ())
-    assert sentence == f"data.eval_files names an evaluation set {name!r}: {way_out}"
+@pytest.mark.parametrize(
+    ("settings", "sets"),
+    [
+        ({"mix": [MixEntry(source="rows", name="own")]}, ["own"]),
+        ({"mix": [MixEntry(source="a"), MixEntry(source="b")], "eval_files": "rows.csv"}, []),
+        ({"mix": [MixEntry(source="a"), SPLIT]}, ["b"]),
+        ({"mix": [MixEntry(source="a"), SPLIT], "eval_files": NAMED}, ["news", "mail", "b"]),
+        ({"source": "a", "hub_eval_split": "validation"}, []),
+        ({"source": "a", "hub_eval_split": "validation", "eval_files": NAMED}, ["news", "mail", "validation"]),
+    ],
+)
+def test_only_entries_with_evaluation_rows_are_sets(settings: dict[str, Any], sets: list[str]) -> None:
+    assert list_sets(LLMDataConfig(**settings)) == sets
 
 
-def test_the_name_of_a_metric_and_a_name_without_files_are_refused() -> None:
-    mix = LLMDataConfig(mix=[MixEntry(source="a", name="loss"), MixEntry(source="b")])
-    trouble = "data.mix names an evaluation set loss, which is the name of a metric: take another"
-    assert refusal(check_set_names, mix, {"loss"}) == trouble
-    empty = LLMDataConfig(source="a", eval_files={"news": []})
-    assert (
-        refusal(check_set_names, empty, ()) == "data.eval_files has no file under the name news: give one, or leave the name out"
-    )
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        *(
+            (
+                {"source": "a", "eval_files": {name: "a.csv"}},
+                f"data.eval_files names an evaluation set {name!r}: take a text without",
+            )
+            for name in ("a/b", "", " ", "a\nb", 2024)
+        ),
+        (
+            {"source": "a", "eval_files": {"news": []}},
+            "data.eval_files has no file under the name news: give one, or leave the name",
+        ),
+        (
+            {"mix": [MixEntry(source="a", name="loss"), MixEntry(source="b")]},
+            "data.mix names an evaluation set loss, which is the name of a metric: take another",
+        ),
+    ],
+)
+def test_names_that_no_metric_could_have_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    assert refusal(check_set_names, LLMDataConfig(**settings), {"loss"}).startswith(sentence)
+
+
+def test_files_without_names_hold_a_sets_name() -> None:
     check_set_names(LLMDataConfig(source="a", eval_files=NAMED), {"loss"})
-    of_split = MixEntry(source="a/news", hub_eval_split="validation")
-    for files in ("news.csv", ["news"]):  # files without names hold a set's name
-        check_set_names(LLMDataConfig(mix=[of_split, MixEntry(source="b")], eval_files=files), {"loss"})
+    mix = [MixEntry(source="a/news", hub_eval_split="validation"), MixEntry(source="b")]
+    for files in ("news.csv", ["news"]):
+        check_set_names(LLMDataConfig(mix=mix, eval_files=files), {"loss"})
 
 
 def test_an_entry_of_a_mix_is_read_by_the_endings_of_its_files() -> None:
