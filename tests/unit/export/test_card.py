@@ -112,12 +112,6 @@ On 8 held-out rows.
     assert "\nNo evaluation.\n" in (tmp_path / CARD_FILE).read_text()
 
 
-def test_the_budget_of_a_step_is_the_one_that_was_used(tmp_path: Path) -> None:
-    budgets = {"train__global_batch_size_rows": 16, "train__global_batch_size_tokens": 4096}
-    written = card(tmp_path, "llm", model__name_or_path="x/y", **budgets).text
-    assert "| train.global_batch_size_tokens | 4096 |\n" in written and "global_batch_size_rows" not in written
-
-
 PLAIN = {"model.name_or_path": "t5-small", "data.source": "org/rows", "train.max_steps": 1}
 
 
@@ -178,7 +172,9 @@ def test_adapters_and_hub_datasets_are_named_as_the_hub_names_them(tmp_path: Pat
     assert written.data.to_dict() == fields | {"license": "unknown", "pipeline_tag": "text-generation", "base_model": "org/base"}
     assert "A dora adapter for [org/base](https://huggingface.co/org/base) at revision v1. Weights" in written.text
     assert "| adapter.rank | 8 |\n" in written.text
-    merged = card(tmp_path, "llm", kind="merged", **adapter)
+    budgets = {"train__global_batch_size_rows": 16, "train__global_batch_size_tokens": 4096}
+    merged = card(tmp_path, "llm", kind="merged", **adapter, **budgets)
+    assert "| train.global_batch_size_tokens | 4096 |\n" in merged.text and "global_batch_size_rows" not in merged.text
     assert merged.data.base_model_relation == "finetune" and "with a dora adapter merged into it." in merged.text
     assert card(tmp_path, "t5", data__target_language="fra_Latn", model__name_or_path="x/y").data.pipeline_tag == "translation"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.adapter_models import LLAMA_SIZES
 from tests.support.model_folders import MIXTURES
@@ -44,8 +44,11 @@ MODELS: dict[str, Any] = {
 
 
 def build(name: str, dtype: torch.dtype) -> hf.PreTrainedModel:
+    """With a NaN, which is compared by its bits."""
     torch.manual_seed(0)
-    return MODELS[name]().to(dtype).eval()
+    model: hf.PreTrainedModel = MODELS[name]().to(dtype).eval()
+    next(model.parameters()).data.view(-1)[0] = torch.nan
+    return model
 
 
 def write(folder: Path, model: hf.PreTrainedModel, max_shard_size: str, order: int = 1) -> ModelFiles:
@@ -61,7 +64,9 @@ def write(folder: Path, model: hf.PreTrainedModel, max_shard_size: str, order: i
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "max_shard_size"), [(torch.float32, "5KB"), (torch.bfloat16, "5GB")], ids=["fp32", "bf16"])
-def test_files_are_those_of_save_pretrained(tmp_path: Path, name: str, dtype: torch.dtype, max_shard_size: str) -> None:
+def test_files_are_those_of_save_pretrained(
+    tmp_path: Path, name: str, dtype: torch.dtype, max_shard_size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = build(name, dtype)
     model.save_pretrained(tmp_path / "plain", max_shard_size=max_shard_size)
     write(tmp_path / "ours", model, max_shard_size, order=-1)
@@ -69,6 +74,8 @@ def test_files_are_those_of_save_pretrained(tmp_path: Path, name: str, dtype: to
     assert (len(ours) > 4) == (dtype == torch.float32)  # in several files, with an index
     assert ours.keys() == plain.keys()
     assert [file for file in plain if ours[file] != plain[file]] == []
+    collected = "GiB, are collected in rank 0's host memory: transformers saves tensors of HrmText"
+    assert (collected in capsys.readouterr().out) == (name == "hrm_text"), "only what is saved fused"
 
 
 def test_a_model_loaded_from_other_names_keeps_them(tmp_path: Path) -> None:
@@ -79,13 +86,6 @@ def test_a_model_loaded_from_other_names_keeps_them(tmp_path: Path) -> None:
     write(tmp_path / "ours", model, "5GB")
     weights = [(tmp_path / side / "model.safetensors").read_bytes() for side in ("plain", "ours")]
     assert weights[0] == weights[1]
-
-
-def test_only_what_is_saved_fused_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "moe", build("mixtral", torch.float32), "5GB")
-    assert "collected" not in capsys.readouterr().out
-    write(tmp_path / "hrm", build("hrm_text", torch.float32), "5GB")
-    assert "GiB, are collected in rank 0's host memory: transformers saves tensors of HrmText" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
@@ -120,38 +120,21 @@ def test_what_does_not_stand_in_the_files_is_found(tmp_path: Path, monkeypatch: 
         files.add(name, model.get_parameter(name))
 
 
-@pytest.mark.parametrize(("change", "sentence"), [("lost", "missing keys lm_head.weight"), ("added", "unexpected keys other")])
-def test_a_name_that_plain_transformers_does_not_know_or_misses_is_found(tmp_path: Path, change: str, sentence: str) -> None:
-    from safetensors.torch import save_file
-
-    model = build("llama", torch.float32)
-    files = write(tmp_path / "folder", model, "5GB")
-    path = tmp_path / "folder" / "model.safetensors"
+def test_a_name_that_plain_transformers_does_not_know_or_misses_is_found(tmp_path: Path) -> None:
+    files, path = write(tmp_path / "folder", build("llama", torch.float32), "5GB"), tmp_path / "folder" / "model.safetensors"
     tensors = load_file(path)
-    if change == "lost":
-        del tensors["lm_head.weight"]
-    else:
-        tensors["other"] = torch.zeros(1)
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match=sentence):
-        files.finish()
+    for lost, sentence in (([], "unexpected keys other"), (["lm_head.weight", "other"], "missing keys lm_head.weight")):
+        left = {name: tensor for name, tensor in {**tensors, "other": torch.zeros(1)}.items() if name not in lost}
+        save_file(left, path, metadata={"format": "pt"})
+        with pytest.raises(RuntimeError, match=sentence):
+            files.finish()
 
 
-def test_nan_is_compared_by_its_bits(tmp_path: Path) -> None:
-    model = build("llama", torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] = float("nan")
-    write(tmp_path / "folder", model, "5GB")
-
-
-def test_what_was_rounded_is_counted_over_all_weights() -> None:
+def test_what_was_rounded_is_counted_over_all_weights_and_one_beyond_the_range_is_refused() -> None:
     cast = Cast({"first": torch.bfloat16, "second": torch.bfloat16, "exact": torch.float32})
     assert cast("first", torch.tensor([1.0, 1.0 + 2**-10])).tolist() == [1.0, 1.0]
     assert cast("second", torch.tensor([0.5 + 2**-12, torch.inf])).tolist() == [0.5, torch.inf]
     assert cast("exact", torch.ones(4)).dtype == torch.float32
     assert cast.describe() == "rounded 25.0 % of 8 weights, each by at most 9.8e-04 (bfloat16 and float32)"
-
-
-def test_a_weight_beyond_the_range_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^layer.weight has weights up to 7e\+04, more than float16 can hold: take bfloat16$"):
-        Cast({"layer.weight": torch.float16})("layer.weight", torch.tensor([1.0, -7e4]))
+    with pytest.raises(UserError, match=r"^large has weights up to 7e\+04, more than float16 can hold: take bfloat16$"):
+        Cast({"large": torch.float16})("large", torch.tensor([1.0, -7e4]))

@@ -88,13 +88,7 @@ def test_logits_are_bounded_in_bytes_and_seconds(
     assert f"{folder} stands; its logits are not compared: in fp32" in capsys.readouterr().out
 
 
-def test_a_base_that_has_gone_is_one_sentence(trained: Trained, tmp_path: Path) -> None:
-    model, check = trained
-    with pytest.raises(UserError, match=f"{tmp_path} stands, but its logits cannot be compared: "):
-        check_logits(tmp_path, model, lambda device: reload(model, tmp_path / "gone", device), check, CPU, torch.float32, "")
-
-
-def test_a_device_without_room_after_all_leaves_the_logits_out(
+def test_a_device_without_room_after_all_leaves_the_logits_out_and_a_base_that_has_gone_is_one_sentence(
     trained: Trained, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The folder stands, and the other ranks wait for this one: the run must not end by it."""
@@ -105,6 +99,8 @@ def test_a_device_without_room_after_all_leaves_the_logits_out(
     model, check = trained
     check_logits(folder, model, load, check, CPU, torch.float32, "")
     assert capsys.readouterr().out.endswith("its logits are not compared: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    with pytest.raises(UserError, match=f"{folder} stands, but its logits cannot be compared: "):
+        check_logits(folder, model, lambda device: reload(model, folder / "gone", device), check, CPU, torch.float32, "")
 
 
 def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: Trained) -> None:
@@ -117,11 +113,9 @@ def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: Trained) 
 
 
 def test_reloading_takes_the_attention_that_was_trained_with(trained: Trained, folder: Path) -> None:
-    model = trained[0]
-    model.set_attn_implementation("eager")
-    assert reload(model, folder, CPU).config._attn_implementation == "eager"
-    model.set_attn_implementation("sdpa")
-    assert reload(model, folder, CPU).config._attn_implementation == "sdpa"
+    for attention in ("eager", "sdpa"):
+        trained[0].set_attn_implementation(attention)
+        assert reload(trained[0], folder, CPU).config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Exception("disk full (os error 28)")])  # a tokenizer's
