@@ -28,43 +28,27 @@ CUT, EMPTY, REPEATING = FLAWS
 END = 1
 
 
-def model_with(forced_eos_token_id: int | None = None) -> Any:
-    return SimpleNamespace(generation_config=SimpleNamespace(forced_eos_token_id=forced_eos_token_id))
+LOOPS = [
+    "Return the Return the Return the Return the",
+    "Return the Return the Return the Return the Ret",  # cut off within a word
+    "raises ValueError, calls _un_read_read_read_read_read_read_read_read_read_read_read_read_read",
+    "He found it. " + "The oar is here. " * 5 + "The oar",
+    "还桨还桨还桨还桨还桨还桨",
+    "وأضاف أن " * 6,
+    "word " * 8,
+]
+NORMAL = [
+    *("", "no no no no", "x = [0, 0, 0, 0]", "the values are 1.0, 1.0, 1.0, 1.0", "Notes\n" + "-" * 60),
+    "Return the oar. Return the oar. Return the oar.",  # three times
+    "[0., 0., 1., 0., 1., 0., 0., 0.],\n" * 8,
+    "| a | b | c |\n| - | - | - |\n| 1 | 2 | 3 |\n| 4 | 5 | 6 |",
+    "1. Open it.\n2. Close it.\n3. Open it.\n4. Close it.\n5. Open it.",
+    "The oar is here. " * 4 + "Then they rowed home, all of them, and nobody spoke of it again.",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Return the Return the Return the Return the",
-        "Return the Return the Return the Return the Ret",  # cut off within a word
-        "raises ValueError, calls _un_read_read_read_read_read_read_read_read_read_read_read_read_read",
-        "He found it. " + "The oar is here. " * 5 + "The oar",
-        "还桨还桨还桨还桨还桨还桨",
-        "وأضاف أن " * 6,
-        "word " * 8,
-    ],
-)
-def test_a_loop_at_the_end_is_found(text: str) -> None:
-    assert repeats_itself(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "no no no no",
-        "Return the oar. Return the oar. Return the oar.",  # three times
-        "x = [0, 0, 0, 0]",
-        "the values are 1.0, 1.0, 1.0, 1.0",
-        "[0., 0., 1., 0., 1., 0., 0., 0.],\n" * 8,
-        "| a | b | c |\n| - | - | - |\n| 1 | 2 | 3 |\n| 4 | 5 | 6 |",
-        "1. Open it.\n2. Close it.\n3. Open it.\n4. Close it.\n5. Open it.",
-        "Notes\n" + "-" * 60,
-        "The oar is here. " * 4 + "Then they rowed home, all of them, and nobody spoke of it again.",
-    ],
-)
-def test_a_normal_text_is_no_loop(text: str) -> None:
-    assert not repeats_itself(text)
+def test_a_loop_at_the_end_is_found_and_none_in_a_normal_text() -> None:
+    assert [text for text in LOOPS + NORMAL if repeats_itself(text)] == LOOPS
 
 
 def test_texts_that_people_wrote_give_no_alarm() -> None:
@@ -79,27 +63,22 @@ def test_texts_that_people_wrote_give_no_alarm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "eos", "expected"),
+    ("tokens", "texts", "eos", "forced", "expected"),
     [
-        ([[5, 6, 7], [5, END, 0], [5, 6, END]], END, [True, False, False]),  # an end at the last place is an end
-        ([[5, 6], [5, END]], END, [False, False]),  # all ended before the limit
-        ([[5, 6, 7], [5, 6, 9]], [END, 9], [True, False]),
-        ([[5, 6, 7]], None, [True]),
-        ([[END, 6, 7, 8]], [], [True]),  # beyond the limit, as of a rank that waits for others
+        ([[5, 6, 7], [5, END, 0], [5, 6, END]], "aaa", END, None, [(CUT,), (), ()]),  # an end at the last place is an end
+        ([[5, 6], [5, END]], "aa", END, None, [(), ()]),  # all ended before the limit
+        ([[5, 6, 7], [5, 6, 9]], "aa", [END, 9], None, [(CUT,), ()]),
+        ([[5, 6, 7]], "a", None, None, [(CUT,)]),
+        ([[END, 6, 7, 8]], "a", [], None, [(CUT,)]),  # beyond the limit, as of a rank that waits for others
+        ([[5, 6, END], [5, END, 0]], "aa", END, END, [(CUT,), ()]),  # the model is forced to write that end
+        ([[5, 6, 7], [5, END, 0]], ["a " * 9, " \n"], END, None, [(CUT, REPEATING), (EMPTY,)]),
     ],
 )
-def test_a_text_without_an_end_token_was_cut_off(tokens: list[list[int]], eos: Any, expected: list[bool]) -> None:
-    found = find_flaws(model_with(), torch.tensor(tokens), ["a"] * len(tokens), 3, eos)
-    assert found == [(CUT,) if is_cut else () for is_cut in expected]
-
-
-def test_an_end_token_that_the_model_was_forced_to_write_is_none() -> None:
-    tokens_BT = torch.tensor([[5, 6, END], [5, END, 0]])
-    assert find_flaws(model_with(END), tokens_BT, ["a", "b"], 3, END) == [(CUT,), ()]
-
-
-def test_a_text_may_have_several_flaws_and_white_space_is_empty() -> None:
-    assert find_flaws(model_with(), torch.tensor([[5, 6], [END, 0]]), ["a " * 9, " \n"], 2, END) == [(CUT, REPEATING), (EMPTY,)]
+def test_a_text_without_an_end_token_was_cut_off_and_white_space_is_empty(
+    tokens: list[list[int]], texts: Sequence[str], eos: Any, forced: int | None, expected: list[tuple[str, ...]]
+) -> None:
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(forced_eos_token_id=forced))
+    assert find_flaws(model, torch.tensor(tokens), list(texts), 3, eos) == expected
 
 
 def test_kinds_are_counted_apart_with_the_key_that_changes_them_and_nothing_is_said_of_sound_texts() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.evaluation import generate, loop
-from toolkit.evaluation.generate import Score, _stop_token_ids, gather_scores
+from toolkit.evaluation.generate import Score, gather_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.loss import summed_loss
@@ -102,7 +100,7 @@ def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
 
     figures = run(tmp_path / "once.jsonl")
     assert len(seen) == 2 and len(encoder._forward_hooks) == 1, "the next training steps would keep what their encoder returns"
-    monkeypatch.setattr(loop, "encoder_output_kept", nothing_kept)
+    monkeypatch.setattr(loop, "encoder_output_kept", lambda _: contextlib.nullcontext({}))
     assert run(tmp_path / "twice.jsonl") == figures
     assert len(seen) == 4 and torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
     assert (tmp_path / "once.jsonl").read_bytes() == (tmp_path / "twice.jsonl").read_bytes()
@@ -153,18 +151,6 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     with torch.no_grad():
         sums.add(model, [])
     assert not sums.sums.any()
-
-
-@pytest.mark.parametrize(("own", "ends"), [(2, [2, 5]), ([2, 3], [2, 3, 5]), (None, [5])])
-def test_a_text_ends_at_tokens_of_the_model_and_of_the_rows(own: int | list[int] | None, ends: list[int]) -> None:
-    model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=own))
-    data: Any = SimpleNamespace(stop_token_ids=(5,))
-    assert _stop_token_ids(model, data) == ends
-
-
-@contextlib.contextmanager
-def nothing_kept(model: Any) -> Iterator[dict[str, Any]]:
-    yield {}
 
 
 def rows_for(model: Any) -> EvaluationRows:

@@ -65,13 +65,10 @@ def test_a_batch_holds_rows_of_one_set_and_every_row_comes_once(world_size: int)
     assert all(len({data.rows[row]["num_tokens"] > 10 for row in batch}) == 1 for batch in of_rope)
 
 
-def test_pieces_of_a_text_are_of_its_set() -> None:
+def test_rows_without_a_name_and_names_without_rows_are_no_sets_and_pieces_of_a_text_are_of_its_set() -> None:
     data = make_rows(2, 3)
+    unnamed = replace(data, inputs=((10, "train"), (2, ""), (3, "b"), (0, "c")))
+    assert {name: len(rows.rows) for name, rows in unnamed.sets.items()} == {"b": 3}
+    assert replace(data, inputs=()).sets == {}
     rows = data.rows.map(lambda row: {"row_id": row["row_id"] + 3 * ROW_IDS_OF_A_PIECE})
     assert [part.rows["num_tokens"][:] for part in replace(data, rows=rows).sets.values()] == [[5, 12], [8, 15, 11]]
-
-
-def test_rows_without_a_name_and_names_without_rows_are_no_sets() -> None:
-    data = replace(make_rows(2, 3), inputs=((10, "train"), (2, ""), (3, "b"), (0, "c")))
-    assert {name: len(rows.rows) for name, rows in data.sets.items()} == {"b": 3}
-    assert replace(data, inputs=()).sets == {}
