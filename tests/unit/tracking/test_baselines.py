@@ -51,15 +51,7 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
         measure_baselines(log, 5, rows, data, other)
 
 
-def test_a_long_constant_is_named_by_its_start_in_quotes() -> None:
-    from datasets import Dataset
-
-    rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
-    data = EvaluationRows(rows, tokenizer=None, collator=None)  # type: ignore[arg-type]
-    assert list(_text_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
-
-
-def test_a_set_has_baselines_of_its_own_rows() -> None:
+def test_a_set_has_baselines_of_its_own_rows_and_a_long_constant_is_named_by_its_start() -> None:
     from datasets import Dataset
 
     leads = ["Return the oar. And more.", "Nothing alike.", "Close it."]
@@ -69,6 +61,9 @@ def test_a_set_has_baselines_of_its_own_rows() -> None:
     data = EvaluationRows(rows, tokenizer=None, collator=None, inputs=inputs)  # type: ignore[arg-type]
     lead = _text_baselines(rows, data)["lead sentence"]
     assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]
+    rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
+    data = EvaluationRows(rows, tokenizer=None, collator=None)  # type: ignore[arg-type]
+    assert list(_text_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
 
 
 def token_rows(*rows: tuple[list[int], int, int]) -> Any:
@@ -119,20 +114,12 @@ def test_tokens_are_counted_where_it_is_asked_for_and_evaluated(tmp_path: Path) 
     assert list(measure_baselines(log, 3, TRAINED_ON, causal, on, counts_tokens=True)) == ["unigram", "interpolated bigram"]
 
 
-def small_headlines(num_rows: int, seed: int) -> list[str]:
-    draw = random.Random(seed)
-    return [" ".join(draw.choices(VERBS + NOUNS, k=draw.randint(1, 5))) for _ in range(num_rows)]
-
-
-def test_lead_sentence():
-    assert lead_sentence("Opens the\nfile (e.g. A). Then reads it.\n\nMore.") == "Opens the file (e.g. A)."
-    assert lead_sentence("No stop here") == "No stop here"
-    assert lead_sentence("  \n") == ""
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_constant_is_nearly_the_winner_by_rouge_1(seed):
-    targets, references = small_headlines(60, seed), small_headlines(15, seed + 100)
+    targets, references = (
+        [" ".join(draw.choices(VERBS + NOUNS, k=draw.randint(1, 5))) for _ in range(num_rows)]
+        for num_rows, draw in ((60, random.Random(seed)), (15, random.Random(seed + 100)))
+    )
     means = [mean_scores(rouge_scores([target] * len(references), references))["rouge1"] for target in targets]
     winner = means[targets.index(best_constant(targets, references))]
     assert winner >= 0.9 * max(means) and winner > 1.3 * statistics.fmean(means)
@@ -145,13 +132,17 @@ def test_the_best_constant_counts_words_as_rouge_of_the_references_does():
     assert best_constant(targets, references) == "打开一个文件" and max(means) == means[1] > 50
 
 
-def test_the_first_of_equals_wins():
-    assert best_constant(["x y", "Close file", "file close", "close files"], ["close"]) == "Close file"
-    assert best_constant(["x", "y"], ["z"]) == "x"
-
-
-def test_large_sets_are_thinned_evenly_and_alike_every_time(monkeypatch):
-    monkeypatch.setattr(baselines, "MAX_CANDIDATES", 3)
-    targets = ["a", "b", "c", "d", "e", "f", "f"]
-    assert best_constant(targets, ["d"]) == "a"  # "d" is not among a, c, e: all three score 0
-    assert best_constant(targets, ["e"]) == "e"
+@pytest.mark.parametrize(
+    ("targets", "references", "best"),
+    [
+        (["x y", "Close file", "file close", "close files"], ["close"], "Close file"),  # the first of equals
+        (["x", "y"], ["z"], "x"),
+        (["a", "b", "c", "d", "e", "f", "f"], ["d"], "a"),  # thinned to a, c, e: all three score 0
+        (["a", "b", "c", "d", "e", "f", "f"], ["e"], "e"),
+    ],
+)
+def test_the_first_of_equals_wins_and_large_sets_are_thinned_evenly(monkeypatch, targets, references, best):
+    monkeypatch.setattr(baselines, "MAX_CANDIDATES", 4 if len(targets) == 4 else 3)
+    assert best_constant(targets, references) == best
+    assert lead_sentence("Opens the\nfile (e.g. A). Then reads it.\n\nMore.") == "Opens the file (e.g. A)."
+    assert (lead_sentence("No stop here"), lead_sentence("  \n")) == ("No stop here", "")

@@ -26,14 +26,11 @@ ROWS: Any = [{"row_id": 1000 + row} for row in range(100)]
 
 @pytest.fixture
 def log(tmp_path: Path) -> StepLog:
-    return new_log(tmp_path, SkipHistory())
-
-
-def new_log(folder: Path, skips: SkipHistory, max_skipped_steps: int = 3) -> StepLog:
+    """A run may skip two updates in a row."""
     accelerator = SimpleNamespace(device=torch.device("cpu"), log=lambda figures, step: None)
-    metrics = MetricsLog(folder / "metrics.jsonl", is_writer=True)
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
     sharded: Any = SimpleNamespace(accelerator=accelerator)
-    return StepLog(metrics, sharded, Progress(100, 0, every_steps=1), ROWS, skips, max_skipped_steps)
+    return StepLog(metrics, sharded, Progress(100, 0, every_steps=1), ROWS, SkipHistory(), 3)
 
 
 def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None = None) -> StepFigures:
@@ -51,28 +48,29 @@ def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None =
     )
 
 
-def skipped(log: StepLog) -> dict[str, Any]:
-    """The one line of a skipped step."""
+def lines_of(log: StepLog, kind: str) -> list[dict[str, Any]]:
+    return [line for line in load_json_lines(log.metrics.path, skip_torn_end=True) if line["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "row_ids", "said"),
+    [
+        ((1.0, NAN, 2.0), 1.0, range(1010, 1012), "(loss nan, gradient norm 1); rows 1010, 1011; 1 skipped so far\n"),
+        ((1.0, 2.0), NAN, range(1008, 1012), "rows 1008, 1009, 1010, 1011; 1"),  # no loss is bad: those of the whole step
+        ((1.0,) * 10, NAN, range(1008, 1028), "1023 and 4 more; 1 skipped so far"),  # cut short in the sentence alone
+    ],
+)
+def test_rows_of_the_bad_micro_batch_are_named(
+    log: StepLog, capsys: pytest.CaptureFixture[str], losses: tuple[float, ...], norm: float, row_ids: range, said: str
+) -> None:
+    log.add(figures(4, *losses, norm=norm))
     log.flush()
-    (skip,) = [line for line in load_json_lines(log.metrics.path, skip_torn_end=True) if line["kind"] == "skip"]
-    return skip
-
-
-def test_rows_of_the_bad_micro_batch_are_named(log: StepLog, capsys: pytest.CaptureFixture[str]) -> None:
-    log.add(figures(4, 1.0, NAN, 2.0))
-    skip = skipped(log)
-    expected = {"kind": "skip", "step": 4, "loss": None, "loss_is": "nan", "grad_norm": 1.0, "row_ids": [1010, 1011]}
-    assert skip == expected
-    assert (
-        "step 4: update skipped on all ranks (loss nan, gradient norm 1); rows 1010, 1011; 1 skipped so far\n"
-        in capsys.readouterr().err
-    )
-
-
-def test_rows_of_the_whole_step_are_named_where_no_loss_is_bad(log: StepLog) -> None:
-    log.add(figures(4, 1.0, 2.0, norm=NAN))
-    skip = skipped(log)
-    assert skip["row_ids"] == [1008, 1009, 1010, 1011]
+    (skip,) = lines_of(log, "skip")
+    assert (skip["step"], skip["row_ids"]) == (4, [*row_ids])
+    if norm == 1:
+        assert (skip["loss"], skip["loss_is"], skip["grad_norm"]) == (None, "nan", 1.0)
+    printed = capsys.readouterr().err
+    assert "step 4: update skipped on all ranks (loss " in printed and said in printed
 
 
 def test_every_step_has_a_line_and_only_skipped_ones_another(log: StepLog, tmp_path: Path) -> None:
@@ -116,42 +114,25 @@ def test_routers_have_figures_beside_the_loss_and_the_least_even_layer_its_load(
     assert train["router_busiest_share"] == 1.0 and train["router_load_entropy"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("flush_every", [1, 2, 5])
-def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(log: StepLog, flush_every: int) -> None:
+@pytest.mark.parametrize(
+    ("losses", "flush_every", "in_a_row", "steps", "rows"),
+    [
+        *(([1.0, NAN, NAN, 1.0, NAN, NAN, NAN], every, 0, "5, 6, 7", "1010, 1011, 1012, ") for every in (1, 2, 5)),
+        ([1.0, NAN, NAN, NAN, 1.0, NAN, 1.0], 7, 0, "2, 3, 4", "1004, "),  # though the next one was taken: all is read at once
+        ([NAN], 1, 2, "1", "1002, 1003; "),  # counted from before a resume
+    ],
+)
+def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(
+    log: StepLog, losses: list[float], flush_every: int, in_a_row: int, steps: str, rows: str
+) -> None:
     """Counted across flushes; one that is taken starts the count again."""
-    losses = [1.0, NAN, NAN, 1.0, NAN, NAN, NAN]
+    log.skips.num_in_a_row = in_a_row
     with pytest.raises(UserError) as error:
         for step, loss in enumerate(losses, start=1):
             log.add(figures(step, loss))
             if step % flush_every == 0 or step == len(losses):
                 log.flush()
     sentence = str(error.value)
-    assert sentence.startswith("3 updates in a row were skipped, up to step 7 (optim.max_skipped_steps)")
-    assert "steps 5, 6, 7: rows 1010, 1011, 1012, 1013, 1014, 1015; " in sentence
-    assert error.value.printed_by == "run"
-
-
-def test_too_many_in_a_row_stop_the_run_though_the_next_one_was_taken(log: StepLog, tmp_path: Path) -> None:
-    """All of it is read at once, as with a large `log_every_steps`."""
-    for step, loss in enumerate([1.0, NAN, NAN, NAN, 1.0, NAN, 1.0], start=1):
-        log.add(figures(step, loss))
-    with pytest.raises(UserError, match=r"^3 updates in a row were skipped, up to step 4 .* steps 2, 3, 4: rows 1004, "):
-        log.flush()
-    assert [
-        line["step"] for line in load_json_lines(tmp_path / "metrics.jsonl", skip_torn_end=True) if line["kind"] == "train"
-    ] == list(range(1, 8))
-
-
-def test_skips_in_a_row_are_counted_from_before_a_resume(tmp_path: Path) -> None:
-    log = new_log(tmp_path, SkipHistory(num_skipped=7, num_in_a_row=2))
-    log.add(figures(9, NAN))
-    with pytest.raises(UserError, match=r"^3 updates in a row were skipped, up to step 9 .* rows 1018, 1019; "):
-        log.flush()
-    assert log.skips == SkipHistory(num_skipped=8, num_in_a_row=3)
-
-
-def test_many_rows_are_cut_short_in_the_sentence_but_not_in_the_log(log: StepLog, capsys: pytest.CaptureFixture[str]) -> None:
-    log.add(figures(1, *[1.0] * 10, norm=NAN))
-    skip = skipped(log)
-    assert len(skip["row_ids"]) == 20
-    assert "1017 and 4 more; 1 skipped so far" in capsys.readouterr().err
+    assert sentence.startswith(f"3 updates in a row were skipped, up to step {steps[-1]} (optim.max_skipped_steps)")
+    assert f"{steps}: rows {rows}" in sentence and error.value.printed_by == "run"
+    assert [line["step"] for line in lines_of(log, "train")] == [*range(1, len(losses) + 1)]
