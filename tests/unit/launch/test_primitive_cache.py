@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,37 +21,26 @@ CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 @pytest.mark.parametrize(
     ("num_shapes", "capacity"), [(1, "128"), (4, "128"), (5, "150"), (34, "1020"), (35, "128"), (3000, "128")]
 )
-def test_capacity_follows_the_shapes(monkeypatch: pytest.MonkeyPatch, num_shapes: int, capacity: str) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    bound_primitive_cache(num_shapes)
-    assert os.environ == {CAPACITY: capacity}
+def test_capacity_follows_the_shapes_unless_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch, num_shapes: int, capacity: str
+) -> None:
+    for own, expected in (({}, capacity), ({CAPACITY: "7"}, "7")):
+        monkeypatch.setattr(os, "environ", {**own})
+        bound_primitive_cache(num_shapes)
+        assert os.environ == {CAPACITY: expected}
 
 
-def test_the_users_own_capacity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {CAPACITY: "7"})
-    bound_primitive_cache(3000)
-    assert os.environ == {CAPACITY: "7"}
-
-
-def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches() -> None:
+def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches_and_packs_in_one_row_have_that_of_their_sum() -> None:
     train = TrainConfig(global_batch_size_rows=4, micro_batch_size_rows=2, max_steps=9)
-    plans = [BatchPlan(lengths, np.ones(40, int), train, world_size=1) for lengths in (np.full(40, 9), np.repeat([5, 9], 20))]
-    assert [set(plan.shapes((plan.num_tokens, plan.num_label_tokens), 10, 0)) for plan in plans] == [
-        {(2, 9, 1)},
-        {(2, 5, 1), (2, 9, 1)},
-    ]
-
-
-def test_packs_that_become_one_row_have_the_shape_of_their_sum() -> None:
-    train = TrainConfig(global_batch_size_rows=8, micro_batch_size_rows=2, max_steps=9)
+    for lengths, shapes in ((np.full(40, 9), {(2, 9, 1)}), (np.repeat([5, 9], 20), {(2, 5, 1), (2, 9, 1)})):
+        plan = BatchPlan(lengths, np.ones(40, int), train, world_size=1)
+        assert {*plan.shapes((plan.num_tokens, plan.num_label_tokens), 10, 0)} == shapes
     lengths = np.array([5, 4, 6, 3, 5, 3, 4, 5])
+    train = replace(train, global_batch_size_rows=8)
     plan = BatchPlan(lengths, lengths - 1, train, world_size=1, pack_length_tokens=9)
-    packs = [[list(pack) for pack in micro_batch.packs] for micro_batch in plan.iterate(1, 1, 0)]
-    sums = {
-        (1, *(int(sum(counts[row] for pack in of_one for row in pack)) for counts in (lengths, lengths - 1))) for of_one in packs
-    }
-    assert max(map(len, packs)) == 2
-    assert set(plan.shapes((lengths, lengths - 1), 1, 0, one_row=True)) == sums
+    packs = [[row for pack in micro_batch.packs for row in pack] for micro_batch in plan.iterate(1, 1, 0)]
+    sums = {(1, int(lengths[rows].sum()), int((lengths - 1)[rows].sum())) for rows in packs}
+    assert max(map(len, packs)) > 2 and {*plan.shapes((lengths, lengths - 1), 1, 0, one_row=True)} == sums
 
 
 def test_onednn_keeps_no_more_though_torch_is_imported_before() -> None:

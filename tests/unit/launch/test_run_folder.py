@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.locks import lock_held
+from tests.support.refusals import refusal
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
@@ -23,15 +25,6 @@ from toolkit.launch.run_folder import lock_run_folder, open_run_folder, restore_
 def config(output_dir: Path | str, name: str = "run", files: str | list[str] | None = None) -> SummarizationConfig:
     run = RunConfig(output_dir=str(output_dir), name=name)
     return SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="jsonl", files=files), run=run)
-
-
-def contents(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-def test_the_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    assert open_run_folder(config(tmp_path / "runs")) == tmp_path / "runs/run"
-    assert list((tmp_path / "runs/run").iterdir()) == []
 
 
 def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +45,13 @@ def test_a_name_that_leads_out_is_refused_and_nothing_written(tmp_path: Path, na
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["linked", "runs"]
 
 
-def test_links_that_stay_inside_or_are_above_are_followed(tmp_path: Path) -> None:
+def test_links_that_stay_inside_or_are_above_are_followed_and_a_new_folder_is_left_empty(tmp_path: Path) -> None:
     (tmp_path / "disk/old").mkdir(parents=True)
     (tmp_path / "disk/run").symlink_to("old")
     (tmp_path / "runs").symlink_to("disk")
-    assert open_run_folder(config(tmp_path / "runs")) == tmp_path / "runs/run"
+    for output_dir in (tmp_path / "runs", tmp_path / "new"):
+        assert open_run_folder(config(output_dir)) == output_dir / "run"
+        assert list((output_dir / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize(("output_dir", "name"), [("runs", "a\0b"), ("ru\0ns", "run")])
@@ -87,26 +82,16 @@ def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path: Path, files: 
 
 def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.3)
+    sentence = f"another run is writing into {tmp_path}: wait for its end, or take another run.name"
     with lock_held(tmp_path / ".lock"):
-        with pytest.raises(
-            UserError, match=f"^another run is writing into {tmp_path}: wait for its end, or take another run.name$"
-        ):
-            lock_run_folder(tmp_path)
+        assert refusal(lock_run_folder, tmp_path) == sentence
     lock_run_folder(tmp_path)
     release_locks()
     with lock_held(tmp_path / ".lock"):
         pass
-
-
-def test_a_lock_file_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(run_folder, "take_lock", refuse)  # root may open every file
-    with pytest.raises(
-        UserError, match=f"^{tmp_path}/.lock cannot be opened \\(Permission denied\\): fix that, or take another run"
-    ):
-        lock_run_folder(tmp_path)
+    denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))  # another user's; root may open every file
+    monkeypatch.setattr(run_folder, "take_lock", denied)
+    assert refusal(lock_run_folder, tmp_path).startswith(f"{tmp_path}/.lock cannot be opened (Permission denied): fix that, or ")
 
 
 def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,25 +28,23 @@ def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def gathered(monkeypatch: pytest.MonkeyPatch, ranks: list[tuple[int, set[int]]]) -> None:
-    """Make every gather return the node and the affinity of these ranks."""
+MINE = {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("device", "own_cores", "ranks", "num_threads"),
+    [
+        (GPU, set(range(12)), [(node, set(range(12))) for node in (0, 0, 0, 0, 1, 1, 1, 1)], 3),  # they share their node's
+        (GPU, MINE, [(0, MINE), (0, {3, 4, 5}), (0, {6, 7, 8}), (0, {9, 10, 11}), (1, MINE)], 3),  # each is bound to its own
+        (CPU, set(range(12)), [], 1),  # a rehearsal keeps the launcher's number
+    ],
+)
+def test_ranks_with_gpus_share_the_cores_of_their_node(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, own_cores: set[int], ranks: list[Any], num_threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own_cores)
     monkeypatch.setattr(accelerator, "gather_objects", lambda _: ranks)
-
-
-def test_ranks_with_gpus_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered(monkeypatch, [(node, set(range(12))) for node in (0, 0, 0, 0, 1, 1, 1, 1)])
-    assert _num_threads(GPU) == 3
-
-
-def test_ranks_bound_to_their_own_cores_share_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = {0, 1, 2}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine)
-    gathered(monkeypatch, [(0, mine), (0, {3, 4, 5}), (0, {6, 7, 8}), (0, {9, 10, 11}), (1, mine)])
-    assert _num_threads(GPU) == 3
-
-
-def test_a_cpu_rehearsal_keeps_the_launchers_number() -> None:
-    assert _num_threads(CPU) == 1
+    assert _num_threads(device) == num_threads
 
 
 def test_an_export_on_gpus_takes_all_cores_and_gives_them_back() -> None:

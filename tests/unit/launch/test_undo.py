@@ -53,20 +53,18 @@ def test_a_program_finds_its_process_as_it_was(monkeypatch: pytest.MonkeyPatch) 
         assert before.keys() - changed == {"signal handlers"}  # which `StopRequests` and `finetune` put back
 
 
-@pytest.mark.parametrize("allow", ["nothing", "allow_tf32", "high", "medium", "newer", "everywhere", "not in convolutions"])
+@pytest.mark.parametrize(
+    "allow",
+    [
+        "", "torch.backends.cuda.matmul.allow_tf32 = True", "torch.set_float32_matmul_precision('high')",
+        "torch.set_float32_matmul_precision('medium')", "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'", "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    ],
+)  # fmt: skip
 def test_the_precision_of_products_is_put_back_whichever_way_set_it(allow: str) -> None:
     backends: Any = torch.backends
     with changes_undone():
-        if allow == "allow_tf32":
-            backends.cuda.matmul.allow_tf32 = True
-        elif allow in ("high", "medium"):
-            torch.set_float32_matmul_precision(allow)
-        elif allow == "newer":
-            backends.cuda.matmul.fp32_precision = "tf32"
-        elif allow == "everywhere":
-            backends.fp32_precision = "tf32"
-        elif allow == "not in convolutions":
-            backends.cudnn.conv.fp32_precision = "ieee"
+        exec(allow)
         before = {name: value for name, value in state_of_the_process().items() if name.startswith("fp32")}
         with changes_undone():
             _keep_fp32_products()
@@ -89,9 +87,8 @@ def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     with changes_undone():
-        settings.append("expandable_segments:True")
-    assert settings[-1] == after
-    settings[:] = [before]
-    with changes_undone():
         pass
     assert settings == [before], "what was not changed is not set again"
+    with changes_undone():
+        settings.append("expandable_segments:True")
+    assert settings[-1] == after
