@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.files import durable
-from toolkit.files.durable import fsync_path, fsync_tree
+from toolkit.files.durable import fsync_path, fsync_tree, written_beside
 
 
 def refuse_folders(monkeypatch: pytest.MonkeyPatch, number: int, kind: int = stat.S_IFDIR) -> None:
@@ -52,3 +52,15 @@ def test_a_folder_whose_sync_fails_otherwise_and_a_file_are_errors(tmp_path: Pat
     refuse_folders(monkeypatch, errno.EINVAL, stat.S_IFREG)
     with pytest.raises(OSError, match="Invalid argument"):
         fsync_path(tmp_path / "file")
+
+
+def test_half_a_file_goes_and_what_stood_stands(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("before")
+    with pytest.raises(OSError), written_beside(path) as beside:
+        beside.write_text("ha")
+        raise OSError(28, "No space left on device")
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["config.yaml"]
+    with written_beside(path) as beside:
+        beside.write_text("after")
+    assert path.read_text() == "after" and os.listdir(tmp_path) == ["config.yaml"]
