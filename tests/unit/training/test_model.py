@@ -31,15 +31,11 @@ def choose(
 
 
 @pytest.mark.parametrize("config_class", [T5Config, UMT5Config])
-def test_position_biases_take_eager_attention_on_a_cpu(config_class: type[PretrainedConfig]) -> None:
+def test_position_biases_take_eager_attention_on_a_cpu_unless_one_is_named(config_class: type[PretrainedConfig]) -> None:
     assert choose(config_class()) == ("eager", FASTER, "eager")
-    assert choose(config_class(), "cuda") == (None, "", None)
-    assert choose(BartConfig()) == (None, "", None)
-
-
-def test_an_attention_that_is_named_is_kept() -> None:
-    assert choose(T5Config(), named="sdpa") == (None, "", None), "the model is built with what the run names"
-    assert choose(T5Config(attn_implementation="sdpa")) == ("sdpa", "", "sdpa")
+    assert choose(config_class(), "cuda") == choose(BartConfig()) == (None, "", None)
+    assert choose(config_class(), named="sdpa") == (None, "", None), "the model is built with what the run names"
+    assert choose(config_class(attn_implementation="sdpa")) == ("sdpa", "", "sdpa")
 
 
 def test_a_run_goes_on_with_the_attention_that_it_began_with(tmp_path: Path) -> None:
@@ -51,26 +47,24 @@ def test_a_run_goes_on_with_the_attention_that_it_began_with(tmp_path: Path) -> 
     assert choose(T5Config(), "cuda", resumed=newer) == (None, "", None)
 
 
+HOLDS = 4 * 16 * 80 * 2**20
+
+
 @pytest.mark.parametrize(
-    ("gpu_bytes", "version", "precision", "world_size", "says"),
+    ("gpu_bytes", "version", "precision", "world_size", "preset"),
     [
-        (4 * 16 * 80 * 2**20, 2, "bf16", 8, "weights, gradients and moments take 1.2 of 5 GiB; ddp.yaml gathers nothing"),
-        (4 * 16 * 80 * 2**20, 1, "bf16", 1, "weights, gradients and moments take 1.2 of 5 GiB; single.yaml gathers nothing"),
-        (4 * 16 * 80 * 2**20 - 1, 2, "bf16", 8, ""),
-        (4 * 16 * 80 * 2**20, None, "bf16", 8, ""),
-        (4 * 16 * 80 * 2**20, 2, "fp8", 8, ""),
+        (HOLDS, 2, "bf16", 8, "ddp.yaml"),
+        (HOLDS, 1, "bf16", 1, "single.yaml"),
+        (HOLDS - 1, 2, "bf16", 8, ""),
+        (HOLDS, None, "bf16", 8, ""),
+        (HOLDS, 2, "fp8", 8, ""),
         (None, 2, "bf16", 8, ""),
     ],
 )
 def test_shards_that_one_gpu_does_not_need_are_a_line(
-    gpu_bytes: int | None,
-    version: int | None,
-    precision: str,
-    world_size: int,
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    gpu_bytes: int | None, version: int | None, precision: str, world_size: int, preset: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """8 frozen parameters of 2 bytes take as much as one trainable of 16: together 80 x 2**20 x 16 bytes."""
     frozen, trained = torch.nn.Linear(2**20, 8, bias=False, device="meta"), torch.nn.Linear(2**20, 79, bias=False, device="meta")
     skeleton = torch.nn.Sequential(frozen.requires_grad_(False), trained)
@@ -79,5 +73,5 @@ def test_shards_that_one_gpu_does_not_need_are_a_line(
     monkeypatch.setattr(model, "smallest_gpu_bytes", lambda _: gpu_bytes)
     monkeypatch.setattr(model, "world_size", lambda: world_size)
     _note_needless_shards(accelerator, skeleton, torch.bfloat16, "adamw")  # type: ignore[arg-type]
-    start = "the preset shards a model that one GPU holds with room to spare: "
-    assert capsys.readouterr().out.strip() == (says and start + says)
+    line = "the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take 1.2 of 5 GiB; "
+    assert capsys.readouterr().out.strip() == (preset and f"{line}{preset} gathers nothing")

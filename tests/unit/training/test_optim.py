@@ -44,20 +44,17 @@ def rates(num_steps: int, steps_per_epoch: int = 5, **settings: object) -> list[
 
 def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once() -> None:
     model = Model()
+    model.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(4, 1, bias=False)})  # norms of DoRA
     decayed, plain = build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
-    assert decayed["weight_decay"] == 0.1
-    assert plain["weight_decay"] == 0
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0)
     assert {id(p) for p in decayed["params"]} == {id(model.embed.weight), id(model.linear.weight)}
     biases = [model.linear.bias, model.layer_norm.bias, model.relative_attention_bias.weight]
-    assert {id(p) for p in plain["params"]} == {id(model.layer_norm.weight), *map(id, biases)}
-
-
-def test_frozen_parameters_are_left_out() -> None:
-    model = Model()
+    norms = [model.layer_norm.weight, *model.lora_magnitude_vector.parameters()]
+    assert {id(p) for p in plain["params"]} == {*map(id, biases), *map(id, norms)}
     model.embed.weight.requires_grad_(False)
     model.linear.requires_grad_(False)
     (group,) = build_optimizer(OptimConfig(), model).param_groups
-    assert len(group["params"]) == 3
+    assert len(group["params"]) == 4, "frozen ones are left out"
 
 
 def test_schedules() -> None:
@@ -103,17 +100,6 @@ def test_a_rank_without_a_part_of_the_gradient_clips_nothing(holds: str) -> None
     if holds == "an empty one":
         model.weight.grad = torch.zeros_like(model.weight)
     torch.testing.assert_close(clip_gradients(model, 1.0), torch.tensor(0.0))
-
-
-def test_norms_of_dora_are_not_decayed() -> None:
-    model = nn.Module()
-    model.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(4, 1, bias=False)})
-    model.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
-    decays = {
-        group["weight_decay"]: len(group["params"])
-        for group in build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
-    }
-    assert decays == {0.1: 1, 0.0: 1}
 
 
 def test_adamw_updates_shards_as_torch_does_and_keeps_its_state_in_dtensors() -> None:

@@ -56,17 +56,17 @@ def test_what_is_not_finite_is_skipped(loss: float, norm: float, skipped: bool) 
     assert total.item() == loss or math.isnan(total.item()) and math.isnan(loss)
 
 
-def test_spikes_are_let_through_unless_asked_for() -> None:
+def test_spike_is_skipped_once_the_window_is_full_where_that_is_asked_for() -> None:
     guard, history = SkipGuard(OptimConfig(skip_window_steps=4), SkipHistory(), []), SkipHistory()
     assert judge(guard, *STEADY, 1e30) == [False] * 5
     guard.remember(history)
     assert history == SkipHistory(), "a guard that is off has something to remember"
-
-
-def test_spike_is_skipped_once_the_window_is_full() -> None:
-    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY[:3], 1e6) == [False] * 4, "three norms are not a window of four"
-    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY, 2.71) == [False] * 5
-    assert judge(SkipGuard(GUARDED, SkipHistory(), []), *STEADY, 2.73, 1.5) == [False] * 4 + [True, False]
+    for norms, skipped in (([*STEADY[:3], 1e6], []), ([*STEADY, 2.71], []), ([*STEADY, 2.73, 1.5], [4])):
+        guard = SkipGuard(GUARDED, SkipHistory(), [])
+        assert judge(guard, *norms) == [number in skipped for number in range(len(norms))], "three norms are not a window of four"
+    before = guard.num_seen.item()
+    assert judge(guard, 1.0, loss=NAN) == [True]
+    assert guard.num_seen.item() == before + 1, "a finite norm beside a loss that is not is remembered"
 
 
 def test_guard_is_that_of_the_formula() -> None:
@@ -96,12 +96,6 @@ def test_what_is_not_finite_never_enters_the_window(bad: float) -> None:
     assert judge(dirty, bad, *STEADY[:2], bad, *STEADY[2:], bad, bad, 1.5).count(True) == 4
     assert dirty.window.tolist() == clean.window.tolist()
     assert dirty.num_seen.item() == clean.num_seen.item() == 5
-
-
-def test_finite_norm_beside_a_loss_that_is_not_is_remembered() -> None:
-    guard = SkipGuard(GUARDED, SkipHistory(), [])
-    assert judge(guard, 1.0, loss=NAN) == [True]
-    assert guard.num_seen.item() == 1
 
 
 def test_one_spike_does_not_blind_the_guard_and_a_lasting_change_is_accepted() -> None:
