@@ -38,14 +38,10 @@ def test_frozen_ones_and_those_of_other_sizes_stay_in_bf16() -> None:
     assert sorted(name.rpartition(".")[2] for name in chosen) == ["down_proj", "o_proj", "q_proj"]
 
 
-def test_a_model_without_one_is_refused() -> None:
+def test_an_adapter_and_a_model_without_one_are_refused() -> None:
     model = tiny_llama(hidden_size=24)
     with pytest.raises(UserError, match=r"none of the 15 Linears of LlamaForCausalLM can be converted: .* sizes that 16 divides"):
         float8.choose_linears(model, repeated_blocks(model), num_shards=2)
-
-
-def test_an_adapter_is_refused() -> None:
-    model = tiny_llama()
     add_adapter(model, AdapterConfig(method="lora"), ModelConfig(name_or_path="llama"), 0)
     with pytest.raises(UserError, match="mixed_precision is fp8 with an adapter: .* adapter.method none"):
         float8.choose_linears(model, repeated_blocks(model), num_shards=2)

@@ -12,8 +12,6 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PegasusConfig,
-    PegasusForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )  # fmt: skip
@@ -28,11 +26,9 @@ def fsdp_plugin(policy: object, class_names: list[str] | None = None, min_num_pa
     return SimpleNamespace(auto_wrap_policy=policy, transformer_cls_names_to_wrap=class_names, min_num_params=min_num_params)
 
 
-def tiny_t5() -> T5ForConditionalGeneration:
-    config = T5Config(
-        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, tie_word_embeddings=True
-    )
-    return T5ForConditionalGeneration(config)
+def tiny_t5(tie_word_embeddings: bool = True) -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=tie_word_embeddings))
 
 
 def tiny_llama(tie_word_embeddings: bool = False) -> LlamaForCausalLM:
@@ -40,40 +36,37 @@ def tiny_llama(tie_word_embeddings: bool = False) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tie_word_embeddings))
 
 
-def test_blocks_come_from_the_model_where_the_yaml_names_none() -> None:
-    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), tiny_t5())
-    assert list(blocks) == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
+def test_blocks_come_from_the_model_where_the_yaml_names_none_and_are_inferred_else() -> None:
+    t5 = tiny_t5()
+    for classes in (t5._no_split_modules, []):
+        t5._no_split_modules = classes
+        blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), t5)
+        assert sorted(blocks) == [f"{side}.block.{i}" for side in ("decoder", "encoder") for i in range(2)]
 
 
-def test_blocks_are_inferred_where_the_model_names_none_either() -> None:
-    config = PegasusConfig(
-        vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
-    )  # fmt: skip
-    model = PegasusForConditionalGeneration(config)
-    model._no_split_modules = []
-    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model)
-    assert sorted(blocks) == [f"model.{side}.layers.{i}" for side in ("decoder", "encoder") for i in range(2)]
-
-
-def test_an_unknown_wrap_class_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(UserError, match=r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"):
-        find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T6Block"]), tiny_t5())
+A_UNIT = "makes lm_head a shard unit of its own, but the loss calls it once for each chunk"
 
 
 @pytest.mark.parametrize(
-    ("class_name", "sentence"),
+    ("build", "class_names", "sentence"),
     [
-        ("Linear", "names Linear, which makes lm_head a shard unit of its own, but the loss calls it once for each chunk"),
-        ("LlamaForCausalLM", "names LlamaForCausalLM, which is the full model"),
+        (tiny_t5, ["T6Block"], r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"),
+        (tiny_llama, ["LlamaDecoderLayer", "Linear"], f"names Linear, which {A_UNIT}"),
+        (tiny_llama, ["LlamaDecoderLayer", "LlamaForCausalLM"], "names LlamaForCausalLM, which is the full model"),
+        (lambda: tiny_t5(tie_word_embeddings=False), ["T5Block", "Linear"], A_UNIT),
     ],
 )
-def test_a_class_whose_units_ranks_would_wait_for_is_refused(class_name: str, sentence: str) -> None:
-    model = tiny_llama()
+def test_a_class_whose_units_ranks_would_wait_for_is_refused(build: Any, class_names: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["LlamaDecoderLayer", class_name]), model)
-    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["LlamaAttention", "LlamaMLP", "Embedding"]), model)
-    assert len(blocks) == 5, "what lies in the backbone is called alike on every rank"
+        find_blocks(fsdp_plugin(transformer_auto_wrap_policy, class_names), build())
+
+
+def test_what_lies_in_the_backbone_is_called_alike_on_every_rank() -> None:
+    for model, class_names, number in (
+        (tiny_llama(), ["LlamaAttention", "LlamaMLP", "Embedding"], 5),
+        (tiny_t5(tie_word_embeddings=False), ["T5Block", "T5LayerNorm"], 6),
+    ):
+        assert len(find_blocks(fsdp_plugin(transformer_auto_wrap_policy, class_names), model)) == number
 
 
 def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> None:
@@ -88,44 +81,22 @@ def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> Non
         check_wrap(accelerator, copy_on_meta(model))
 
 
-def test_the_head_of_an_encoder_decoder_is_no_unit_either() -> None:
-    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, tie_word_embeddings=False)
-    model = T5ForConditionalGeneration(config)
-    with pytest.raises(UserError, match="makes lm_head a shard unit of its own"):
-        find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T5Block", "Linear"]), model)
-    assert len(find_blocks(fsdp_plugin(transformer_auto_wrap_policy, ["T5Block", "T5LayerNorm"]), model)) == 6
-
-
-def test_size_based_wrap_takes_no_module_list_and_counts_no_parameter_twice() -> None:
-    model = tiny_t5()
-    blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=1500), model)
-    assert blocks
-    assert not any(isinstance(module, nn.ModuleList) for module in blocks.values())
-    units = build_units(model, blocks)
-    assert sum(unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
-    for unit in units[:-1]:
-        assert unit.num_parameters >= 1500
-
-
-@pytest.mark.parametrize("min_num_params", [1, 500, 1000, 2000, 5000])
+@pytest.mark.parametrize("min_num_params", [1, 500, 1000, 1500, 2000, 5000])
 def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params: int) -> None:
     """The embedding alone has 1024 parameters, and the encoder with it more than any size here."""
-    model = tiny_t5()
-    blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=min_num_params), model)
+    model, plugin = tiny_t5(), fsdp_plugin(size_based_auto_wrap_policy, min_num_params=min_num_params)
+    blocks = find_blocks(plugin, model)
     assert not {"shared", "lm_head", "encoder", "decoder", "encoder.embed_tokens", "decoder.embed_tokens"} & set(blocks)
+    assert not any(isinstance(module, nn.ModuleList) for module in blocks.values())
     units = build_units(model, blocks)
     check_ties(model, units)
     assert "shared.weight" in units[-1].parameter_names
     assert all(unit.num_parameters >= min_num_params for unit in units[:-1])
+    assert sum(unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
     assert bool(blocks) == (min_num_params < 5000)
-
-
-def test_size_based_wrap_takes_no_output_head_for_a_block() -> None:
-    """It is a unit whatever its size, and stays gathered between forward and backward."""
-    model = tiny_t5()
+    # An untied head is a unit whatever its size, and stays gathered between forward and backward.
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    blocks = find_blocks(fsdp_plugin(size_based_auto_wrap_policy, min_num_params=1000), model)
-    assert model.lm_head.weight.numel() >= 1000 and blocks and "lm_head" not in blocks
+    assert "lm_head" not in find_blocks(plugin, model)
 
 
 def test_size_based_wrap_goes_up_to_the_module_that_holds_all_of_a_tied_weight() -> None:
@@ -137,34 +108,24 @@ def test_size_based_wrap_goes_up_to_the_module_that_holds_all_of_a_tied_weight()
     check_ties(model, build_units(model, blocks))
 
 
-def test_tied_weights_lie_in_the_root_and_count_once() -> None:
-    model = tiny_t5()
-    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model)
-    units = build_units(model, blocks)
-    check_ties(model, units)
-    assert [name for name in units[-1].parameter_names if "embed" in name or "shared" in name] == ["shared.weight"]
-
-
-def test_untied_embedding_and_head_are_units_of_their_own() -> None:
+def test_tied_weights_lie_in_the_root_and_untied_embedding_and_head_are_units_of_their_own() -> None:
     llama, tied, plugin = tiny_llama(), tiny_llama(tie_word_embeddings=True), fsdp_plugin(transformer_auto_wrap_policy)
     ends = find_ends(llama, blocks := find_blocks(plugin, llama))
     assert list(ends) == ["model.embed_tokens", "lm_head"]
     units = build_units(llama, blocks | ends)
     check_ties(llama, units)
     assert units[-1].parameter_names == ("model.norm.weight",)
-    assert find_ends(tied, find_blocks(plugin, tied)) == find_ends(tiny_t5(), find_blocks(plugin, tiny_t5())) == {}
+    t5 = tiny_t5()
+    units = build_units(t5, find_blocks(plugin, t5))
+    check_ties(t5, units)
+    assert [name for name in units[-1].parameter_names if "embed" in name or "shared" in name] == ["shared.weight"]
+    assert find_ends(tied, find_blocks(plugin, tied)) == find_ends(t5, find_blocks(plugin, t5)) == {}
     assert find_ends(llama, {}) == {}, "nothing is wrapped"
-    t5 = tiny_t5()  # as its later versions: the stacks share the embedding
-    t5.lm_head.weight = nn.Parameter(t5.lm_head.weight.detach().clone())
+    t5.lm_head.weight = nn.Parameter(t5.lm_head.weight.detach().clone())  # as its later versions: the stacks share the embedding
     assert list(find_ends(t5, find_blocks(plugin, t5))) == ["lm_head"]
-
-
-def test_a_weight_tied_across_units_is_refused() -> None:
-    model = tiny_t5()
-    model.encoder.block[1].layer[1].DenseReluDense.wi.weight = model.encoder.block[0].layer[1].DenseReluDense.wi.weight
-    units = build_units(model, find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model))
+    t5.encoder.block[1].layer[1].DenseReluDense.wi.weight = t5.encoder.block[0].layer[1].DenseReluDense.wi.weight
     with pytest.raises(UserError, match=r"encoder.block.0.*wi.weight and encoder.block.1.*wi.weight are one tied weight"):
-        check_ties(model, units)
+        check_ties(t5, build_units(t5, find_blocks(plugin, t5)))
 
 
 def test_a_weightless_copy_has_ties_and_takes_weights() -> None:
