@@ -59,20 +59,18 @@ def test_rows_of_a_step_depend_on_no_cut(kind: str, world_size: int, micro_batch
 
 
 @pytest.mark.parametrize("kind", ["packed", "packed and bucketed", "packed by tokens"])
-def test_packs_are_full_and_never_too_long(kind: str) -> None:
+def test_packs_are_full_and_never_too_long_and_leave_the_steps_alone(kind: str) -> None:
     plan = build_plan(**KINDS[kind])
+    plain = build_plan(**{name: value for name, value in KINDS[kind].items() if name != "pack_length_tokens"})
     packed, width = 0, 0
     for number in range(1, plan.steps_per_epoch + 1):
-        packs = [pack for micro in plan.micro_batches(plan.step(number), 0) for pack in micro.packs]
+        step = plan.step(number)
+        assert step == plain.step(number)
+        packs = [pack for micro in plan.micro_batches(step, 0) for pack in micro.packs]
         lengths = [plan.num_tokens[list(pack)].sum() for pack in packs]
         assert max(lengths) <= 256
         packed, width = packed + sum(lengths), width + 256 * len(packs)
     assert packed / width > (0.7 if "bucketed" in kind else 0.8)
-
-
-def test_packing_and_cutting_leave_the_steps_alone() -> None:
-    plain, packed = build_plan(**KINDS["shuffled"]), build_plan(**KINDS["packed"])
-    assert [plain.step(n) for n in range(1, 30)] == [packed.step(n) for n in range(1, 30)]
 
 
 @pytest.mark.parametrize("kind", ["bucketed", "shuffled", "packed"])
@@ -81,8 +79,10 @@ def test_an_epoch_takes_every_row_once_and_the_rest_last(kind: str) -> None:
     steps = [plan.step(number) for number in range(1, plan.steps_per_epoch + 1)]
     assert sorted(row for step in steps for row in step.rows) == list(range(NUM_ROWS))
     assert [len(step.rows) for step in steps] == [16] * 12 + [NUM_ROWS - 12 * 16]
-    assert {step.epoch for step in steps} == {0}
-    assert plan.step(plan.steps_per_epoch + 1).epoch == 1
+    assert {step.epoch for step in steps} == {0} and plan.step(plan.steps_per_epoch + 1).epoch == 1
+    for step in steps:
+        assert step.num_label_tokens == plan.num_label_tokens[list(step.rows)].sum()
+        assert step.num_tokens == plan.num_tokens[list(step.rows)].sum()
 
 
 @pytest.mark.parametrize("kind", ["by tokens", "packed by tokens"])
@@ -125,11 +125,6 @@ def test_due_steps_are_the_lengths_of_as_many_epochs(kind: str) -> None:
     assert due == sorted({plan.num_steps(k / 10) for k in range(1, 31)}) and due[-1] == plan.num_steps(3)
 
 
-def test_a_budget_below_the_longest_row_is_refused() -> None:
-    with pytest.raises(UserError, match=r"global_batch_size_tokens is 100, less than the longest row \(\d+ tokens\)"):
-        build_plan(global_batch_size_tokens=100)
-
-
 def test_a_mix_gives_each_source_its_share() -> None:
     mix = Mix(np.array([0] * 10 + [1] * 90), (3.0, 1.0))
     draws = [draw_mix(mix, np.random.Generator(np.random.PCG64(seed))) for seed in (0, 1)]
@@ -163,14 +158,6 @@ def test_the_smaller_rest_is_of_any_length() -> None:
     assert min(means) < plans[0].num_tokens.mean() < max(means)
 
 
-def test_label_tokens_are_those_of_the_rows() -> None:
-    plan = build_plan()
-    for number in (1, 5, plan.steps_per_epoch):
-        step = plan.step(number)
-        assert step.num_label_tokens == plan.num_label_tokens[list(step.rows)].sum()
-        assert step.num_tokens == plan.num_tokens[list(step.rows)].sum()
-
-
 def test_batches_hold_rows_of_similar_length() -> None:
     """Padding to the longest of a batch costs far less than with random batches."""
 
@@ -200,6 +187,13 @@ def test_a_rank_without_rows_stays_in_step_and_does_not_count() -> None:
     assert ranks[1][0].packs == (few.step(2).rows,) and ranks[1][0].rows == ()
 
 
-def test_fewer_rows_a_step_than_processes_is_refused() -> None:
-    with pytest.raises(UserError, match="global_batch_size_rows is 4, smaller than the 8 processes"):
-        build_plan(world_size=8, global_batch_size_rows=4)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"world_size": 8, "global_batch_size_rows": 4}, "global_batch_size_rows is 4, smaller than the 8 processes"),
+        ({"global_batch_size_tokens": 100}, r"global_batch_size_tokens is 100, less than the longest row \(\d+ tokens\)"),
+    ],
+)
+def test_a_batch_that_is_too_small_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        build_plan(**settings)

@@ -13,6 +13,10 @@ from toolkit.data.rows.columns import choose_columns, choose_seq2seq_columns, de
 CONFIG = LLMDataConfig(source="jsonl")
 
 
+ALPACA = ["id", "instruction", "input", "output", "history"]
+OF_ALPACA = ("instruction", "output", "input", "history")
+
+
 @pytest.mark.parametrize(
     ("existing", "settings", "expected"),
     [
@@ -28,54 +32,9 @@ CONFIG = LLMDataConfig(source="jsonl")
         (["question", "completion", "text"], {"prompt_column": "question"}, ("pair", ("question", "completion"))),
         # A mix: what the setting names is not in this file.
         (["messages"], {"text_column": "body"}, ("chat", ("messages",))),
-    ],
-)
-def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, settings, expected):
-    assert choose_columns("a.csv", existing, replace(CONFIG, **settings)) == expected
-
-
-@pytest.mark.parametrize(
-    ("existing", "settings", "fragments"),
-    [
-        (
-            ["question", "answer"],
-            {},
-            ["a.csv has none of the columns 'messages', 'conversations', 'instruction' and 'output', ", "answer)"],
-        ),
-        (["prompt", "answer"], {}, ["(its columns: prompt, answer): set data.messages_column, data.text_column"]),
-        (
-            ["text", "messages"],
-            {},
-            ["in more than one way, as messages ('messages') and text ('text') (its columns: text, messages)"],
-        ),
-        (
-            ["a", "text", "prompt", "completion"],
-            {"text_column": "a", "prompt_column": "prompt"},
-            ["prompt_completion ('prompt' with 'completion') and text ('a')"],
-        ),
-        (["text", "text"], {}, ["a.csv has more than one column 'text'"]),
-        (
-            ["question", "completion"],
-            {"prompt_column": "completion"},
-            ["data.prompt_column and data.completion_column are both completion: name two columns"],
-        ),
-    ],
-)
-def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, fragments):
-    sentence = refusal(choose_columns, "a.csv", existing, replace(CONFIG, **settings))
-    for fragment in fragments:
-        assert fragment in sentence
-
-
-ALPACA = ["id", "instruction", "input", "output", "history"]
-
-
-@pytest.mark.parametrize(
-    ("existing", "settings", "expected"),
-    [
         (["id", "conversations", "system", "tools"], {}, ("sharegpt", ("conversations", "system", "tools"))),
-        (ALPACA, {}, ("alpaca", ("instruction", "output", "input", "history"))),
-        ([*ALPACA, "text"], {"format": "alpaca"}, ("alpaca", ("instruction", "output", "input", "history"))),
+        (ALPACA, {}, ("alpaca", OF_ALPACA)),
+        ([*ALPACA, "text"], {"format": "alpaca"}, ("alpaca", OF_ALPACA)),
         ([*ALPACA, "text"], {"format": "text"}, ("text", ("text",))),
         ([*ALPACA, "text"], {"text_column": "text"}, ("text", ("text",))),
         (ALPACA, {"prompt_column": "instruction", "completion_column": "output"}, ("pair", ("instruction", "output"))),
@@ -84,28 +43,47 @@ ALPACA = ["id", "instruction", "input", "output", "history"]
         (["prompt", "completion", "messages"], {"format": "prompt_completion"}, ("pair", ("prompt", "completion"))),
     ],
 )
-def test_the_reading_is_by_the_columns_or_by_the_format(existing, settings, expected):
+def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, settings, expected):
     assert choose_columns("a.csv", existing, replace(CONFIG, **settings), has_chat_template=True) == expected
 
 
 @pytest.mark.parametrize(
-    ("existing", "readings"),
+    ("existing", "settings", "sentence"),
     [
-        (["prompt", "completion", "messages"], "messages ('messages') and prompt_completion ('prompt' with 'completion')"),
-        (["conversations", "messages"], "messages ('messages') and sharegpt ('conversations')"),
-        ([*ALPACA, "text"], "alpaca ('instruction' with 'output') and text ('text')"),
+        (
+            ["prompt", "answer"],
+            {},
+            "has none of the columns 'messages', 'conversations', 'instruction' and 'output', 'prompt' and 'completion', 'text' "
+            "(its columns: prompt, answer): set data.messages_column, data.text_column",
+        ),
+        (
+            ["text"],
+            {"format": "alpaca"},
+            "has no column 'instruction' (its columns: text): data.format alpaca reads 'instruction'",
+        ),
+        (
+            ["conversations", "messages"],
+            {},
+            "can be read in more than one way, as messages ('messages') and sharegpt ('conversations') (its columns: "
+            "conversations, messages): choose by data.format messages or ",
+        ),
+        ([*ALPACA, "text"], {}, "can be read in more than one way, as alpaca ('instruction' with 'output') and text ('text')"),
+        (
+            ["a", "text", "prompt", "completion"],
+            {"text_column": "a", "prompt_column": "prompt"},
+            "can be read in more than one way, as prompt_completion ('prompt' with 'completion') and text ('a')",
+        ),
+        (["text", "text"], {}, "has more than one column 'text'"),
     ],
 )
-def test_two_readings_that_fit_are_refused_with_both_names(existing, readings):
-    sentence = refusal(choose_columns, "a.csv", existing, CONFIG)
-    names = readings.split(" ")
-    assert sentence.startswith(f"a.csv can be read in more than one way, as {readings} (its columns: {', '.join(existing)})")
-    assert f": choose by data.format {names[0]} or " in sentence
+def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, sentence):
+    assert refusal(choose_columns, "a.csv", existing, replace(CONFIG, **settings)).startswith(f"a.csv {sentence}")
 
 
-def test_a_format_without_its_columns_is_refused():
-    assert refusal(choose_columns, "a.csv", ["text"], replace(CONFIG, format="alpaca")) == (
-        "a.csv has no column 'instruction' (its columns: text): data.format alpaca reads 'instruction' and 'output'"
+def test_one_column_for_two_things_is_refused():
+    config = replace(CONFIG, prompt_column="completion")
+    assert refusal(choose_columns, "a.csv", ["question", "completion"], config) == (
+        "data.prompt_column and data.completion_column are both completion: name two columns"
     )
 
 

@@ -53,39 +53,6 @@ def test_sharegpts_calls_and_answers_of_tools() -> None:
     assert isinstance(row, Example) and row.messages is not None and row.messages[2] == {"role": "tool", "content": "2"}
 
 
-@pytest.mark.parametrize(
-    ("conversations", "reason"),
-    [
-        ([], "with an empty conversation"),
-        (HELLO[1:] + HELLO, "in which the assistant speaks first"),
-        (HELLO[:1], "without an assistant turn"),
-        (turns(("human", "a"), ("gpt", " ")), "with an empty assistant turn"),
-        ([HELLO[0], HELLO[1] | {"weight": 0}], "with weight 0 on every assistant turn"),
-    ],
-)
-def test_conversations_with_nothing_to_learn_are_left_out_with_their_reason(conversations: Any, reason: str) -> None:
-    assert sharegpt(conversations) == reason
-
-
-@pytest.mark.parametrize(
-    ("conversations", "sentence"),
-    [
-        (turns(("human", "a"), ("narrator", "b")), "turn 2: 'narrator' is not a role of ShareGPT: write one of human, user, gpt"),
-        ("no json", "column conversations: not JSON"),
-        ({"from": "human"}, "column conversations: {'from': 'human'} is not a list of turns"),
-        (["a"], "turn 1: 'a' is not a turn"),
-        ([{"from": "human"}], 'turn 1 has no text in "value" (its keys: from)'),
-        ([{"value": "a"}], 'turn 1 has no text in "from" (its keys: value)'),
-        (turns(("human", 3), ("gpt", "a")), "message 1, content: 3 is of type int, not text"),  # type: ignore[arg-type]
-        (turns(("human", "a"), ("function_call", "b")), "turn 2: not JSON"),
-        (turns(("human", "a"), ("function_call", "3")), "message 2: tool_calls [3] is not a list of calls"),
-        (turns(("human", "a"), ("tool", "b"), ("gpt", "c")), "message 2: roles out of order, a tool turn"),
-    ],
-)
-def test_what_is_wrong_with_a_conversation_is_one_sentence(conversations: Any, sentence: str) -> None:
-    assert refusal(sharegpt, conversations).startswith(f"a.json, row 7, {sentence}")
-
-
 def test_alpaca_is_a_chat_with_its_input_system_and_history() -> None:
     assert alpaca(input=" ") == Example(messages=say("add", "3"))
     row = alpaca(input="1 and 2", system="be brief", history=[["hello", "one"]])
@@ -108,28 +75,48 @@ def test_alpaca_without_a_template_is_a_prompt_in_its_own_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "reason"),
+    ("build", "given", "reason"),
     [
-        ({"instruction": " "}, "with an empty instruction"),
-        ({"output": None}, "with an empty output"),
-        ({"output": float("nan")}, "with a missing output (NA, NaN, None)"),
-        ({"history": [["a", " "]]}, "with an empty text in their history"),
+        (sharegpt, [], "with an empty conversation"),
+        (sharegpt, HELLO[1:] + HELLO, "in which the assistant speaks first"),
+        (sharegpt, HELLO[:1], "without an assistant turn"),
+        (sharegpt, turns(("human", "a"), ("gpt", " ")), "with an empty assistant turn"),
+        (sharegpt, [HELLO[0], HELLO[1] | {"weight": 0}], "with weight 0 on every assistant turn"),
+        (alpaca, {"instruction": " "}, "with an empty instruction"),
+        (alpaca, {"output": None}, "with an empty output"),
+        (alpaca, {"output": float("nan")}, "with a missing output (NA, NaN, None)"),
+        (alpaca, {"history": [["a", " "]]}, "with an empty text in their history"),
     ],
 )
-def test_alpacas_rows_without_a_text_are_left_out(cells: dict[str, Any], reason: str) -> None:
-    assert alpaca(**cells) == reason
+def test_rows_with_nothing_to_learn_are_left_out_with_their_reason(build: Any, given: Any, reason: str) -> None:
+    assert (build(given) if build is sharegpt else build(**given)) == reason
 
 
 @pytest.mark.parametrize(
-    ("cells", "sentence"),
+    ("build", "given", "sentence"),
     [
-        ({"output": 3}, "column output: 3 is of type int, not text"),
-        ({"input": ["a"]}, "column input: ['a'] is of type list, not text"),
-        ({"history": "a"}, "column history: not JSON"),
-        ({"history": {"a": "b"}}, "column history: {'a': 'b'} is not a list"),
-        ({"history": [["a", "b", "c"]]}, "history 1: ['a', 'b', 'c'] is not a pair: write [instruction, answer]"),
-        ({"history": [["a", None]]}, "history 1: None is of type NoneType, not text"),
+        (
+            sharegpt,
+            turns(("human", "a"), ("narrator", "b")),
+            "turn 2: 'narrator' is not a role of ShareGPT: write one of human, ",
+        ),
+        (sharegpt, "no json", "column conversations: not JSON"),
+        (sharegpt, {"from": "human"}, "column conversations: {'from': 'human'} is not a list of turns"),
+        (sharegpt, ["a"], "turn 1: 'a' is not a turn"),
+        (sharegpt, [{"from": "human"}], 'turn 1 has no text in "value" (its keys: from)'),
+        (sharegpt, [{"value": "a"}], 'turn 1 has no text in "from" (its keys: value)'),
+        (sharegpt, [{"from": "human", "value": 3}, *HELLO[1:]], "message 1, content: 3 is of type int, not text"),
+        (sharegpt, turns(("human", "a"), ("function_call", "b")), "turn 2: not JSON"),
+        (sharegpt, turns(("human", "a"), ("function_call", "3")), "message 2: tool_calls [3] is not a list of calls"),
+        (sharegpt, turns(("human", "a"), ("tool", "b"), ("gpt", "c")), "message 2: roles out of order, a tool turn"),
+        (alpaca, {"output": 3}, "column output: 3 is of type int, not text"),
+        (alpaca, {"input": ["a"]}, "column input: ['a'] is of type list, not text"),
+        (alpaca, {"history": "a"}, "column history: not JSON"),
+        (alpaca, {"history": {"a": "b"}}, "column history: {'a': 'b'} is not a list"),
+        (alpaca, {"history": [["a", "b", "c"]]}, "history 1: ['a', 'b', 'c'] is not a pair: write [instruction, answer]"),
+        (alpaca, {"history": [["a", None]]}, "history 1: None is of type NoneType, not text"),
     ],
 )
-def test_what_is_wrong_with_an_alpaca_row_is_one_sentence(cells: dict[str, Any], sentence: str) -> None:
-    assert refusal(alpaca, **cells).startswith(f"a.json, row 7, {sentence}")
+def test_what_is_wrong_with_a_row_is_one_sentence(build: Any, given: Any, sentence: str) -> None:
+    said = refusal(build, given) if build is sharegpt else refusal(build, **given)
+    assert said.startswith(f"a.json, row 7, {sentence}")

@@ -1,180 +1,139 @@
-"""csv, jsonl and parquet files: what is read, what is skipped and reported, and the sentence for each kind of broken file."""
+"""Files of rows by their endings: the same rows from each, encodings and delimiters, what is skipped and reported."""
 
+from __future__ import annotations
+
+import gzip
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from toolkit.config.data import DataConfig
-from toolkit.data.rows.load import load_rows
-from toolkit.data.sources import files
-from toolkit.errors import UserError
+from tests.support.refusals import refusal
+from tests.support.row_files import list_pairs, load_llm, load_t5, write_objects
+from toolkit.config.validate import FILE_SOURCES
+from toolkit.data.sources.files import READERS
+
+ROWS = [{"source": f"text {i}, the é", "target": f"t {i}"} for i in range(5)]
+PAIRS = [(row["source"], row["target"]) for row in ROWS]
 
 
-@pytest.fixture
-def load(tmp_path):
-    """Load rows from `tmp_path`, cached there too; everything goes to training unless a test says otherwise."""
-
-    def load(source, paths, **settings):
-        settings = {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
-        names = [paths] if isinstance(paths, str) else paths
-        return load_rows(DataConfig(source=source, files=[str(tmp_path / name) for name in names], **settings))
-
-    return load
+def table(delimiter: str) -> str:
+    return "".join(f'"{source}"{delimiter}{target}\n' for source, target in [("source", "target"), *PAIRS])
 
 
-def write_parquet(path, columns):
+def write_all() -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table(columns), path)
+    columns = pa.Table.from_pylist(ROWS)
+    pq.write_table(columns, "rows.parquet")
+    with pa.ipc.new_file("rows.arrow", columns.schema) as writer:
+        writer.write_table(columns, max_chunksize=2)
+    with pa.ipc.new_stream("rows.feather", columns.schema) as writer:  # a stream, as `datasets` writes it
+        writer.write_table(columns)
+    lines, array = "".join(json.dumps(row) + "\n" for row in ROWS), json.dumps(ROWS, indent=2)
+    contents = {"a.csv": table(","), "a.tsv": table("\t"), "a.json": array, "a.jsonl": lines, "a.ndjson": lines}
+    contents |= {"lines.json": lines, "array.jsonl": array}
+    for name, text in contents.items():
+        Path(name).write_text(text, encoding="utf-8")
+        Path(f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    return ["rows.parquet", "rows.arrow", "rows.feather", *(f"{name}{gz}" for name in contents for gz in ("", ".gz"))]
 
 
-def pairs(rows):
-    return list(zip(rows.train["prompt"], rows.train["completion"], strict=True))
+def test_every_ending_and_gzip_give_the_same_rows() -> None:
+    for name in write_all():
+        assert list_pairs(load_t5(name)) == PAIRS, name
+    assert load_t5("a.csv").fingerprint == load_t5("a.csv.gz").fingerprint == load_t5("a.csv", source="csv").fingerprint
+    assert len(load_t5("a.csv", "a.json", "rows.arrow").train) == 15
+    assert tuple(READERS) == FILE_SOURCES
 
 
-def refuse(load, source, name, *fragments, **settings):
-    """The load fails with one sentence that holds every fragment; returns it."""
-    with pytest.raises(UserError) as caught:
-        load(source, name, **settings)
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    for fragment in fragments:
-        assert fragment in sentence
-    return sentence
+def test_a_delimiter_and_an_encoding_of_ones_own() -> None:
+    array, lines = json.dumps(ROWS), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    for name, text, encoding, settings in (
+        ("rows.csv", table(";"), "cp1252", {"csv_delimiter": ";"}),
+        ("rows.csv", table("\t"), "utf-16", {"csv_delimiter": r"\t"}),
+        ("rows.json", array, "UTF16", {}),
+        ("rows.jsonl", lines, "UTF16", {}),
+    ):
+        Path(name).write_text(text, encoding=encoding)
+        assert list_pairs(load_t5(name, encoding=encoding, **settings)) == PAIRS
+    Path("rows.csv").write_text(table(","))
+    assert load_t5("rows.csv", encoding="utf8", csv_delimiter=",").fingerprint == load_t5("rows.csv").fingerprint
 
 
-def test_csv_reads_quotes_line_breaks_bom_and_crlf(tmp_path, load):
-    (tmp_path / "rows.csv").write_bytes(
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str) -> None:
+    shown = delimiter.replace("\t", r"\t")
+    for text, settings, hint in (
+        (table(delimiter).replace('"', ""), {}, f"between names: set data.csv_delimiter '{shown}'"),
+        (table(delimiter) + delimiter * 2, {"csv_delimiter": shown}, "put double quotes around cells that hold"),
+        (table(delimiter) + "only one cell", {"csv_delimiter": shown}, "write every cell of the row, an empty one too"),
+    ):
+        Path("rows.csv").write_text(text)
+        assert hint in refusal(load_t5, "rows.csv", **settings)
+    Path("other.csv").write_text("a,b\n1,2\n")
+    assert "data.csv_delimiter" not in refusal(load_t5, "other.csv")
+
+
+def test_csv_and_jsonl_read_boms_crlf_quotes_blank_lines_and_absent_keys() -> None:
+    Path("rows.csv").write_bytes(
         b'\xef\xbb\xbfsource, target ,note\r\n"a, ""b""\r\nsecond line",short,1\r\n\r\n42,caf\xc3\xa9,\r\n'
     )
-    rows = load("csv", "rows.csv")
-    assert pairs(rows) == [('a, "b"\r\nsecond line', "short"), ("42", "café")]
-    assert rows.train["lead_text"][:] == rows.train["prompt"][:]
-    assert rows.train["row_id"][:] == [0, 1]
-    assert rows.remarks == []
-    assert len(rows.evaluation) == 0
-
-
-def test_jsonl_reads_bom_crlf_blank_lines_and_absent_keys(tmp_path, load):
-    (tmp_path / "rows.jsonl").write_bytes(
+    rows = load_t5("rows.csv")
+    assert list_pairs(rows) == [('a, "b"\r\nsecond line', "short"), ("42", "café")]
+    assert rows.train["lead_text"][:] == rows.train["prompt"][:] and rows.train["row_id"][:] == [0, 1]
+    assert (rows.remarks, len(rows.evaluation)) == ([], 0)
+    Path("rows.jsonl").write_bytes(
         b'\xef\xbb\xbf{"target": "no source"}\r\n\r\n{"source": "a\\nb \xc3\xa9", "target": "t", "more": [1]}\r\n'
     )
-    rows = load("jsonl", "rows.jsonl")
-    assert pairs(rows) == [("a\nb é", "t")]
-    assert rows.remarks == [f"skipped 1 of 2 rows of {tmp_path / 'rows.jsonl'} with an empty source (row 1)"]
+    rows = load_t5("rows.jsonl")
+    assert list_pairs(rows) == [("a\nb é", "t")]
+    assert rows.remarks == ["skipped 1 of 2 rows of rows.jsonl with an empty source (row 1)"]
 
 
-def test_several_files_and_patterns_are_read_in_order_each_file_once(tmp_path, load):
+def test_several_files_and_patterns_are_read_in_order_each_file_once() -> None:
     for name in ("b2", "b1", "a"):
-        (tmp_path / f"{name}.csv").write_text(f"source,target\n{name},{name}\n")
-    rows = load("csv", ["b?.csv", "a.csv", "b1.csv"])
-    assert [source for source, _ in pairs(rows)] == ["b1", "b2", "a"]
-    assert rows.train["row_id"][:] == [0, 1, 2]
+        Path(f"{name}.csv").write_text(f"source,target\n{name},{name}\n")
+    rows = load_t5("b?.csv", "a.csv", "b1.csv")
+    assert (rows.train["prompt"][:], rows.train["row_id"][:]) == (["b1", "b2", "a"], [0, 1, 2])
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_empty_cells_are_counted_skipped_and_reported(tmp_path, load, kind):
-    cells = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None), ("f", "")]
-    path = tmp_path / f"rows.{kind}"
-    if kind == "csv":
-        path.write_text("source,target\n" + "".join(f"{source},{target or ''}\n" for source, target in cells))
-    elif kind == "jsonl":
-        path.write_text("".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in cells))
-    else:
-        write_parquet(path, {"source": [source for source, _ in cells], "target": [target for _, target in cells]})
-    rows = load(kind, path.name)
-    assert pairs(rows) == [("a", "x"), ("d", "z")]
-    assert rows.train["row_id"][:] == [0, 4]
+def test_empty_cells_are_counted_skipped_and_reported(kind: str) -> None:
+    from datasets import Dataset
+
+    cells: list[tuple[str, Any]] = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None)]
+    Path("rows.csv").write_text("source,target\n" + "".join(f"{source},{target or ''}\n" for source, target in cells))
+    objects = [{"source": source, "target": target} for source, target in cells]
+    write_objects("rows.jsonl", objects)
+    Dataset.from_list(objects).to_parquet("rows.parquet")
+    rows = load_t5(f"rows.{kind}")
+    assert (list_pairs(rows), rows.train["row_id"][:]) == ([("a", "x"), ("d", "z")], [0, 4])
     assert rows.remarks == [
-        f"skipped 4 of 8 rows of {path} with an empty target (first: rows 2, 4, 7)",
-        f"skipped 2 of 8 rows of {path} with an empty source (first: rows 3, 6)",
+        f"skipped 3 of 7 rows of rows.{kind} with an empty target (first: rows 2, 4, 7)",
+        f"skipped 2 of 7 rows of rows.{kind} with an empty source (first: rows 3, 6)",
     ]
 
 
-def test_missing_file_suggests_the_nearest_name(tmp_path, load):
-    (tmp_path / "train_rows.csv").write_text("source,target\na,b\n")
-    refuse(load, "csv", "train_row.csv", "data.files", "there is no file", f"did you mean {tmp_path / 'train_rows.csv'}?")
-    refuse(load, "csv", "nowhere/rows.csv", f"the folder {tmp_path / 'nowhere'} does not exist")
-    refuse(load, "csv", "zzz.csv", f"nothing in {tmp_path} has a name like it")
-    refuse(load, "csv", "*.tsv", "no file matches", "*.tsv")
+@pytest.mark.parametrize(("ending", "tab"), [("csv", ","), ("tsv", "\t")])
+def test_missing_cells_are_skipped_and_counted(ending: str, tab: str) -> None:
+    cells = ["b", "NaN", "N/A", " None ", "null", "None of these", "nan", "Nanna", "NA", "<NA>", "NATO"]
+    Path(f"rows.{ending}").write_text(f"source{tab}target\n" + "".join(f"a{tab}{cell}\n" for cell in cells))
+    rows = load_t5(f"rows.{ending}")
+    assert [target for _, target in list_pairs(rows)] == ["b", "None of these", "Nanna", "NATO"]
+    assert rows.remarks[0] == f"skipped 7 of 11 rows of rows.{ending} with a missing target (NA, NaN, None) (first: rows 2, 3, 4)"
 
 
-def test_unreadable_file_is_refused(tmp_path, load, monkeypatch):
-    path = tmp_path / "rows.csv"
-    path.write_text("source,target\na,b\n")
-
-    def deny(self, *args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(type(path), "open", deny)  # chmod does not stop root
-    refuse(load, "csv", "rows.csv", f"{path} cannot be read (Permission denied)")
-
-
-def test_files_without_rows_are_refused(tmp_path, load):
-    (tmp_path / "rows.csv").write_text("source,target\n")
-    (tmp_path / "rows.jsonl").write_text("\n \n")
-    write_parquet(tmp_path / "rows.parquet", {"source": [], "target": []})
-    for kind in ("csv", "jsonl", "parquet"):
-        refuse(load, kind, f"rows.{kind}", f"{tmp_path / f'rows.{kind}'} holds no rows")
-
-
-def test_missing_column_names_those_that_exist(tmp_path, load):
-    (tmp_path / "rows.csv").write_text("article,summary\na,b\n")
-    (tmp_path / "rows.jsonl").write_text('{"article": "a"}\n{"summary": "b"}\n')
-    write_parquet(tmp_path / "rows.parquet", {"article": ["a"], "summary": ["b"]})
-    for kind in ("csv", "jsonl", "parquet"):
-        path = tmp_path / f"rows.{kind}"
-        refuse(load, kind, path.name, f"{path} has no column 'source' (its columns: article, summary)", "data.source_column")
-        refuse(load, kind, path.name, "no column 'target'", source_column="article")
-
-
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_invalid_utf8_is_refused_by_line(tmp_path, load, kind, monkeypatch):
-    path = tmp_path / f"rows.{kind}"
-    path.write_bytes("source,target\né,b\n".encode() + b"caf\xe9,c\n")
-    refuse(load, kind, path.name, f"{path}, line 3: byte 0xe9 is not valid UTF-8")
-    # The same where a read ends inside a good character, and where the file ends inside one.
-    for num_bytes in (1, 15, 20):
-        monkeypatch.setattr(files, "_BYTES_PER_READ", num_bytes)
-        refuse(load, kind, path.name, "line 3: byte 0xe9")
-    path.write_bytes("source,target\né,b\n".encode() + "c,é".encode()[:-1])
-    refuse(load, kind, path.name, "line 3: byte 0xc3", "unexpected end of data")
-
-
-def test_truncated_and_damaged_parquet_is_refused(tmp_path, load):
-    path = tmp_path / "rows.parquet"
-    write_parquet(path, {"source": [f"text {i}" for i in range(3000)], "target": [f"t {i}" for i in range(3000)]})
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet or Arrow file")
-    path.write_bytes(whole[:8] + b"\xff" * 5000 + whole[5008:])  # the footer is whole, the first column is not
-    refuse(load, "parquet", "rows.parquet", f"{path} is not a complete parquet or Arrow file")
-
-
-# The file's ending, its content, what the sentence says.
-REFUSED = [
-    ("csv", "source,target\na,\n ,b\n", "none of the 2 rows can be used"),
-    ("csv", "source,target\na,\n ,b\n", "empty target (row 1)"),
-    ("csv", "", "rows.csv is empty"),
-    ("jsonl", "", "rows.jsonl is empty"),
-    ("parquet", "", "rows.parquet is empty"),
-    ("jsonl", '{"source": "a"}\n' * 1001 + "never reached\n", "has no column 'target' (its columns: source)"),
-    ("csv", "source,target,source\na,b,c\n", "more than one column 'source'"),
-    ("csv", 'source,target\n"two\nlines",b\n\nc,d,e\n', "rows.csv, line 5: 3 cells where the header has 2 (source, target)"),
-    ("csv", 'source,target\na,b\nc,"never closed\nd,e\n', "rows.csv: the row that starts on line 3 is not valid CSV"),
-    ("csv", 'source,target\n"a "quoted" word",b\n', "double the quotes inside"),
-    ("csv", "source,target\na,b\nc,\0d\n", "rows.csv, line 3: a NUL byte"),
-    ("jsonl", '{"source": "a" "target": "b"}', "line 1: not JSON (Expecting ',' delimiter: column 16"),
-    ("jsonl", '{"source": "a", "target": "b"}\n\n["a", "b"]', "line 3: ['a', 'b'] is not a JSON object: write {"),
-    ("jsonl", '{"source": "a", "target": 12}', "row 1, column target: 12 is of type int, not text"),
-    ("jsonl", '{"source": "a", "target": ["b"]}', "is of type list, not text"),
-    ("jsonl", r'{"source": "a\u0000b", "target": "b"}', "row 1, column source: the text holds a NUL character"),
-    ("jsonl", r'{"source": "ab\ud83d", "target": "b"}', "character 3 is half a surrogate"),
-]
-
-
-@pytest.mark.parametrize(("kind", "text", "fragment"), REFUSED)
-def test_a_file_that_is_not_rows_is_one_sentence(tmp_path, load, kind, text, fragment):
-    (tmp_path / f"rows.{kind}").write_text(text)
-    refuse(load, kind, f"rows.{kind}", fragment)
+def test_a_text_is_rows_of_paragraphs() -> None:
+    Path("a.txt").write_bytes("\ufeffone\r\ntwo é\r\n\r\n \t\r\nthree\n\n\n  four\nfive".encode())
+    Path("b.txt.gz").write_bytes(gzip.compress(b"\nsix\n"))
+    rows = load_llm("a.txt", "b.txt.gz")
+    assert rows.train["text"][:] == ["one\ntwo é", "three", "  four\nfive", "six"]
+    assert (
+        rows.readings[0]
+        == "a.txt and 1 more: read as text, from text; no other columns; a row is a paragraph between blank lines"
+    )
+    Path("blank.txt").write_text("\n \n")
+    assert "blank.txt holds no rows" in refusal(load_llm, "blank.txt")

@@ -62,12 +62,13 @@ def test_rows_of_a_generator_with_group_split_and_lead_text() -> None:
     assert groups[0] and groups[1] and not groups[0] & groups[1]
 
 
-def test_rows_to_skip_are_counted_by_their_reason() -> None:
+def test_rows_to_skip_are_counted_and_num_rows_reads_no_further() -> None:
     rows = t5("""
         def load_rows(config):
             yield {"source": "a", "target": "b", "skip": None}
             yield {"skip": "with a broken page"}
-    """)  # fmt: skip
+            raise OSError
+    """, num_rows=2)  # fmt: skip
     assert rows.train["prompt"][:] == ["a"]
     assert rows.remarks == ["skipped 1 of 2 rows of my_rows.py:load_rows with a broken page (row 2)"]
 
@@ -83,10 +84,7 @@ def test_the_kind_of_an_llm_row_follows_from_its_columns() -> None:
     assert (pair.prompt, pair.completion, text.text) == ("p", "c", "plain")
     assert [message["content"] for message in chat.messages or []] == ["u", "a"]
     assert rows.train["lead_text"][0] == "first"
-    assert examples(llm(returns("[{'body': 'x'}]"), text_column="body"))[0].text == "x"
     assert "my_rows.py:load_rows, row 1, message 1 has no content" in refusal(llm, returns("[{'messages': [{'role': 'user'}]}]"))
-    with pytest.raises(UserError, match="data.text_column is body, but that is not a column of my_rows.py:load_rows: "):
-        llm(returns("[{'prompt': 'x', 'completion': 'y'}]"), text_column="body")
 
 
 def test_the_function_gets_the_data_section_and_its_files() -> None:
@@ -110,24 +108,17 @@ def test_the_function_gets_the_data_section_and_its_files() -> None:
 
 def test_beside_files_in_a_mix() -> None:
     Path("a.jsonl").write_text('{"text": "of a file"}\n')
-    write("def one(config): return [{'text': 'one'}]\ndef two(config): return [{'text': 'two'}]")
-    entries = [MixEntry(source="my_rows.py:one"), MixEntry(source="jsonl", files="a.jsonl"), MixEntry(source="my_rows.py:two")]
-    train = llm(source=None, mix=entries).train
+    entries = [MixEntry(source="my_rows.py:load_rows"), MixEntry(files="a.jsonl"), MixEntry(source="my_rows.py:two")]
+    code = returns("[{'text': 'one'}]") + "\ndef two(config): return [{'text': 'two'}]"
+    train = llm(code, source=None, mix=entries).train
     assert list(zip(train["text"], train["mix_entry"], strict=True)) == [("one", 0), ("of a file", 1), ("two", 2)]
-
-
-def test_a_column_that_no_row_of_a_mix_uses_is_refused() -> None:
-    Path("a.jsonl").write_text('{"text": "of a file"}\n')
-    entries = [MixEntry(source="my_rows.py:load_rows"), MixEntry(source="jsonl", files="a.jsonl")]
     for identify in ("", "\ndef identify(config): return 'x'"):
-        with pytest.raises(
-            UserError, match="data.messages_column is body, but that is not a column of my_rows.py:load_rows, a.jsonl"
-        ):
-            write("def load_rows(config): return [{'prompt': 'p', 'completion': 'c'}]" + identify)
-            llm(source=None, mix=entries, messages_column="body")
-    assert not list(Path("cache").glob("rows/*"))
-    write("def load_rows(config): return [{'body': 'one'}]")
-    assert llm(source=None, mix=entries[:1], text_column="body").train["text"][:] == ["one"]
+        code = returns("[{'prompt': 'p', 'completion': 'c'}]") + identify
+        assert refusal(llm, code, source=None, mix=entries[:2], messages_column="body").startswith(
+            "data.messages_column is body, but that is not a column of my_rows.py:load_rows, a.jsonl"
+        )
+    assert len(list(Path("cache").glob("rows/*"))) == 1
+    assert llm(returns("[{'body': 'x'}]"), text_column="body").train["text"][:] == ["x"]
 
 
 def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place() -> None:
@@ -154,12 +145,6 @@ def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place() -> None:
 
 
 def test_identify_stands_for_the_rows() -> None:
-    write(f"{dedent(PAIRS)}\ndef identify(config): return open('version').read()\n")
-    Path("version").write_text("1")
-    first = t5().fingerprint
-    assert t5().fingerprint == first
-    Path("version").write_text("2")
-    assert t5().fingerprint != first
     counting = """
         def load_rows(config):
             with open("calls", "a") as calls:
@@ -170,18 +155,11 @@ def test_identify_stands_for_the_rows() -> None:
     t5()
     assert Path("calls").read_text() == "xxx"  # hashed and read, then hashed
     Path("calls").unlink()
-    t5(dedent(counting) + "\ndef identify(config): return 'always the same'\n")
-    t5()
-    assert Path("calls").read_text() == "x"
-
-
-def test_num_rows_reads_no_further() -> None:
-    code = """
-        def load_rows(config):
-            yield {"source": "a", "target": "b"}
-            raise OSError
-    """
-    assert t5(code, num_rows=1).train["prompt"][:] == ["a"]
+    Path("version").write_text("1")
+    first = t5(dedent(counting) + "\ndef identify(config): return open('version').read()\n").fingerprint
+    assert t5().fingerprint == first and Path("calls").read_text() == "x"
+    Path("version").write_text("2")
+    assert t5().fingerprint != first
 
 
 def test_the_file_runs_as_it_is_and_imports_what_is_beside_it() -> None:
@@ -206,13 +184,9 @@ def test_the_file_runs_as_it_is_and_imports_what_is_beside_it() -> None:
     assert t5(source="other/my_rows.py:load_rows").train["completion"][:] == ["longer"]
     dataclasses = """
         from __future__ import annotations
-        from dataclasses import asdict, dataclass
-        @dataclass
-        class Row:
-            source: str
-            target: str
-        def load_rows(config):
-            return map(asdict, [Row("a", "b")])
+        from dataclasses import asdict, make_dataclass
+        Row = make_dataclass("Row", ["source", "target"])
+        def load_rows(config): return map(asdict, [Row("a", "b")])
     """
     assert t5(dataclasses).train["completion"][:] == ["b"]
 
@@ -224,6 +198,7 @@ ROW = "{'source': 'a', 'target': 'b'}"
     ("code", "sentence"),
     [
         ("def load_row(config): ...", "the file has no function load_rows: name one that it defines (load_row)"),
+        (returns("[{'prompt': 'x', 'completion': 'y'}]"), "row 1 has no column 'source' (its columns: prompt, completion)"),
         ("def load_rows(): ...", "the file raised TypeError: load_rows() takes 0 positional arguments but 1 was given"),
         ("def load_rows(config) return 3", "line 1 of the file raised SyntaxError: expected ':'"),
         ("import no_such_module_here", "line 1 of the file raised ModuleNotFoundError: No module named 'no_such_module_here'"),

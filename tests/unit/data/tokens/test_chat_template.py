@@ -46,27 +46,74 @@ def find(tokenizer, template, messages, tools=None):
     return [(text[turn.start : turn.content_end], text[turn.content_end : turn.end]) for turn in turns]
 
 
-@pytest.mark.parametrize("template", [CHATML, STRIPPING, MARKED])
-def test_every_turn_is_found_through_its_end_token_and_no_further(tokenizer, template):
-    messages = say("hello", "one", "two", " three\n", "four", "one", system="be brief")
-    expected = [("one", "<|im_end|>"), (" three\n" if template == CHATML else "three\n", "<|im_end|>"), ("one", "<|im_end|>")]
-    if template == STRIPPING:
-        with pytest.raises(NoMaskError):
-            find(tokenizer, template, messages)
-        messages[4]["content"] = "three\n"
-    assert find(tokenizer, template, messages) == expected
+IM_END = "<|im_end|>"
+BASIC, TWO = say("hello", "one"), say("hello", "one", "two", "three")
+OF_TWO = [("one", IM_END), ("three", IM_END)]
+THINKING = say("hello", "<think>hm</think>one", "two", "<think>hm</think>three")
+# "think" is in what this one prints before the content, too.
+THINKING_CHATML = CHATML.replace(
+    "message.role + '\\n'", "message.role + '\\n' + ('' if message.role == 'user' else '<think></think>')"
+)
+CALLED = [*say("2 + 2?"), CALL, ANSWER, {"role": "assistant", "content": "four"}]
+FOLLOWED = [*BASIC, {"role": "assistant", "content": "two"}, {"role": "user", "content": "bye"}]
+QUOTING = say("one", "one", "assistant\none", "<|im_end|> is a token", "x", "im_end|>")
+MARK_AGAIN = "{% endgeneration %}{% generation %}{% endgeneration %}{% generation %}"
+LONG = say("hello", "one", "two", " three\n", "four", "one", system="be brief")
+OTHER_END = CLOSING.replace("{% else %}{{ eos_token }}{% endif %}", "{% endif %}").replace(
+    "'<|im_end|>\\n'", "('</s>' if loop.last and message.role == 'assistant' else '<|im_end|>')"
+)
 
 
-def test_llama_2_prints_spaces_around_a_turn(tokenizer):
-    messages = say("hello", "one", "two", "three", system="be brief")
-    assert find(tokenizer, LLAMA2, messages) == [(" one ", "</s>"), (" three ", "</s>")]
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (CHATML, LONG, [("one", IM_END), (" three\n", IM_END), ("one", IM_END)]),
+        (MARKED, LONG, [("one", IM_END), ("three\n", IM_END), ("one", IM_END)]),
+        (LLAMA2, TWO, [(" one ", "</s>"), (" three ", "</s>")]),
+        # What closes the text after the last turn is not of it.
+        (CLOSING, TWO, OF_TWO),
+        (CLOSING.replace("'<|im_end|>\\n'", "'<|im_end|>'"), TWO, OF_TWO),
+        # Content that the template words anew.
+        (CHATML.replace("message.content }}", "(message.content | upper) }}"), BASIC, [("ONE", IM_END)]),
+        (THINKING_CHATML, say("hello", "think"), [("<think></think>think", IM_END)]),
+        (THINKING_CHATML, BASIC, [("<think></think>one", IM_END)]),
+        # Turns that hold the text of another or of their own end; several in a row; calls.
+        (CHATML, QUOTING, [("one", IM_END), ("<|im_end|> is a token", IM_END), ("im_end|>", IM_END)]),
+        (CHATML, FOLLOWED, [("one", IM_END), ("two", IM_END)]),
+        (CHATML, CALLED, [('<tool_call>add {"a": 2, "b": 2}</tool_call>', IM_END), ("four", IM_END)]),
+        # Marks of the template's own, in parts too.
+        (MARKED, THINKING, OF_TWO),
+        (MARKED.replace(" + '<|im_end|>' }}", " }}" + MARK_AGAIN + "{{ '<|im_end|>' }}"), TWO, OF_TWO),
+        (STRIPPING, THINKING[:2], [("<think>hm</think>one", IM_END)]),
+        (STRIPPING, say("hello", "one", "two", "three\n", "a", "b"), [("one", IM_END), ("three\n", IM_END), ("b", IM_END)]),
+        (OTHER_END, BASIC, [("one", "</s>")]),
+    ],
+)
+def test_every_turn_is_found_through_its_end_token_and_no_further(tokenizer, template, messages, expected):
+    assert find(tokenizer, template, messages, TOOLS if messages is CALLED else None) == expected
 
 
-def test_a_template_may_close_the_text_after_the_last_turn(tokenizer):
-    messages = say("hello", "one", "two", "three")
-    assert find(tokenizer, CLOSING, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
-    without_line_break = CLOSING.replace("'<|im_end|>\\n'", "'<|im_end|>'")
-    assert find(tokenizer, without_line_break, messages) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (STRIPPING, LONG, "prints the first"),
+        (STRIPPING, THINKING, "prints the first 2 messages differently when more follow"),
+        (OTHER_END, TWO, "prints the first 2 messages differently when more follow"),
+        (
+            "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}" + CHATML,
+            BASIC,
+            r"refuses the first 1 messages on their own \(two, please\)",
+        ),
+        (
+            MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last"),
+            TWO,
+            "mark 1 texts for 2 assistant turns",
+        ),
+    ],
+)
+def test_a_template_that_does_not_show_its_turns_gives_no_mask(tokenizer, template, messages, reason):
+    with pytest.raises(NoMaskError, match=reason):
+        find(tokenizer, template, messages)
 
 
 def test_a_template_may_print_the_generation_prompt_after_the_last_turn():
@@ -83,45 +130,6 @@ def test_a_template_may_print_the_generation_prompt_after_the_last_turn():
         find(tokenizer, in_words, say("hello", "one"))
 
 
-def test_a_turn_that_the_template_words_anew_ends_where_its_text_does(tokenizer):
-    loud = CHATML.replace("message.content }}", "(message.content | upper) }}")
-    assert find(tokenizer, loud, say("hello", "one")) == [("ONE", "<|im_end|>")]
-    # "think" is in what the template prints before the content, too.
-    thinking = CHATML.replace(
-        "message.role + '\\n'", "message.role + '\\n' + ('' if message.role == 'user' else '<think></think>')"
-    )
-    assert find(tokenizer, thinking, say("hello", "think")) == [("<think></think>think", "<|im_end|>")]
-    assert find(tokenizer, thinking, say("hello", "one")) == [("<think></think>one", "<|im_end|>")]
-
-
-def test_a_template_that_ends_the_last_turn_with_another_token_gives_no_mask(tokenizer):
-    other = CLOSING.replace("{% else %}{{ eos_token }}{% endif %}", "{% endif %}").replace(
-        "'<|im_end|>\\n'", "('</s>' if loop.last and message.role == 'assistant' else '<|im_end|>')"
-    )
-    assert find(tokenizer, other, say("hello", "one")) == [("one", "</s>")]
-    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
-        find(tokenizer, other, say("hello", "one", "two", "three"))
-
-
-def test_a_turn_may_hold_the_text_of_another_or_of_its_own_end(tokenizer):
-    messages = say("one", "one", "assistant\none", "<|im_end|> is a token", "x", "im_end|>")
-    texts = [content for content, _ in find(tokenizer, CHATML, messages)]
-    assert texts == ["one", "<|im_end|> is a token", "im_end|>"]
-
-
-def test_consecutive_turns_of_the_assistant_and_a_trailing_user_turn(tokenizer):
-    messages = [*say("hello", "one"), {"role": "assistant", "content": "two"}, {"role": "user", "content": "bye"}]
-    assert find(tokenizer, CHATML, messages) == [("one", "<|im_end|>"), ("two", "<|im_end|>")]
-
-
-def test_tool_calls_are_the_assistants_and_tool_answers_are_not(tokenizer):
-    messages = [*say("2 + 2?"), CALL, ANSWER, {"role": "assistant", "content": "four"}]
-    assert find(tokenizer, CHATML, messages, TOOLS) == [
-        ('<tool_call>add {"a": 2, "b": 2}</tool_call>', "<|im_end|>"),
-        ("four", "<|im_end|>"),
-    ]
-
-
 def test_an_end_mark_that_is_plain_text_to_the_tokenizer_ends_a_turn_too():
     messages = say("hello", "end", "two", "im_end")
     plain = build_chat_tokenizer()
@@ -129,32 +137,6 @@ def test_an_end_mark_that_is_plain_text_to_the_tokenizer_ends_a_turn_too():
     line_template = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
     assert find(plain, line_template + prompt, messages) == [("end", "\n"), ("im_end", "\n")]
-
-
-def test_a_template_that_changes_earlier_turns_gives_no_mask(tokenizer):
-    thinking = say("hello", "<think>hm</think>one", "two", "<think>hm</think>three")
-    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
-        find(tokenizer, STRIPPING, thinking)
-    assert find(tokenizer, STRIPPING, thinking[:2]) == [("<think>hm</think>one", "<|im_end|>")]
-    assert find(tokenizer, MARKED, thinking) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
-
-
-def test_a_template_that_wants_whole_chats_gives_no_mask(tokenizer):
-    picky = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}" + CHATML
-    with pytest.raises(NoMaskError, match=r"refuses the first 1 messages on their own \(two, please\)"):
-        find(tokenizer, picky, say("hello", "one"))
-
-
-def test_markers_must_mark_every_turn(tokenizer):
-    once = MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last")
-    with pytest.raises(NoMaskError, match="mark 1 texts for 2 assistant turns"):
-        find(tokenizer, once, say("hello", "one", "two", "three"))
-
-
-def test_markers_may_mark_a_turn_in_parts(tokenizer):
-    mark = "{% endgeneration %}{% generation %}{% endgeneration %}{% generation %}"
-    parts = MARKED.replace(" + '<|im_end|>' }}", " }}" + mark + "{{ '<|im_end|>' }}")
-    assert find(tokenizer, parts, say("hello", "one", "two", "three")) == [("one", "<|im_end|>"), ("three", "<|im_end|>")]
 
 
 def test_the_marked_chatml_template_prints_as_qwen_does_and_marks_every_turn(tokenizer):

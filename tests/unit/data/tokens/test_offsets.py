@@ -35,29 +35,23 @@ def test_a_token_over_a_place_is_split_there_and_tokenized_like_the_part_before(
 
 
 def test_a_place_between_tokens_changes_nothing(byte_level):
-    texts = ["yes no yes", "no", "yes no"]
-    plain = tokenize_texts(byte_level, texts, [[], [], []])
-    marked = tokenize_texts(byte_level, texts, [[3, 6], [0, 2], [3]])
-    assert [as_lists(tokens) for tokens in marked] == [as_lists(tokens) for tokens in plain]
-    assert [tokens.firsts for tokens in marked] == [(1, 2), (0, 1), (1,)]
-    assert tokenize_texts(byte_level, [], []) == []
-
-
-def test_tokens_that_leave_out_their_space_begin_where_the_last_one_ended(byte_level):
     import copy
 
     from tokenizers import processors
 
-    trimming = copy.deepcopy(byte_level)
+    texts = ["yes no yes", "no", "yes no", "é€no"]
+    plain = tokenize_texts(byte_level, texts, [[]] * 4)
+    marked = tokenize_texts(byte_level, texts, [[3, 6], [0, 2], [3], [2]])
+    assert [as_lists(tokens) for tokens in marked] == [as_lists(tokens) for tokens in plain]
+    assert [tokens.firsts for tokens in marked] == [(1, 2), (0, 1), (1,), (5,)]
+    # A character of several tokens is whole.
+    assert list(zip(plain[3].starts, plain[3].ends, strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 3 + [(2, 4)]
+    assert tokenize_texts(byte_level, [], []) == []
+    trimming = copy.deepcopy(byte_level)  # its tokens leave out their space
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert trimming("yes no", return_offsets_mapping=True)["offset_mapping"] == [(0, 3), (4, 6)]
-    trimmed, whole = (tokenize_texts(tokenizer, ["yes no yes"], [[4]])[0] for tokenizer in (trimming, byte_level))
+    trimmed, whole = (tokenize_texts(tokenizer, texts[:1], [[4]])[0] for tokenizer in (trimming, byte_level))
     assert as_lists(trimmed) == as_lists(whole)
-
-
-def test_a_character_of_several_tokens_is_whole(byte_level):
-    (tokens,) = tokenize_texts(byte_level, ["é€no"], [[2]])
-    assert list(zip(tokens.starts, tokens.ends, strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 3 + [(2, 4)]
 
 
 @pytest.mark.parametrize("way", SPACE_ADDING)

@@ -13,7 +13,6 @@ from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import render_chat, render_turns
 from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.prompts import prepare_chat
-from toolkit.errors import UserError
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "description": "tells the time"}}]
 THINKING = [*say("what is two"), {"role": "assistant", "content": "<think>\nwell, so\n</think>\n\nit is 2"}]
@@ -52,19 +51,15 @@ def test_a_template_without_a_form_for_the_system_turn_and_for_tools(tokenizer):
 
 def test_context_that_others_quote_is_missed_all_the_same(tokenizer):
     """A tool's short answer stands in the assistant's too, and a system turn may be part of a question."""
-    messages = [
-        *say("what is it, be brief", system="be brief"),
-        call(),
-        {"role": "tool", "content": "42"},
-        *say("", "it is 42")[1:],
-    ]
+    answered = [{"role": "tool", "content": "42"}, *say("", "it is 42")[1:]]
+    messages = [*say("what is it, be brief", system="be brief"), call(), *answered]
     losing = MISTRAL.replace("m.content + eos_token", "m.content + (m.tool_calls | string if m.tool_calls else '') + eos_token")
     assert find(tokenizer, losing, messages) == [("system turn", 0, "be brief"), ("text", 3, "42")]
     assert find(tokenizer, print_calls(CALL_FORMS["JSON"]), messages) == []
-    cut = "{{ m.content.split('</think>')[-1] }}"
+    cut = print_calls(CALL_FORMS["JSON"], "{{ m.content.split('</think>')[-1] }}")
     thinking = say("4", "<think>well, 4</think>4", "4", "4", "", "4", system="4")
-    assert find(tokenizer, print_calls(CALL_FORMS["JSON"], cut), thinking[1:]) == [("thinking", 1, "well, 4")]
-    assert find(tokenizer, print_calls(CALL_FORMS["JSON"], cut), thinking) == [("thinking", 2, "well, 4")]
+    assert find(tokenizer, cut, thinking[1:]) == [("thinking", 1, "well, 4")]
+    assert find(tokenizer, cut, thinking) == [("thinking", 2, "well, 4")]
 
 
 def test_thinking_that_is_cut_and_thinking_in_another_form(tokenizer):
@@ -113,14 +108,11 @@ def test_what_is_to_be_trained_on_is_refused_and_the_rest_is_noted(tokenizer):
         "chats.jsonl, row 3: the chat template leaves out the tool call of message 2, 'get_time', which is to be trained on: set "
         "data.chat_template to a template that prints it, or take it out of the row"
     )
-    for loss_on in ("completions", "all"):
-        with pytest.raises(UserError, match="leaves out the thinking of message 2, 'well, so', which is to be trained on"):
-            prepare(CUTTING, THINKING, loss_on)
     later = [*THINKING, *say("thanks", "welcome")]
-    with pytest.raises(UserError, match="leaves out the thinking of message 2"):
-        prepare(CUTTING, later)
-    assert prepare(CUTTING, later, loss_on="all") == prepare(CUTTING, later, weight_0=[1]) == "thinking"
-    assert prepare(CUTTING, later, first_trained=2) == "thinking"
+    for messages, loss_on in ((THINKING, "completions"), (THINKING, "all"), (later, "completions")):
+        assert "leaves out the thinking of message 2, 'well, so'" in refusal(prepare, CUTTING, messages, loss_on)
+    for fields in ({"loss_on": "all"}, {"weight_0": [1]}, {"first_trained": 2}):
+        assert prepare(CUTTING, later, **fields) == "thinking"
     assert prepare(MISTRAL, [*say("a", system="b c"), call(content="d"), *say("e", "f")], weight_0=[2], tools=TOOLS) == (
         "system turn, tool call, tools"
     )

@@ -38,8 +38,6 @@ def write_split(folder: Path, kind: str, split: str | None, **settings: Any) -> 
 
 
 def tokens_of_file(folder: Path, text: str = NUMBERS) -> list[int]:
-    from tokenizers import Tokenizer
-
     ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     return ids
 

@@ -13,12 +13,10 @@ from datasets import Dataset, concatenate_datasets, load_from_disk
 from tests.support.tokenizer_kinds import build_byte_level
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.cache_folders import find_or_build
 from toolkit.data.tokens import seq2seq
 from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.data.tokens.tokenizer import train_tokenizer
-from toolkit.errors import UserError
 
 
 def rows_without_a_tokenizer(folder: Path) -> tuple[DataConfig, ModelConfig]:
@@ -33,18 +31,28 @@ def rows_without_a_tokenizer(folder: Path) -> tuple[DataConfig, ModelConfig]:
     return data, model
 
 
-def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Training it again gives another one on the same rows, and a resume with other tokens must not look exact."""
     data, model = rows_without_a_tokenizer(tmp_path)
     first = prepare_rows(data, model, 80)
     assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
     # On fewer rows: on the same ones it comes out the same now and then.
-    trained_apart = train_tokenizer(
-        first.train.select(range(20)).rename_columns({"target": "completion", "lead_text": "prompt"}), 80
-    )
+    some = first.train.select(range(20)).rename_columns({"target": "completion", "lead_text": "prompt"})
+    trained_apart = train_tokenizer(some, 80)
     monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size, prefix: trained_apart)
     elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
     assert elsewhere.fingerprint != first.fingerprint
+    # Damaged tokens are built again with the tokenizer that was trained, and a hidden file beside it is no damage.
+    (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
+    (folder / "tokenizer" / ".DS_Store").touch()
+    for damaged in (None, folder / "about.json", next((folder / "train").glob("*.arrow"))):
+        capsys.readouterr()
+        if damaged:
+            damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
+        assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
+        assert ("is damaged" in capsys.readouterr().err) == bool(damaged)
 
 
 def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path: Path) -> None:
@@ -55,12 +63,6 @@ def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path: Pa
     assert num_bytes == {target: len(target.encode()) for target in num_bytes} and "für" in num_bytes
     text = prefixed.tokenizer.decode(prefixed.train[0]["input_ids"], skip_special_tokens=True)
     assert text == f"Zürich: {prefixed.train[0]['lead_text']}" and not [line for line in prefixed.remarks if "token" in line]
-
-
-def test_a_language_that_the_trained_tokenizer_cannot_mark_is_refused(tmp_path: Path) -> None:
-    data, model = rows_without_a_tokenizer(tmp_path)
-    with pytest.raises(UserError, match="data.target_language is fr, but the tokenizer of .*model does not mark languages"):
-        prepare_rows(replace(data, target_language="fr"), model, 80)
 
 
 def write_rows(folder: Path, ids: list[int], **columns: list) -> None:
@@ -90,35 +92,3 @@ def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path:
     for number, change in enumerate(changes):
         write_rows(tmp_path / str(number), list(range(9)), **change)
         assert hash_contents(tmp_path / str(number)) != whole, change
-
-
-def test_a_cache_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("")
-    with pytest.raises(UserError, match=r"cache folder .*cache cannot be written \(Not a directory\): set data.cache_dir"):
-        find_or_build("the token cache", tmp_path / "cache" / "tokens", lambda folder: {})
-
-
-@pytest.mark.parametrize("damage", ["a byte of the rows", "about.json"])
-def test_damaged_tokens_are_built_again_with_the_tokenizer_that_was_trained(
-    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trained again it would be another one, and a resume would be refused."""
-    data, model = rows_without_a_tokenizer(tmp_path)
-    before = prepare_rows(data, model, 80)
-    trained_apart = train_tokenizer(
-        before.train.select(range(20)).rename_columns({"target": "completion", "lead_text": "prompt"}), 80
-    )
-    monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size, prefix: trained_apart)
-    (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
-    path = folder / "about.json" if damage == "about.json" else next((folder / "train").glob("*.arrow"))
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    assert prepare_rows(data, model, 80).fingerprint == before.fingerprint
-
-
-def test_a_hidden_file_beside_the_tokenizer_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, model = rows_without_a_tokenizer(tmp_path)
-    prepare_rows(data, model, 80)
-    for folder in (tmp_path / "cache").glob("*/tokenizer"):
-        (folder / ".DS_Store").touch()
-    prepare_rows(data, model, 80)
-    assert "is damaged" not in capsys.readouterr().err

@@ -20,12 +20,7 @@ TARGETS = ["<a> so <b> the", "<a> the <b> <c> so", "- so\n- the", "so\n\nthe"]
 
 def build_t5() -> Any:
     """T5's own kind, which drops all white space."""
-    pieces = [
-        ("<pad>", 0.0),
-        ("</s>", 0.0),
-        ("<unk>", 0.0),
-        *((piece, -1.0) for piece in ["▁", "s", "o", "t", "h", "e", "-", "a"]),
-    ]
+    pieces = [*((token, 0.0) for token in ("<pad>", "</s>", "<unk>")), *((piece, -1.0) for piece in "▁sothe-a")]
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 

@@ -29,8 +29,8 @@ def write_tokenizer(folder: Path, **special_tokens: str) -> ModelConfig:
     return ModelConfig(name_or_path=str(folder))
 
 
-def test_byte_level_tokenizer_writes_every_text() -> None:
-    tokenizer = train_byte_level_tokenizer(TEXTS, vocab_size=300)
+def test_byte_level_tokenizer_writes_every_text_and_is_the_same_each_time(tmp_path: Path) -> None:
+    tokenizer, again = (train_byte_level_tokenizer(iter(TEXTS), vocab_size=300) for _ in range(2))
     assert len(tokenizer) == 300
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 1)
     for text in (TEXTS[3], "  Ruder – 櫂 🚣\r\n\t\x00", ""):
@@ -38,35 +38,15 @@ def test_byte_level_tokenizer_writes_every_text() -> None:
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         assert not {0, 1} & set(ids)
     assert tokenizer("<|endoftext|>")["input_ids"] == [1]
-
-
-def test_byte_level_tokenizer_is_the_same_each_time(tmp_path: Path) -> None:
-    tokenizer, again = (train_byte_level_tokenizer(iter(TEXTS), vocab_size=320) for _ in range(2))
-    assert hash_tokenizer(tokenizer) == hash_tokenizer(again)
-    assert hash_tokenizer(tokenizer) != hash_tokenizer(train_byte_level_tokenizer(TEXTS, vocab_size=319))
     tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(ModelConfig(name_or_path=str(tmp_path)), vocab_size=320)
-    assert hash_tokenizer(loaded) == hash_tokenizer(tokenizer)
+    loaded = load_tokenizer(ModelConfig(name_or_path=str(tmp_path)), vocab_size=300)
+    assert hash_tokenizer(tokenizer) == hash_tokenizer(again) == hash_tokenizer(loaded)
+    assert hash_tokenizer(tokenizer) != hash_tokenizer(train_byte_level_tokenizer(TEXTS, vocab_size=299))
 
 
 def test_without_a_padding_token_the_end_token_pads(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>"), vocab_size=3)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
-
-
-def test_neither_padding_nor_end_token_is_refused(tmp_path: Path) -> None:
-    assert refusal(load_tokenizer, write_tokenizer(tmp_path), vocab_size=3) == (
-        f"the tokenizer of {tmp_path} has neither a padding nor an end token: set pad_token or eos_token in its "
-        "tokenizer_config.json"
-    )
-
-
-def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
-    config = write_tokenizer(tmp_path, eos_token="</s>")
-    assert refusal(load_tokenizer, config, vocab_size=2) == (
-        f"the tokenizer of {tmp_path} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to the "
-        "model, or name the tokens that are new in model.add_tokens, whose rows train"
-    )
 
 
 def test_new_tokens_are_special_and_those_that_are_there_stay_as_they_are(tmp_path: Path) -> None:
@@ -81,18 +61,35 @@ def test_new_tokens_are_special_and_those_that_are_there_stay_as_they_are(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sentence"),
+    ("end", "added", "vocab_size", "sentence"),
     [
-        (["<|a|>", " "], "model.add_tokens[1] is ' ', which is empty: give a text, as <|im_start|>"),
-        (["<|a|>", "<|a|>"], "model.add_tokens[1] is '<|a|>', for the second time: name each token once"),
         (
+            None,
+            [],
+            3,
+            "the tokenizer of {} has neither a padding nor an end token: set pad_token or eos_token in its tokenizer_config",
+        ),
+        (
+            "</s>",
+            [],
+            2,
+            "the tokenizer of {} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to the ",
+        ),
+        ("</s>", ["<|a|>", " "], None, "model.add_tokens[1] is ' ', which is empty: give a text, as <|im_start|>"),
+        ("</s>", ["<|a|>", "<|a|>"], None, "model.add_tokens[1] is '<|a|>', for the second time: name each token once"),
+        (
+            "</s>",
             ["oar"],
-            "model.add_tokens[0] is 'oar', an ordinary token of the tokenizer, which it would cut out of words: give another",
+            None,
+            "model.add_tokens[0] is 'oar', an ordinary token of the tokenizer, which it would cut out of words",
         ),
     ],
 )
-def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, tokens: list[str], sentence: str) -> None:
-    assert refusal(load_tokenizer, replace(write_tokenizer(tmp_path, eos_token="</s>"), add_tokens=tokens)) == sentence
+def test_tokenizers_and_tokens_that_do_not_fit_are_refused(
+    tmp_path: Path, end: str | None, added: list[str], vocab_size: int | None, sentence: str
+) -> None:
+    config = replace(write_tokenizer(tmp_path, **{"eos_token": end} if end else {}), add_tokens=added)
+    assert refusal(load_tokenizer, config, vocab_size=vocab_size).startswith(sentence.format(tmp_path))
 
 
 @pytest.mark.parametrize("target_vocabulary", [{0: "<pad>", 1: "</s>", 2: "oar"}, {0: "<pad>", 1: "</s>", 2: "rame"}])
