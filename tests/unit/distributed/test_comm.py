@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from toolkit.distributed import comm
-from toolkit.distributed.comm import raise_together
+from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
 from toolkit.models.safetensors_index import WholeOnly
 
 
-def test_ranks_agree_on_an_error_whose_class_only_one_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's file of rows is loaded on one rank of a machine."""
+def test_ranks_agree_on_the_first_error_with_its_class_unless_only_one_of_them_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's file of rows, and a class in it, is loaded on one rank of a machine."""
 
     class OfTheirs(UserError):
         pass
 
-    monkeypatch.setattr(comm, "gather_objects", lambda value: [None, pickle.loads(pickle.dumps(value))])
-    for error, kind in ((OfTheirs("row 3 has no title"), UserError), (WholeOnly("it is quantized"), WholeOnly)):
+    def gather(value: Any) -> list[Any]:
+        return [None, pickle.loads(pickle.dumps(value)), UserError("b is 4")]
+
+    monkeypatch.setattr(comm, "gather_objects", gather)
+    for error, kind in ((OfTheirs("row 3 has no title"), UserError), (WholeOnly("it is quantized", "rank"), WholeOnly)):
         with pytest.raises(UserError, match=f"^{error}$") as raised:
-            raise_together(error)
+            on_all_ranks(Mock(side_effect=error))
         assert type(raised.value) is kind and raised.value.printed_by == "run"

@@ -30,28 +30,27 @@ def test_a_run_says_what_its_processes_compute_on(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("own", "files", "expected"),
+    ("own", "files", "quota", "cores"),
     [
-        ("0::/", {"cpu.max": "max 100000"}, math.inf),
-        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
-        ("0::/job/task", {"job/cpu.max": "400000 100000", "job/task/cpu.max": "max 100000"}, 4.0),
-        ("0::/gone", {"cpu.max": "100000 100000"}, 1.0),
-        ("3:memory:/job", {}, math.inf),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf, 12),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5, 3),
+        ("0::/", {"cpu.max": "10000 100000"}, 0.1, 1),
+        ("0::/job/task", {"job/cpu.max": "400000 100000", "job/task/cpu.max": "max 100000"}, 4.0, 4),
+        ("0::/gone", {"cpu.max": "100000 100000"}, 1.0, 1),
+        ("3:memory:/job", {}, math.inf, 12),
     ],
 )
-def test_the_smallest_quota_of_the_groups_around_counts(tmp_path: Path, own: str, files: dict[str, str], expected: float) -> None:
+def test_affinity_and_the_smallest_quota_of_the_groups_around_limit_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], quota: float, cores: int
+) -> None:
     for name, text in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(f"{text}\n")
     (tmp_path / "own").write_text(f"{own}\n")
-    assert _cpu_quota_cores(tmp_path / "root", tmp_path / "own") == expected
-
-
-def test_affinity_and_quota_limit_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _cpu_quota_cores(tmp_path / "root", tmp_path / "own") == quota
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    for quota, cores in ((math.inf, 12), (2.5, 3), (0.1, 1)):
-        monkeypatch.setattr("toolkit.distributed.device._cpu_quota_cores", lambda quota=quota: quota)
-        assert available_cores() == cores
+    monkeypatch.setattr(device, "_cpu_quota_cores", lambda: quota)
+    assert available_cores() == cores
 
 
 def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,24 +29,18 @@ def test_draws_within_are_not_seen_after_it_however_it_ends() -> None:
         assert draw() == expected
 
 
-def test_a_seed_sets_every_generator() -> None:
-    drawn = []
-    for number in (1, 1, 2):
-        rng.seed_all("step", number)
-        drawn.append(draw())
+def test_a_seed_reaches_every_generator_and_gpu_and_writes_no_stack_for_devices_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn, seeds = [], []
+    with monkeypatch.context() as patch:
+        patch.setattr("traceback.format_stack", lambda *_: pytest.fail("a call for a device was put off"))
+        for number in (1, 1, 2):
+            rng.seed_all("step", number)
+            drawn.append(draw())
     assert drawn[0] == drawn[1] and all(one != other for one, other in zip(*drawn[1:], strict=True))
-
-
-def test_a_seed_is_that_of_torch_and_writes_no_stack_for_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(rng.derive_seed("step", 1))
-    expected = torch.rand(3)
-    monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a call for a device was put off"))
-    rng.seed_all("step", 1)
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_a_seed_reaches_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
+    assert torch.rand(()).item() == drawn[0][-1], "torch's is that of its manual_seed"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     rng.seed_all("step", 1)

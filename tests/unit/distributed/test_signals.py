@@ -25,49 +25,35 @@ def terminal() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_rank_that_nohup_started_survives_its_terminal() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopRequests() as stops:
-        send(signal.SIGHUP)
-        stops.agree()
-        assert stops.agree() == NOTHING
-
-
 def send(number: int) -> None:
     """To this process; Python handles it before the next line."""
     os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_is_agreed_on_one_boundary_later(number: signal.Signals) -> None:
+def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequests() as stops:
+        assert all(signal.getsignal(number) not in before for number in SIGNALS)
         assert stops.agree() == NOTHING
         send(number)
         assert stops.agree() == NOTHING, "read before it was exchanged: the ranks would not have had time to answer"
         assert stops.agree() == Agreement(number.name, False)
         assert stops.agree() == Agreement(number.name, False), "forgotten"
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_second_signal_only_changes_the_name() -> None:
+def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_only_changes_the_name() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequests() as stops:
+        send(signal.SIGHUP)
+        stops.agree(write_failed=True)
+        assert stops.agree() == Agreement(None, True), "no signal, and a save that has failed"
+        assert stops.agree() == NOTHING, "which is reported once"
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             send(number)
         stops.agree()
         assert stops.agree() == Agreement("SIGTERM", False)
-
-
-def test_failed_save_is_reported_once() -> None:
-    with StopRequests() as stops:
-        stops.agree(write_failed=True)
-        assert stops.agree() == Agreement(None, True)
-        assert stops.agree() == NOTHING
-
-
-def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with StopRequests():
-        assert all(signal.getsignal(number) not in before for number in SIGNALS)
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_beside_the_main_thread_no_handler_is_set() -> None:

@@ -85,6 +85,8 @@ def test_late_ranks(places: list[Place], late: set[int]) -> None:
 )  # fmt: skip
 def test_the_sentence(places: dict[int, Place], silent: set[int], sentence: str) -> None:
     assert explain(places, silent, 30, Path("runs/a")) == f"{START}{sentence}{END}"
+    any_name = explain(places, silent, 30, Path("runs/a\nb\udce9"))
+    assert any_name.endswith(r" Stacks are in runs/a\nb\udce9/hang-rank-*.txt.") and any_name.encode()
 
 
 class Bitten(Watchdog):
@@ -168,11 +170,6 @@ def test_after_its_end_it_is_quiet(tmp_path: Path) -> None:
     assert not hang_file(tmp_path, 0).exists()
 
 
-def test_a_folder_with_any_name_is_one_line_that_can_be_written() -> None:
-    sentence = explain({0: WAITS}, set(), 30, Path("runs/a\nb\udce9"))
-    assert sentence.endswith(r" Stacks are in runs/a\nb\udce9/hang-rank-*.txt.") and sentence.encode()
-
-
 def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, patience_s: float = 0.3) -> str | None:
     """What rank 0 of three says, which looks at all until it has been patient; each reports a place at every look, or None."""
     store = dist.HashStore()
@@ -186,25 +183,17 @@ def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, pat
     return None
 
 
-def test_a_rank_that_has_left_is_not_waited_for() -> None:
-    left = replace(place(None), has_left=True)
-    still = Place("showing the results", None, 5.0, "results.py:3 in show")
-    sentence = judge({0: lambda _: still, 1: lambda _: left, 2: lambda _: left})
-    assert sentence and "rank 0 stopped moving: in showing the results, for 5 s" in sentence
-
-
-def test_a_rank_is_silent_only_after_as_long_a_time_as_the_patience() -> None:
-    """One whose threads a library call keeps from the GIL for a while is at work."""
-    still = {number: lambda _: place() for number in (0, 1)}
-    sentence = judge(still)
-    assert sentence and "rank 2 did not arrive: no answer, never heard of" in sentence
-    assert judge(still, patience_s=9.0) is None
-
-
 def test_a_job_in_which_one_rank_moves_does_not_hang() -> None:
+    """One that has left is not waited for; one is silent only after as long a time as the patience: a library call may keep its
+    threads from the GIL for a while."""
     still = {number: lambda _: place() for number in (0, 1)}
     assert judge({**still, 2: lambda look: replace(place(), idle_s=0.1 * look)}) is None
     assert judge({**still, 2: lambda look: replace(place(), idle_s=0.5 + 0.1 * look)}) is not None
+    assert "rank 2 did not arrive: no answer, never heard of" in str(judge(still))
+    assert judge(still, patience_s=9.0) is None
+    left, shows = replace(place(None), has_left=True), Place("showing the results", None, 5.0, "results.py:3 in show")
+    sentence = judge({0: lambda _: shows, 1: lambda _: left, 2: lambda _: left})
+    assert sentence and "rank 0 stopped moving: in showing the results, for 5 s" in sentence
 
 
 def three_ranks(*processes: str) -> list[Peers]:
