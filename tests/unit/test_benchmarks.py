@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,18 +17,11 @@ from toolkit.tools.plan.trace import fake_ranks
 
 
 def test_ratios_are_of_speeds_within_a_turn_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Side:
-        def __init__(self, rows: float, *seconds: float) -> None:
-            self.turns = [{"rows": rows, "seconds": second, "loss": 2.0, "tokens": 1.0} for second in seconds]
+    def side(rows: float, *seconds: float) -> Any:
+        turns = ({"rows": rows, "seconds": second, "loss": 2.0, "tokens": 1.0} for second in seconds)
+        return lambda: SimpleNamespace(take_turn=lambda: next(turns), close=lambda: 1.5)
 
-        def take_turn(self) -> dict[str, float]:
-            return self.turns.pop(0)
-
-        def close(self) -> float:
-            return 1.5
-
-    turns = {"ours": (8, 99, 1, 2), "peer": (4, 1, 1, 4), "bare": (16, 1, 1, 2)}
-    sides: dict[str, Any] = {name: lambda figures=figures: Side(*figures) for name, figures in turns.items()}
+    sides = {"ours": side(8, 99, 1, 2), "peer": side(4, 1, 1, 4), "bare": side(16, 1, 1, 2)}
     against = [Against(ours="ours", beside="peer", goal=1.5), Against(ours="ours", beside="bare", max_overhead=0.03)]
     comparison = Comparison(title="T", about="", unit="rows", sides=sides, against=against)
     monkeypatch.setitem(bench.COMPARISONS, "t5-training", lambda *_, **__: comparison)

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
+import yaml
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
@@ -78,16 +80,12 @@ def test_readme_is_short_and_maps_every_folder() -> None:
 
 
 def test_what_is_wrong_is_found() -> None:
-    launch = "accelerate launch --config_file accelerate_configs"
     wrong = {
         "make t6": "no target",
         "acelerate launch recipes/t5.py": "no program that is known",
         "python -m toolkit checkpoints runs/a runs/b": "unrecognized arguments",
         "python -m toolkit verify --model llama --adapter.method lora": "no model llama",
-        "python -m toolkit compare --presets ddp,fsdp3 -- recipes/t5.py --config RUN.yaml": "preset fsdp3",
-        f"{launch}/gone.yaml recipes/t5.py --config RUN.yaml": "no such accelerate config",
-        f"{launch}/single.yaml recipes/t5.py --config RUN.yaml": "without --quiet",
-        f"{launch}/ddp.yaml recipes/llm.py --config recipes/configs/llm_functions.yaml --train.max_steps 20": "warm up for fewer",
+        "accelerate launch --config_file accelerate_configs/single.yaml recipes/t5.py --config RUN.yaml": "without --quiet",
         "sbatch --nodes=4 docs/launch/slurm.sbatch recipes/t5.py --config RUN.yaml --optim.lrr 1": "did you mean --optim.lr?",
         "srun bash -c 'RANK=$SLURM_PROCID python recipes/t5.py --config RUN.yaml --optim.lrr 1'": "did you mean --optim.lr?",
     }
@@ -256,3 +254,16 @@ def link_leads_somewhere(link: str, page: Path) -> bool:
         return link.startswith("http") or target.exists()
     headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
     return heading in {re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in headings}
+
+
+def test_the_job_of_kubeflow_trainer_is_of_its_schema_and_its_command_is_what_a_recipe_takes() -> None:
+    written = yaml.safe_load(Path("docs/launch/trainjob.yaml").read_text())
+    job = TrainerV1alpha1TrainJob.from_dict(written)
+    assert job is not None and job.to_dict() == written, "a key that the schema does not have is dropped"
+    trainer = written["spec"]["trainer"]
+    (variable,) = trainer["env"]
+    assert variable["name"] == "TOOLKIT_ACCELERATE_YAML"
+    preset = yaml.safe_load(Path(variable["value"]).read_text())
+    gpus = int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"])
+    assert (preset["num_machines"], preset["num_processes"]) == (trainer["numNodes"], trainer["numNodes"] * gpus)
+    check_command(["accelerate", "launch", "--config_file", variable["value"], *trainer["args"]])

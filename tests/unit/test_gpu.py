@@ -8,18 +8,16 @@ import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu.__main__ import DOC, FREE_GIB, LOTS, Part, find_refusal, main, read_parts, run_part
-from benchmarks.gpu.presets import EACH
 from benchmarks.gpu.report import format_beside, format_report, format_speed
 from benchmarks.gpu.train import read_trace
 from benchmarks.measuring import RESULTS
-from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY
+from tests.support.launch import REPOSITORY
 
 H200 = RESULTS / "gpu_nvidia-h200_2026-11.json"
 
@@ -33,38 +31,32 @@ def test_the_page_has_two_lots_of_five_minutes_for_one_gpu() -> None:
     assert all(part.minutes < part.limit_minutes and (part.num_gpus == 1 or part.lot == "third") for part in parts)
 
 
-def test_every_preset_that_one_rank_can_run_is_tried() -> None:
-    meshes = {name for name, on_cpu in GPU_PRESET_OVERRIDES_ON_CPU.items() if "parallelism_config" in on_cpu}
-    of_several = {*meshes, "fsdp2_multi_node", "fsdp1_hybrid_shard"}
-    assert {*EACH} == {"single", *GPU_PRESET_OVERRIDES_ON_CPU, *GPU_CHECKS} - of_several
-
-
-def run(command: str, tmp_path: Path, *, limit_minutes: float = 1, num_gpus: int = 0, small: bool = True) -> dict[str, Any]:
-    part = Part("x", "first", "", num_gpus, 0, limit_minutes, command)
-    return run_part(part, argparse.Namespace(folder=tmp_path, small=small))
-
-
 @pytest.mark.parametrize(
-    ("command", "verdict", "line"),
+    ("command", "num_gpus", "verdict", "line"),
     [
-        ("echo noise; echo '8 passed'; echo 'FIGURES {\"table\": \"t\"}'", "passed", "8 passed"),
-        ("echo why >&2; exit 3", "FAILED", "it exited with 3"),
-        ("echo left out: no TRL", "left out", "no TRL"),
-        ("python -c 'import toolkit; print(toolkit.__name__)'", "passed", "toolkit"),
+        ("echo noise; echo '8 passed'; echo 'FIGURES {\"table\": \"t\"}'", 0, "passed", "8 passed"),
+        ("echo why >&2; exit 3", 0, "FAILED", "it exited with 3"),
+        ("echo left out: no TRL", 0, "left out", "no TRL"),
+        ("python -c 'import toolkit; print(toolkit.__name__)'", 0, "passed", "toolkit"),
+        ("false", 2, "left out", "it needs 2 GPUs, torch sees 1"),
     ],
 )
-def test_a_part_is_judged_by_its_exit_status(command: str, verdict: str, line: str, tmp_path: Path) -> None:
-    told = run(command, tmp_path)
+def test_a_part_is_judged_by_its_exit_status(
+    command: str, num_gpus: int, verdict: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    part = Part("x", "first", "", num_gpus, 0, 1, command)
+    told = run_part(part, argparse.Namespace(folder=tmp_path, small=num_gpus == 0))
     assert (told["verdict"], told["line"]) == (verdict, line)
-    assert told["figures"] == ([{"table": "t"}] if "FIGURES" in command else [])
-    assert told["output"] == ("why\n" if verdict == "FAILED" else "")
+    if verdict != "left out":
+        assert told["figures"] == ([{"table": "t"}] if "FIGURES" in command else [])
+        assert told["output"] == ("why\n" if verdict == "FAILED" else "")
 
 
 def test_a_part_ends_at_its_limit_with_all_that_it_has_started(tmp_path: Path) -> None:
     late = tmp_path / "late"
-    told = run(
-        f"setsid bash -c 'sleep 4; touch {late}' & echo 'FIGURES {{\"table\": \"t\"}}'; wait", tmp_path, limit_minutes=0.005
-    )
+    command = f"setsid bash -c 'sleep 4; touch {late}' & echo 'FIGURES {{\"table\": \"t\"}}'; wait"
+    told = run_part(Part("x", "first", "", 0, 0, 0.005, command), argparse.Namespace(folder=tmp_path, small=True))
     assert (told["verdict"], told["line"], told["figures"]) == ("FAILED", "it took more than 0.02 min", [{"table": "t"}])
     time.sleep(4)
     assert not late.exists()
@@ -88,12 +80,6 @@ def test_a_second_start_goes_on_where_the_first_one_stopped(
     first = json.loads(next(path for path in tmp_path.glob("gpu_small_*.json") if "_anot" not in path.name).read_text())
     assert [part["verdict"] for part in first["parts"].values()] == ["passed", "FAILED", "passed"]
     assert "## The end of b" in format_report(first)
-
-
-def test_a_part_for_more_gpus_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    told = run("false", tmp_path, num_gpus=2, small=False)
-    assert (told["verdict"], told["line"]) == ("left out", "it needs 2 GPUs, torch sees 1")
 
 
 def test_the_parts_need_what_is_free_and_gpus_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import logging
 import re
 import subprocess
 import sys
@@ -38,20 +40,14 @@ def test_another_system_than_linux_gets_one_sentence(program: str, platform: str
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", sentence, 2)
 
 
-def test_the_citation_names_this_version() -> None:
-    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == toolkit.__version__
-
-
 def test_the_public_names_are_listed_and_imported_at_their_first_use() -> None:
     listed = subprocess.run([sys.executable, "-c", LISTED], capture_output=True, text=True, check=True)
     assert listed.stdout.strip() == "", listed.stdout
     for name in toolkit.__all__:
         assert getattr(toolkit, name).__name__ == name
     assert toolkit.finetune.__module__ == "toolkit.training.finetune"
-
-
-def test_the_package_is_marked_as_typed() -> None:
-    assert (Path(toolkit.__file__).parent / "py.typed").exists()
+    assert (Path(toolkit.__file__).parent / "py.typed").exists(), "its types are used"
+    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == toolkit.__version__
 
 
 def test_two_files_read_the_environment() -> None:
@@ -59,3 +55,27 @@ def test_two_files_read_the_environment() -> None:
     reads = re.compile(r"\bos\.(environ|getenv|putenv)|from os import .*env")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if reads.search(path.read_text(encoding="utf-8"))}
     assert found == {"variables.py", "launch/environment.py"}
+
+
+class OfAnotherLibrary(enum.Enum):
+    FIRST = 1
+
+
+@pytest.mark.parametrize(
+    ("logger", "message", "arguments"),
+    [
+        ("torchao", "Failed to load the config: no such file", ()),
+        ("torchao", "Skipping import of cpp extensions due to incompatible torch version", ()),
+        ("torch.utils._pytree", "something else", ()),
+        ("torch.utils._pytree", "%s is an Enum subclass. Calling register_constant() on it is deprecated", (OfAnotherLibrary,)),
+    ],
+)
+def test_what_torchao_prints_at_its_import_is_left_out_and_other_messages_of_its_loggers_pass(
+    logger: str, message: str, arguments: tuple[object, ...]
+) -> None:
+    record = logging.LogRecord(logger, logging.WARNING, __file__, 1, message, arguments, None)
+    assert logging.getLogger(logger).filters and logging.getLogger(logger).filter(record)
+    if message == "something else":
+        words = [sys.executable, "-c", "import toolkit.errors, torchao"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
+        assert (done.stdout, done.stderr) == ("", "")

@@ -7,16 +7,15 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.workbench import call_toolkit
 from toolkit import private
 from toolkit.errors import UserError
-from toolkit.tools import main
 from toolkit.tools import private as of_tools
 
 ALL = private.NAMES | of_tools.NAMES
@@ -62,23 +61,16 @@ def test_a_missing_name_ends_the_run_with_a_sentence(name: str, monkeypatch: pyt
         of_tools.private(name)
 
 
-def test_a_missing_module_is_missing_too() -> None:
-    names = private.listed(("torch", "no_such_module.name", "nothing"))
-    with pytest.raises(UserError, match=r"^torch \S+ has no torch.no_such_module.name: nothing cannot work; "):
-        private.find(names, "name")
-
-
 def test_a_command_that_needs_a_missing_name_exits_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.yaml").write_text("distributed_type: 'NO'\n")
     monkeypatch.delattr("accelerate.commands.config.config_args.ClusterConfig")
-    monkeypatch.setattr(sys, "argv", ["toolkit", "check", str(tmp_path / "a.yaml")])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == 2
+    assert call_toolkit("check", tmp_path / "a.yaml") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and "ClusterConfig: reading an accelerate YAML cannot work; " in err
+    with pytest.raises(UserError, match=r"^torch \S+ has no torch.no_such_module.name: nothing cannot work; "):
+        private.find(private.listed(("torch", "no_such_module.name", "nothing")), "name")
 
 
 @pytest.mark.parametrize("wording", WRITTEN)
