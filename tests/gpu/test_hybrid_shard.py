@@ -51,14 +51,7 @@ def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half() -> None:
 @needs_gpus(4)
 def test_it_trains_as_one_gpu(tmp_path: Path) -> None:
     write_inputs(tmp_path)
-    flags = [
-        "--model.name_or_path",
-        str(tmp_path / "model"),
-        "--model.from_scratch",
-        "true",
-        "--train.micro_batch_size_rows",
-        "2",
-    ]
+    flags = [f"--model.name_or_path={tmp_path / 'model'}", "--model.from_scratch=true", "--train.micro_batch_size_rows=2"]
     single = run_recipe(tmp_path, "single", preset="single", overrides={}, flags=flags)[0]
     hybrid = run_recipe(
         tmp_path, "hybrid", preset="fsdp1_hybrid_shard", overrides=AS_TWO_MACHINES, flags=flags, function=train_on_two_machines

@@ -11,7 +11,7 @@ import pytest
 from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, Workbench
-from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, run_two
+from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused, run_two
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +106,5 @@ def test_a_failure_in_mid_run_is_one_warning(bench: Workbench) -> None:
 def test_a_server_that_does_not_answer_is_one_sentence_on_all_ranks(bench: Workbench) -> None:
     nobody = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     with patch.dict(os.environ, nobody):
-        refused = bench.attempt("refused", tracking__log_with=["mlflow"])
-    assert refused.returncodes == [2, 2] and "Traceback" not in refused.stderr
-    (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error:")]
-    assert error.startswith("error: tracking.log_with: mlflow could not start (") and "127.0.0.1" in error
-    assert "see that the store of MLFLOW_TRACKING_URI answers, or leave it out of tracking.log_with" in error
-    assert "T5Block" not in refused.stdout, "the model was built"
+        why = check_refused(bench, "mlflow")
+    assert "127.0.0.1" in why and "): see that the store of MLFLOW_TRACKING_URI answers, or " in why
