@@ -19,7 +19,6 @@ PACKED: dict[str, Any] = {"data__max_length_tokens": 64, "train__micro_batch_siz
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"model": "gpt2"},  # drops embeddings, attention and residuals
-    "lora": {"preset": "fsdp2_cpu", **LORA},
     "lora_experts": {"preset": "fsdp2_cpu", "model": "qwen3_moe", **LORA, "adapter__dropout": 0, "adapter__experts": True},
     "lora_ddp": {"preset": "ddp_cpu", "train__global_batch_size_tokens": 256, **LORA},
     "lora_fsdp1": {
@@ -92,26 +91,14 @@ def test_resume_refuses_another_base_and_says_which_differs(bench: Workbench) ->
     from safetensors.numpy import load_file, save_file
 
     bench = bench_of(bench, "bases")
-    mine, theirs = (shutil.copytree(bench.models["llama"], bench.runs / name) for name in ("mine", "theirs"))
+    mine = shutil.copytree(bench.models["llama"], bench.runs / "mine")
     bench.run("run", model=mine, **LORA)
-    moved = bench.attempt("run", model=theirs, train__max_steps=5, **LORA)
-    assert all(moved.returncodes) and "Traceback" not in moved.stderr
-    assert f"error: model.name_or_path is '{theirs}', but " in moved.stderr and f"was made with '{mine}': " in moved.stderr
-
     weights = load_file(mine / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 2.0**-12
     save_file(weights, mine / "model.safetensors", metadata={"format": "pt"})
     changed = bench.attempt("run", model=mine, train__max_steps=5, **LORA)
-    assert all(changed.returncodes) and "Traceback" not in changed.stderr
+    assert changed.returncodes == [2, 2] and "Traceback" not in changed.stderr
     assert "was trained on: 1 differ, model.layers.1.mlp.up_proj.weight first; give the same base, or take" in changed.stderr
-
-
-def test_resume_refuses_another_dtype_of_the_frozen_base_by_name(bench: Workbench) -> None:
-    bench = bench_of(bench, "dtypes")
-    bench.run("run", overrides={"mixed_precision": "bf16"}, train__max_steps=1, eval__generate=False, **LORA)
-    refused = bench.attempt("run", train__max_steps=2, eval__generate=False, **LORA)
-    assert all(refused.returncodes) and "Traceback" not in refused.stderr
-    assert "error: model.frozen_dtype is 'float32', but " in refused.stderr and "was made with 'bfloat16': " in refused.stderr
 
 
 def test_run_of_no_steps_only_evaluates(bench: Workbench) -> None:

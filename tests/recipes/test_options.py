@@ -1,4 +1,4 @@
-"""Options that decide which weights are kept, exported or started from; the profiler window; trackers."""
+"""Options that decide which weights are kept, exported or started from; the profiler window."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import run_on_ranks
 from tests.support.metric_scripts import write_metric
-from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import Workbench
 
 TAUGHT: dict[str, Any] = {
     "model__freeze": [r"encoder\..*"],  # its checkpoints lack the encoder and, tied to it, all embeddings
@@ -101,39 +99,3 @@ def test_profile_steps_leaves_a_trace_of_each_step_and_rank(taught: Workbench) -
     traces = sorted((taught.runs / "taught" / "profile").iterdir())
     assert [path.stem for path in traces] == [f"step-0000000{step}-rank-0000{rank}" for step in (2, 3) for rank in (0, 1)]
     assert any("AdamW" in event.get("name", "") for event in json.loads(traces[0].read_text())["traceEvents"])
-
-
-def test_a_tracker_gets_the_config_and_the_figures_of_the_run(bench: Workbench) -> None:
-    flags = bench.flags("tracked", tracking__log_with=["recorder"], eval__generate=False)
-    seen, *of_others = run_on_ranks(train_with_a_tracker, preset="ddp_cpu", overrides=FP32, args=(flags,))
-    assert of_others == [[]], "accelerate's trackers write on rank 0"
-    (_, config), *figures = seen
-    assert config["tracking.log_with"] == '["recorder"]' and config["train.max_steps"] == 3
-    trained = {step: values for step, values in figures if "train/loss" in values}
-    assert [values["train/loss"] for values in trained.values()] == [line["loss"] for line in bench.lines("tracked", "train")]
-    assert list(trained) == [1, 2, 3]
-    (evaluated,) = [(step, values["eval/loss"]) for step, values in figures if "eval/loss" in values]
-    assert evaluated == (3, bench.lines("tracked", "eval")[0]["loss"])
-
-
-def train_with_a_tracker(argv: list[str]) -> list[tuple[int | None, dict[str, Any]]]:
-    """On every rank: the recipe as it stands, with a tracker that keeps `(step, values)`; the config comes without a step."""
-    from accelerate.tracking import GeneralTracker, register_tracker_class
-
-    seen: list[tuple[int | None, dict[str, Any]]] = []
-
-    class Recorder(GeneralTracker):
-        name, requires_logging_directory, tracker = "recorder", False, None
-
-        def __init__(self, project: str) -> None:
-            super().__init__()
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            seen.append((None, values))
-
-        def log(self, values: dict[str, Any], step: int | None) -> None:
-            seen.append((step, values))
-
-    register_tracker_class(Recorder)
-    run_in_this_process("t5", argv)
-    return seen

@@ -75,12 +75,10 @@ def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> Non
 
 
 def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench: Workbench) -> None:
-    from safetensors.numpy import load_file, save_file
+    from safetensors.numpy import load_file
 
-    base_file = bench.runs / "base" / "model.safetensors"
-    shutil.copytree(bench.models["t5"], base_file.parent)
-    base = load_file(base_file)
-    freeze = {"model": base_file.parent, "model__freeze": [r"encoder\..*", r".*\.layer_norm\.weight"]}
+    base = load_file(bench.models["t5"] / "model.safetensors")
+    freeze = {"model__freeze": [r"encoder\..*", r".*\.layer_norm\.weight"]}
     bench.run("frozen", **freeze)
 
     printed = bench.run("frozen", train__max_steps=5, **freeze)
@@ -94,12 +92,6 @@ def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench: Workbench) -> 
     in_weights = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
     in_moments = {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
     assert in_weights == in_moments == {name for name in base if not is_frozen[name]}
-
-    changed = base | {"encoder.final_layer_norm.weight": base["encoder.final_layer_norm.weight"] * 2}
-    save_file(changed, base_file, metadata={"format": "pt"})
-    refused = bench.attempt("frozen", train__max_steps=7, **freeze)
-    assert all(refused.returncodes)
-    assert "the frozen base weights are not those" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def kill_and_go_on(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
