@@ -32,7 +32,7 @@ CHAPTERS = {
     "Use the model": ["docs/export", "docs/generate"],
     "Python": ["docs/python_api", "docs/own_code", "docs/reference"],
     "Trust": ["docs/support", "docs/guarantees", "docs/verify", "benchmarks/README", "docs/gpu_first_run", "SECURITY"],
-    "Project": ["toolkit/config/migrating", "docs/decisions", "CONTRIBUTING", "docs/releasing", "CHANGELOG"],
+    "Project": ["toolkit/config/migrating", "docs/decisions", "CONTRIBUTING", "AGENTS", "docs/releasing", "CHANGELOG"],
 }
 """Pages in a reader's order. One that is missing here is a warning, which ends `make docs`."""
 include_patterns = ["*.md", "docs/*", "accelerate_configs/*", "benchmarks/*.md", "benchmarks/results/*", "toolkit/config/*.md"]

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PLACES = ["toolkit", "recipes", "accelerate_configs", "docs", "benchmarks", "tests", "README.md", "CONTRIBUTING.md", "Makefile"]
+PLACES = ["toolkit", "recipes", "accelerate_configs", "docs", "benchmarks", "tests", "Makefile"]
+PLACES += ["README.md", "CONTRIBUTING.md", "AGENTS.md"]
 SUFFIXES = {".py", ".md", ".yaml", ".sbatch", ".txt", ""}
 TURNS = {
     r"\b(the|its|their|a|from|at) begin\b": "start",
