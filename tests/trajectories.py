@@ -14,6 +14,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "int8-dora": ("llama", "single fsdp2", DORA | {"adapter.base_dtype": "int8"}),
     "mixture": ("mixture", "single ddp fsdp2 fsdp1", PACKED | {"optim.router_aux_loss": "global"}),
     "mixture-adapter": ("mixture", "single fsdp2", EXPERTS | PACKED),
-    "mixture-nf4": ("mixture", "fsdp2", EXPERTS | {"adapter.base_dtype": "nf4"}),
     "adafactor": ("t5", "single fsdp2", {"optim.name": "adafactor"}),
 }  # fmt: skip
 BY_A_CLOCK = {"tokens_per_s", "tokens_per_s_per_rank", "step_time_s", "peak_memory_gib", "rows_per_s", "blocking_s", "write_s"}
@@ -74,13 +74,13 @@ def main() -> None:
     folder, chosen = given.folder.resolve(), {name: RUNS[name] for name in given.runs or RUNS}
     if given.action == "record":
         _write_inputs(folder)
-        for name, told in _run(folder, folder / "recorded", chosen).items():
+        for name, told in _run(folder, folder / "recorded", chosen):
             (folder / f"{name}.json").write_text(json.dumps(told, indent=1))
         return
     shutil.rmtree(folder / "again", ignore_errors=True)
     differences = []
     for resumed in (False, True):
-        for name, now in _run(folder, folder / "again", chosen, resumed=resumed).items():
+        for name, now in _run(folder, folder / "again", chosen, resumed=resumed):
             found = _compare(json.loads((folder / f"{name}.json").read_text()), now)
             where = f"{name}{', resumed' if resumed else ''}"
             print(f"{where}: {'; '.join(found) or 'equal'}", flush=True)
@@ -95,9 +95,8 @@ def _write_inputs(folder: Path) -> None:
     save_rows(folder)
 
 
-def _run(folder: Path, runs: Path, chosen: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str, Any]]:
-    """What each run computes, by name and strategy; the runs of a strategy share a launch."""
-    found = {}
+def _run(folder: Path, runs: Path, chosen: dict[str, Any], *, resumed: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each run, with its strategy, and what it computes; the runs of a strategy share a launch."""
     for strategy, preset in PRESETS.items():
         argvs = {}
         for name, (model, strategies, changes) in chosen.items():
@@ -110,8 +109,7 @@ def _run(folder: Path, runs: Path, chosen: dict[str, Any], *, resumed: bool = Fa
             continue
         overrides = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
         run_on_ranks(_run_each, preset=preset, overrides=overrides, args=(list(argvs.values()),), timeout_s=3600)
-        found |= {name: _look(runs / name) for name in argvs}
-    return found
+        yield from ((name, _look(runs / name)) for name in argvs)
 
 
 def _settings(folder: Path, run: Path, model: str) -> dict[str, Any]:
