@@ -95,8 +95,7 @@ def t5_training(folder: Path, num_threads: int, *, num_rows: int, default_steps:
         title="T5, training",
         about=f"""8.4 M parameters from random weights, dropout 0.1; {num_rows} docstrings, sources cut to
 {MAX_SOURCE_TOKENS} tokens, batch {BATCH_SIZE_ROWS}. A turn is an epoch, or {default_steps} steps of the defaults, whose batches
-are random. Matched: grouped by length, fused AdamW, with transformers' own attention (sdpa), and with eager, which is faster on a
-CPU and is what our run chooses there.""",
+are random. Matched: grouped by length, fused AdamW, with sdpa, which is ours too, and with eager attention.""",
         unit="rows",
         sides={
             T5_DEFAULTS: peer("default", steps_per_turn=default_steps),

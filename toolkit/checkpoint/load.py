@@ -67,7 +67,7 @@ def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any], c
 def check_settings(checkpoint: Checkpoint, settings: dict[str, Any], config_class: type) -> None:
     """Refuse to resume with settings other than the checkpoint's, except fields of the config that may change: a `UserError`
     names the first. Data is compared by its tokens, not by its files."""
-    free = {key for key, facts in facts_of(config_class).items() if facts.resume} | {"attention"}
+    free = {key for key, facts in facts_of(config_class).items() if facts.resume}
     for key, value in settings.items():
         # One added since counts as None, a number as 0.
         before = checkpoint.settings.get(key, ADDED_SINCE.get(key, value if value == 0 else None))

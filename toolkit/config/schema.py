@@ -64,9 +64,8 @@ class ModelConfig:
     """Train a tokenizer on the rows, for a model that Python code has built, or with `from_scratch`, which does so anyway for a
     folder without one. Pretrained weights need their own."""
     attn_implementation: str | None = None
-    """Attention kernel: `sdpa`, `eager`, `flash_attention_2`, … If unset, transformers chooses; on a CPU a model with a position
-    bias, such as T5, takes `eager`. Packed rows are attended to document by document where model and device allow it. The first
-    lines of a run say so."""
+    """Attention kernel: `sdpa`, `eager`, `flash_attention_2`, … If unset, transformers chooses. Packed rows are attended
+    to document by document where model and device allow it. The first lines of a run say so."""
     cudnn_attention: bool = False
     """Let `sdpa` take cuDNN's kernel in training, where a GPU prefers it. It plans each new shape for tens of milliseconds, so it
     is for rows of one length. Generation never takes it: its shape is new at every token."""

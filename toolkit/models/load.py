@@ -233,17 +233,6 @@ def _load(model_class: Any, name: str | None, **options: Any) -> Any:
         theirs.removeFilter(is_kept)
 
 
-def fastest_attention(model_config: PretrainedConfig, device_type: str) -> str | None:
-    """The attention to take where the user names none: what the config names; None leaves it to transformers, which takes sdpa.
-
-    On a CPU a position bias, which T5 and its kin add to the scores, keeps sdpa off its fast kernel: eager attention takes a
-    quarter off a training step, and a third off an evaluation (8 M parameters, sources of 512 tokens).
-    """
-    own = private("_attn_implementation", model_config)
-    has_bias = hasattr(model_config, "relative_attention_num_buckets")
-    return "eager" if own is None and device_type == "cpu" and has_bias else own
-
-
 def num_token_embeddings(model: PreTrainedModel) -> int:
     """The largest vocabulary that fits: rows of the input embedding or of the head, which may differ, whichever are fewer."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -62,7 +62,8 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     of_hub = {"the commit of model.name_or_path": on_all_ranks(lambda: hub_commit(config.model))}
     settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
     compare_ranks(settings | of_hub)
-    why = on_all_ranks(lambda: _take_fastest_attention(config, context, model_config))
+    if context.resume_from and context.resume_from.settings.get("attention") == "eager":  # as T5 on CPUs before this version
+        model_config._attn_implementation = context.settings["attention"] = "eager"
     skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
     if type(skeleton.config) is not type(model_config):  # its class takes the text's part, and may ignore tensors of others
         name, ours = config.model.name_or_path, type(skeleton).__name__
@@ -90,7 +91,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         named = config.model.attn_implementation
         why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
     attention = describe_attention(skeleton, device, dtype, packing=config.packs)
-    logger.info(f"{describe_device(device)}; attention: {attention}{why}")
+    logger.info(f"{describe_device(device)}; attention: {attention}")
     all_logits = "the loss takes all logits of a micro-batch at once:"
     if has_own_forward(skeleton):
         name = type(skeleton).__name__
@@ -191,23 +192,6 @@ def identity_of(
     frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
     compare_ranks({f"the frozen {name}": digest for name, digest in frozen_hashes.items()})  # each rank may have read its own
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, frozen_hashes)
-
-
-def _take_fastest_attention(config: RecipeConfig, context: RunContext, model_config: PretrainedConfig) -> str:
-    """Set the attention that is fastest on the device, unless one is named, and note it for a resume; returns why, in words.
-
-    A run goes on with what it began with: results differ in the last bits. Runs from before the rule noted nothing.
-    """
-    own = private("_attn_implementation", model_config)
-    chosen = fastest = (
-        own if config.model.attn_implementation else load.fastest_attention(model_config, context.accelerator.device.type)
-    )
-    if fastest != own and context.resume_from is not None:
-        chosen = context.resume_from.settings.get("attention")
-    model_config._attn_implementation = context.settings["attention"] = chosen
-    if fastest == own:
-        return ""
-    return ", faster on a CPU than sdpa where positions are a bias" if chosen == fastest else ", with which this run began"
 
 
 def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype, optimizer: str) -> None:

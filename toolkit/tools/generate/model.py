@@ -34,7 +34,7 @@ from toolkit.launch.accelerator import cudnn_attention
 from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.config import load_model_config
 from toolkit.models.generation import build_generation, load_settings
-from toolkit.models.load import build_skeleton, fastest_attention, load_model, num_token_embeddings
+from toolkit.models.load import build_skeleton, load_model, num_token_embeddings
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
 from toolkit.models.position_limits import num_positions
@@ -192,18 +192,14 @@ def open_model(name: str) -> Generator:
 
 
 def load_generator(generator: Generator, dtype: str | None, settings: dict[str, Any]) -> Generator:
-    """Load the weights, in the dtype of the run's forward passes unless one is given; `settings` as in `Options`.
-
-    Raises:
-        UserError: the weights cannot be read or do not fit the device; they generate in a way that is code of the hub.
-    """
+    """Load the weights, in the dtype of the run's forward passes unless one is given; `settings` as in `Options`. Weights
+    that cannot be read, do not fit the device, or generate in a way that is code of the hub are a `UserError`."""
     from transformers.utils.logging import disable_progress_bar
 
     folder, config, device = generator.folder, generator.config, _choose_device()
     loaded_as = getattr(torch, dtype or generator.usage.dtype)
     if not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
-    config._attn_implementation = fastest_attention(config, device.type)
     has_own = (folder / "generation_config.json").is_file()
     base = replace(generator.base, name_or_path=str(folder)) if has_own else generator.base
     theirs = {key: value for key, value in load_settings(base).items() if key not in settings}

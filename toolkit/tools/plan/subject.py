@@ -19,7 +19,7 @@ from toolkit.models.attention import choose_packed_attention
 from toolkit.models.config import load_model_config
 from toolkit.models.experts import check_experts
 from toolkit.models.freeze import cast_frozen, freeze
-from toolkit.models.load import build_skeleton, fastest_attention
+from toolkit.models.load import build_skeleton
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.position_limits import check_positions
 from toolkit.optimizers import check_sharding
@@ -69,7 +69,6 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     attention = "sdpa" if is_flash else named
     skeleton_config = dataclasses.replace(config.model, from_scratch=True, attn_implementation=attention)
     model_config = load_model_config(skeleton_config, config.task)
-    model_config._attn_implementation = fastest_attention(model_config, device_type)
     check_positions(model_config, model, row_tokens(config), dataclasses.replace(config.eval, generate=False))
     # The model, adapted and frozen.
     skeleton = build_skeleton(skeleton_config, model_config, config.task)

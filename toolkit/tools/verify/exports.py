@@ -22,7 +22,7 @@ from toolkit.export.compare import LOGIT_TOLERANCE
 from toolkit.files.json_lines import load_json_lines
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.load import build_on_meta, fastest_attention, from_files
+from toolkit.models.load import build_on_meta, from_files
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
@@ -77,9 +77,8 @@ def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
     options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     if str(name_or_path) == config.model.name_or_path:
         options["revision"] = config.model.revision or "main"
-    attention = config.model.attn_implementation
-    if attention not in ("eager", "sdpa"):  # others may not run on a CPU
-        attention = fastest_attention(transformers.AutoConfig.from_pretrained(name_or_path, **options), "cpu")
+    named = config.model.attn_implementation
+    attention = named if named in ("eager", "sdpa") else None  # others may not run on a CPU
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     auto_class: Any = getattr(transformers, config.task.auto_class)
