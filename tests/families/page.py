@@ -65,8 +65,9 @@ in NF4 codes (`adapter.base_dtype: nf4`), compared with a plain model of the cod
 quantized here (`adapter.experts`: [adapters on experts](configuration.md#adapters-on-a-mixture-of-experts)).
 **packed** puts several rows into one sequence (`data.packing: true`).
 """
-NOTES = """LED trains in full with `model.freeze: ['.*_global.*']`, because no text uses its global attention. ProphetNet needs
-`disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend on the padding.
+NOTES = """LED trains, in full or with an adapter, with `model.freeze: ['.*_global.*']`, as no text uses its global attention.
+ProphetNet needs `disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend
+on the padding.
 [Guarantees](guarantees.md) names more families, and what else is proven.
 """
 
