@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 def find_weights(path: str) -> Path:
-    """The folder that `path` names: an exported model, a checkpoint, or a run folder's newest valid checkpoint. Collective.
-
-    Raises:
-        UserError: rank 0 finds none, or may not read it; on every rank.
-    """
+    """The folder that `path` names: an exported model, a checkpoint, or a run folder's newest valid checkpoint; a `UserError` if
+    rank 0 finds none, or may not read it, on every rank. Collective."""
     folder = Path(path)
 
     @denials_named(f"model.init_from {path}")
@@ -56,11 +53,8 @@ def find_weights(path: str) -> Path:
 
 
 def load_into(model: PreTrainedModel, folder: Path) -> None:
-    """Overwrite an unsharded model's weights with those in the folder from `find_weights`. Collective.
-
-    Raises:
-        UserError: they belong to another model, or the checkpoint's run froze weights that differ from the model's.
-    """
+    """Overwrite an unsharded model's weights with those in the folder from `find_weights`; a `UserError` if they belong to
+    another model, or the checkpoint's run froze weights that differ from the model's. Collective."""
     if (folder / "config.json").is_file():
         on_all_ranks(lambda: _load_exported(model, folder))
     else:

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> RecipeConfig:
     """Check what was given, before anything is written. With datasets, the config gets parquet as its source; `save_datasets`
-    adds the files.
-
-    Raises:
-        UserError: it is not a `datasets.Dataset` with rows, or the config names rows too.
-    """
+    adds the files. What is not a `datasets.Dataset` with rows, or rows that the config names too, are a `UserError`."""
     if train is None:
         if evaluation is not None:
             raise UserError("evaluation is a dataset, but train is not given: give both, or name files in data.eval_files")
@@ -53,11 +49,8 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> RecipeC
 
 
 def save_datasets(config: RecipeConfig, train: Dataset, evaluation: Dataset | None) -> RecipeConfig:
-    """Write the datasets of each node's first process to the cache; returns the config that reads them. Collective.
-
-    Raises:
-        UserError: a file cannot be written, or nodes have different rows; on every rank.
-    """
+    """Write the datasets of each node's first process to the cache; returns the config that reads them. A file that cannot be
+    written, or nodes with different rows, are a `UserError` on every rank. Collective."""
     folder = cache_folder(config.data.cache_dir) / "datasets"
     given = [(name, dataset) for name, dataset in (("train", train), ("evaluation", evaluation)) if dataset is not None]
     names = on_all_ranks(lambda: [_save(*each, folder) for each in given] if local_rank() == 0 else [])

@@ -22,6 +22,7 @@ from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.evaluation.words import PIECE, Tokenizer
 from toolkit.files.json_lines import save_json_lines
+from toolkit.models.generation import list_end_ids
 from toolkit.parallel.gather import generation_ready
 from toolkit.parallel.wrap import ShardedModel
 
@@ -80,7 +81,7 @@ def generate_texts(
     if not indices and not in_step:
         return []
     # In step, a rank without rows generates for any prompt, so that the collectives of all ranks match.
-    rows, stop_token_ids = [data.rows[i] for i in indices or data.prompted[:1]], _stop_token_ids(model, data)
+    rows, stop_token_ids = [data.rows[i] for i in indices or data.prompted[:1]], list_end_ids(model, data.stop_token_ids) or None
     prompts = move_to(sharded.accelerator.device, data.collator.prompts(rows))
     with generation_ready(sharded, model):
         tokens_BT = model.generate(  # type: ignore[operator]
@@ -136,11 +137,8 @@ def describe_flaws(figures: Mapping[str, Any], section: str = "eval.") -> str:
 
 
 def gather_scores(scores: list[Score], data: EvaluationRows, predictions_path: Path) -> dict[str, float]:
-    """Mean scores, equal for every process count because rank 0 sums in row order; it also writes the predictions. Collective.
-
-    Raises:
-        UserError: the predictions cannot be written, or one of `data.metrics` fails; on every rank.
-    """
+    """Mean scores, equal for every process count because rank 0 sums in row order; it also writes the predictions. If they cannot
+    be written, or one of `data.metrics` fails, that is a `UserError` on every rank. Collective."""
     gathered = gather_objects(scores)
 
     def score_rows() -> dict[str, float]:
@@ -188,10 +186,3 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
         save_json_lines(path, lines)
     except OSError as error:
         raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None
-
-
-def _stop_token_ids(model: PreTrainedModel, data: EvaluationRows) -> list[int] | None:
-    """The tokens that end a text for the model or in the rows (such as the end of a chat turn). None leaves it to `generate`."""
-    own = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    every = {*data.stop_token_ids, *(own if isinstance(own, list) else [own])} - {None}
-    return sorted(every) or None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.config.load import RecipeConfig
@@ -40,13 +42,10 @@ def prepare_push(config: RecipeConfig) -> None:
     check_push(config, name, "export.push_to_hub", merge=config.export.merge, way_out="set export.merge true")
     if config.train.max_steps == 0 and not config.export.merge:
         raise UserError(f"export.push_to_hub is {name}, but a run with train.max_steps 0 exports nothing: leave it out")
-    try:
+    with _refusal_named(f"export.push_to_hub is {name}, where the hub does not let this token write"):
         url = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().auth_check(name, write=True)
         kind = "private" if HfApi().model_info(name).private else "public"
-    except Exception as error:  # of the client, its transport, or the network
-        what = f"export.push_to_hub is {name}, where the hub does not let this token write ({_reason(error)})"
-        raise UserError(f"{what}: check the name, the token's rights and the network") from None
     logger.info(f"the export will be uploaded to {url}, which is {kind}")
 
 
@@ -55,20 +54,24 @@ def push(folder: Path, name: str, *, private: bool, may_be_public: bool = False)
     repository is public, which it may not be, that is a `UserError`, and the folder is as it was."""
     from huggingface_hub import HfApi
 
-    try:
+    what = f"{folder} was not uploaded to {name}"
+    command = f", and type hf upload {name} {shlex.quote(str(folder))}{' --private' * private}"
+    with _refusal_named(what, "the folder is whole: ", command):
         url = HfApi().create_repo(name, private=private or None, exist_ok=True)
-        if not (is_public := private and not may_be_public and not HfApi().model_info(name).private):
-            HfApi().upload_folder(repo_id=name, folder_path=folder)
-    except Exception as error:  # of the client, its transport, or the network
-        command = f"hf upload {name} {shlex.quote(str(folder))}{' --private' * private}"
-        fix = f"the folder is whole: check the name, the token's rights and the network, and type {command}"
-        raise UserError(f"{folder} was not uploaded to {name} ({_reason(error)}): {fix}") from None
-    if is_public:
-        raise UserError(f"{folder} was not uploaded to {name}, which is public: make it private, or take another name")
+        if private and not may_be_public and not HfApi().model_info(name).private:
+            raise UserError(f"{what}, which is public: make it private, or take another name")
+        HfApi().upload_folder(repo_id=name, folder_path=folder)
     logger.info(f"uploaded to {url}")
 
 
-def _reason(error: Exception) -> str:
+@contextmanager
+def _refusal_named(what: str, state: str = "", next_step: str = "") -> Iterator[None]:
     from huggingface_hub import get_token
 
-    return " ".join(str(error).split()).replace(get_token() or "\n", "the token")
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of the client, its transport, or the network
+        reason = " ".join(str(error).split()).replace(get_token() or "\n", "the token")
+        raise UserError(f"{what} ({reason}): {state}check the name, the token's rights and the network{next_step}") from None

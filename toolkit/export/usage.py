@@ -26,6 +26,7 @@ from toolkit.export.card import Origin, is_hub_id
 from toolkit.export.places import Places
 from toolkit.export.run_data import RunData
 from toolkit.models.config import PROCESSOR_FILES
+from toolkit.models.generation import list_end_ids
 from toolkit.models.lora import text_part
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def set_generation(model: Any, config: RecipeConfig, stop_token_ids: tuple[int, 
         model: its config and generation config are changed.
         stop_token_ids: tokens that end a text in the rows, in addition to the model's own.
     """
-    own = model.generation_config.eos_token_id
-    stops = sorted({*stop_token_ids, *(own if isinstance(own, list) else [own])} - {None})
+    stops = list_end_ids(model, stop_token_ids)
     model.generation_config.update(pad_token_id=pad_token_id, eos_token_id=stops[0] if len(stops) == 1 else stops or None)
     vars(model.config).pop("task_specific_params", None)
     if model.config.is_encoder_decoder:

@@ -34,12 +34,9 @@ LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = True) -> PretrainedConfig:
-    """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`.
-
-    Raises:
-        UserError: no such model, no config, a model of another kind, or weights that are not safetensors files of its own, or
-            are quantized in a format that is not read.
-    """
+    """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`;
+    a `UserError` if there is no such model or config, if it is of another kind, or its weights are not safetensors files of its
+    own, or quantized in a format that is not read."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

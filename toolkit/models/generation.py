@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,12 @@ def choose_generation(config: EvalConfig, model: PreTrainedModel, base: ModelCon
     if (beams := unset.get("num_beams", 1)) > 1:
         logger.info(f"{beams} beams take about {beams} times the time and cache of greedy decoding, which is eval.num_beams 1")
     return config
+
+
+def list_end_ids(model: Any, others: Iterable[int] = ()) -> list[int]:
+    """The tokens that end a text for the model's generation config, and others."""
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return sorted({*others, *(own if isinstance(own, list) else [own])} - {None})
 
 
 def load_settings(base: ModelConfig) -> dict[str, Any]:

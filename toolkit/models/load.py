@@ -70,12 +70,9 @@ def own_class(given: Any, config: ModelConfig, task: Task) -> Iterator[None]:
 
 def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> ModelConfig:
     """Write a built model, and the tokenizer of `model.name_or_path`, to the cache of each node's first process; returns the
-    config that reads it, so that it is loaded, sharded, resumed and exported as a folder. Collective.
-
-    Raises:
-        UserError: a module is not as its class builds it, or a parameter is frozen; the tokenizer cannot be read, the cache
-            cannot be written, or nodes' models differ; on every rank.
-    """
+    config that reads it, so that it is loaded, sharded, resumed and exported as a folder. A module that is not as its class
+    builds it, a frozen parameter, a tokenizer that cannot be read, a cache that cannot be written, or nodes with different models
+    are a `UserError` on every rank. Collective."""
 
     def save() -> str:
         def write(folder: Path) -> dict[str, Any]:

@@ -66,12 +66,8 @@ class Options:
 
 
 def export(run_flags: list[str], **given: Any) -> None:
-    """Export a checkpoint, as `Options` say. Collective.
-
-    Raises:
-        UserError: no such run or checkpoint, a damaged one, another base than the run's, or a folder that cannot be written; on
-            every rank; or the hub did not take the export, on rank 0.
-    """
+    """Export a checkpoint, as `Options` say. No such run or checkpoint, a damaged one, another base than the run's, or a folder
+    that cannot be written are a `UserError` on every rank; so is a hub that does not take the export, on rank 0. Collective."""
     options = Options(flags=run_flags, **given)
     config = load_run_config(options.run_folder, options.flags)
     if options.merge and not is_enabled(config.adapter):

@@ -17,6 +17,7 @@ from toolkit.distributed.watchdog import working
 from toolkit.evaluation.metrics import OUR_FIGURES, TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.launch.accelerator import bound_primitive_cache
+from toolkit.models.generation import list_end_ids
 from toolkit.models.load import num_token_embeddings
 from toolkit.models.position_limits import check_positions, warn_of_shared_rope
 from toolkit.training.goal import check_metric_on_rows
@@ -48,9 +49,7 @@ def prepare_data(
     """
     # Text → tokens on disk.
     check_set_names(config.data, {*OUR_FIGURES, *(metric.name for metric in metrics)})
-    ends: Any = getattr(getattr(skeleton, "generation_config", None), "eos_token_id", None) or []
-    ends = tuple(ends) if isinstance(ends, list) else (ends,)
-    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton), ends)
+    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton), tuple(list_end_ids(skeleton)))
 
     # Which rows each step takes, and which rows are evaluated.
     columns, data = rows.train.with_format("numpy"), config.data

@@ -54,14 +54,9 @@ _SETTINGS = "data.messages_column, data.text_column, or data.prompt_column and d
 
 
 def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig, *, has_chat_template: bool = False) -> Columns:
-    """Choose the columns of an input to read: those that the config names, else those with the default names.
-
-    Args:
-        has_chat_template: Alpaca's rows become chats, else prompts with completions.
-
-    Raises:
-        UserError: a column that does not exist once; columns that fit no reading, or more than one.
-    """
+    """Choose the columns of an input to read: those that the config names, else those with the default names. A column that does
+    not exist once, and columns that fit no reading, or more than one, are a `UserError`. Where there `has_chat_template`,
+    Alpaca's rows become chats, else prompts with completions."""
     of_sharegpt = config.messages_column if config.format == "sharegpt" and config.messages_column else "conversations"
     readings: dict[str, tuple[str, ...]] = {
         "messages": (config.messages_column or "messages",),

@@ -81,16 +81,14 @@ _STORED = ("prompt", "completion", "text", "messages", "tools", "first_trained",
 def build_example(
     row: Mapping[str, Any], columns: Columns, where: str, *, for_generation: bool = False, **known: Any
 ) -> Example | str:
-    """The example in a row of a source, or the reason to skip it, as in "with an empty target".
+    """The example in a row of a source, or the reason to skip it, as in "with an empty target". A cell of the wrong type, or a
+    malformed conversation, is a `UserError`.
 
     Args:
         row: its cells by column, those of `columns` at least.
         where: file and row, for messages.
         for_generation: `columns` has one column with a prompt; the example has no answer at its end.
         known: `group`, `held_out` and `lead_text`, where the source knows them.
-
-    Raises:
-        UserError: a cell of the wrong type; a malformed conversation.
     """
     kind = columns.kind
     wanted = KINDS[kind].cells[:1] if for_generation else KINDS[kind].cells

@@ -152,11 +152,8 @@ def describe_readings(inputs: list[RowInput]) -> list[str]:
 
 
 def read_rows(item: RowInput) -> Iterator[Example | str]:
-    """The rows of an input, each as an example or as the reason to skip it, so that every row keeps its position.
-
-    Raises:
-        UserError: a row that cannot be read, a cell of the wrong type, a malformed conversation; other rows than were hashed.
-    """
+    """The rows of an input, each as an example or as the reason to skip it, so that every row keeps its position; a `UserError`
+    for a row that cannot be read, a cell of the wrong type, a malformed conversation, or other rows than were hashed."""
     digest, number = hashlib.sha256(), 0
     changed = UserError(f"{item.label} gives other rows when it is called again: seed what is random, sort what has no order")
     for number, row in enumerate(_read_examples(item), start=1):
@@ -217,20 +214,18 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
     try:
         columns = choose(path, existing)
     except UserError as error:
-        is_looked_into = kind in ("json", "jsonl") and form.field is None
-        reason, (fields, is_all) = str(error), list_fields(path, form) if is_looked_into else ([], False)
-        if is_all and ALL_VALUES in fields[:1]:
+        reason, guesses, fields = str(error), list[str](), list[str]()
+        if kind in ("json", "jsonl") and form.field is None:
+            guesses, fields = list_fields(path, form)
+        for field in guesses:
             try:
-                return open_file(path, kind, choose, form._replace(field=fields.pop(0)), **known)
-            except UserError as of_values:
-                reason = str(of_values)
-        if is_all and len(fields) == 1:  # nothing else can be meant
-            return open_file(path, kind, choose, form._replace(field=fields[0]), **known)
-        if fields:
+                return open_file(path, kind, choose, form._replace(field=field), **known)
+            except UserError as inner:
+                reason = str(inner)
+        if fields and guesses[-1:] != fields:
             more = f" and {len(fields) - _MAX_FIELDS} more" * (len(fields) > _MAX_FIELDS)
-            named = f"under {' and '.join(fields[:_MAX_FIELDS])}{more}"
-            reason = f"{path} is one object, with rows {named}" if is_all else f"{reason}; if the lists {named} are the rows"
-            reason += f"{':' if is_all else ','} set data.field to one of them"
+            named = f"{' and '.join(fields[:_MAX_FIELDS])}{more}"
+            reason += f"; if the lists under {named} are the rows, set data.field to one of them"
         raise UserError(f"{reason}{suggest_delimiter(existing, form) if kind == 'csv' else about}") from None
     if kind in ("json", "jsonl"):  # optional columns may come in later rows than were looked at
         columns = columns._replace(names=tuple(dict.fromkeys(columns.names + KINDS[columns.kind].optional)))

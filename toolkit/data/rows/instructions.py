@@ -66,14 +66,9 @@ def read_turn(turn: Any, where: str) -> dict[str, Any]:
 
 
 def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[str, Any] | str:
-    """The fields of an `Example` of Alpaca's columns, or the reason to skip it.
-
-    Args:
-        is_chat: `system` and `history` become turns, each answer is trained on; else all before `output` is the prompt.
-
-    Raises:
-        UserError: a cell that is not text; a history that is not a list of pairs.
-    """
+    """The fields of an `Example` of Alpaca's columns, or the reason to skip it. A cell that is not text, or a history that is not
+    a list of pairs, is a `UserError`. If it `is_chat`, `system` and `history` become turns, and each answer is trained on; else
+    all before `output` is the prompt."""
     instruction, given = row["instruction"], read_optional_text(row, "input", where)
     for column in ("instruction", "output"):
         check_text(row[column], f"{where}, column {column}")

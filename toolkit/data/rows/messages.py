@@ -28,7 +28,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def read_chat(
     cells: Mapping[str, Any], tools: Any, where: str, *, system: str, calls_may_be_text: bool = False, for_generation: bool
 ) -> dict[str, Any] | str:
-    """The fields of a chat's `Example`, or the reason to skip it.
+    """The fields of a chat's `Example`, or the reason to skip it. A malformed conversation is a `UserError`.
 
     Args:
         cells: by column: the messages; or a prompt and its completion, of which at least one is a list of messages.
@@ -37,9 +37,6 @@ def read_chat(
         system: the text of a column `system`, which becomes the first turn.
         calls_may_be_text: a tool may answer any assistant turn, not only one with `tool_calls`.
         for_generation: the answer may be missing; assistant turns at the end are left out.
-
-    Raises:
-        UserError: a malformed conversation.
     """
     names, (*first, completion) = list(cells), cells.values()
     for name, value in cells.items():

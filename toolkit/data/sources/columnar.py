@@ -14,11 +14,8 @@ from toolkit.files.json_lines import DECODER
 
 
 def read_columnar(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """Yield the cells of some columns of a parquet or Arrow file (Feather, the caches of `datasets`), row by row.
-
-    Raises:
-        UserError: another kind of file, truncated or damaged; text that is not UTF-8, with the row.
-    """
+    """Yield the cells of some columns of a parquet or Arrow file (Feather, the caches of `datasets`), row by row; a `UserError`
+    for another kind of file, one that is truncated or damaged, or text that is not UTF-8, with the row."""
     with _open(path) as (schema, read):
         columns = outer_names(schema, columns)
         yield from read_batches(path, read(columns), columns)

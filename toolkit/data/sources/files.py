@@ -34,14 +34,9 @@ _BINARY = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh91AY", b"PAR1",
 
 
 def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
-    """The files that paths and glob patterns match, each once, in the order given; the matches of a pattern are sorted.
-
-    Args:
-        setting: name of the config field, for messages.
-
-    Raises:
-        UserError: a path or pattern without a file (the error suggests the nearest name), or a folder.
-    """
+    """The files that paths and glob patterns match, each once, in the order given; the matches of a pattern are sorted. A path or
+    pattern without a file (the error suggests the nearest name), or a folder, is a `UserError`. `setting` is the config field's
+    name, for messages."""
     found: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         path = Path(pattern)
@@ -72,12 +67,8 @@ def find_files(patterns: list[str] | str, setting: str) -> list[Path]:
 
 def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
     """Hex sha256 of a file's contents, of text uncompressed. The same pass checks that a text file is readable. UTF-8 that would
-    be read as something else is a warning.
-
-    Raises:
-        UserError: the file cannot be opened, is a git-lfs pointer or empty, or (for text) is compressed otherwise than by gzip,
-            has another encoding or a NUL character; names the line.
-    """
+    be read as something else is a warning. A file that cannot be opened, is a git-lfs pointer or empty, or (for text) is
+    compressed otherwise than by gzip, has another encoding or a NUL character, is a `UserError` with the line."""
     digest = hashlib.sha256()
     decoder, num_lines, begin = codecs.getincrementaldecoder(encoding)(), 0, b""
     try:

@@ -49,14 +49,12 @@ def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> N
 
 
 def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources: tuple[str, ...]) -> Dataset:
-    """Load one split; from the local cache if the hub cannot be reached.
+    """Load one split; from the local cache if the hub cannot be reached. An unknown or unreachable dataset, an unknown subset or
+    split, damaged files, and files outside of the dataset are a `UserError`.
 
     Args:
         name: hub id or local folder.
         other_sources: the other values of `data.source`, for messages.
-
-    Raises:
-        UserError: unknown or unreachable dataset, unknown subset or split, damaged files, files outside of the dataset.
     """
     with _open_builder(name, subset, split, other_sources) as builder:
         if Path(name).expanduser().is_dir():

@@ -38,19 +38,19 @@ def list_keys(path: Path, form: Form) -> list[str]:
     return list({key: None for row in objects for key in list_parts(row)})
 
 
-def list_fields(path: Path, form: Form) -> tuple[list[str], bool]:
-    """Where a file's first object has lists of objects that are not turns, the outermost, and whether it is all of the file. Then
-    `*` comes first if its values are objects."""
+def list_fields(path: Path, form: Form) -> tuple[list[str], list[str]]:
+    """Where the rows of a file with one object can only be, in the order to try, and where its first object has lists of objects
+    that are not turns, the outermost."""
     with open_text(path, form) as file:
         first, is_all = _read_first(file)
-    fields = [ALL_VALUES] * bool(is_all and first and all(isinstance(value, dict) for value in first.values()))
-    level: dict[str, Any] = first
-    while level and fields in ([], [ALL_VALUES]):
+    fields, level = list[str](), first
+    while level and not fields:
         lists = {name: value[0] for name, value in level.items() if isinstance(value, list) and value}
-        fields += [name for name, row in lists.items() if isinstance(row, dict) and not any(map(row.keys().__ge__, _TURNS))]
+        fields = [name for name, row in lists.items() if isinstance(row, dict) and not any(map(row.keys().__ge__, _TURNS))]
         inside = [(name, value) for name, value in level.items() if isinstance(value, dict)]
         level = {f"{name}.{key}": value for name, inner in inside for key, value in inner.items()}
-    return fields, is_all
+    guesses = [ALL_VALUES] * bool(first and all(isinstance(value, dict) for value in first.values()))
+    return (guesses + fields * (len(fields) == 1)) * is_all, fields
 
 
 def _read_objects(path: Path, form: Form, *, column: str) -> Iterator[dict[str, Any]]:

@@ -35,7 +35,8 @@ _MAX_REASON_CHARACTERS = 300
 
 
 def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> tuple[Callable[[], Iterator[dict[str, Any]]], str, bool]:
-    """Run the file that `config.source` names, find its function, and call its `identify`.
+    """Run the file that `config.source` names, find its function, and call its `identify`. No such file or function, or an error
+    in the file, is a `UserError`.
 
     Args:
         config: the data section; for an entry of `data.mix`, with the source and the files of the entry.
@@ -45,9 +46,6 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> tuple[C
         What yields the rows of the function, which gets `config` with `files` and `eval_files` as lists of paths that exist; hex
         sha256 of the file, those beside it that it imports, the function's name, the files in `config`, and what `identify`
         returned; whether the file has `identify`, so that the rows need not be hashed.
-
-    Raises:
-        UserError: no such file or function, an error in the file.
     """
     label = config.source or ""
     file, name = split_own_source(label) or ("", "")

@@ -77,12 +77,8 @@ def open_text(path: Path, form: Form, newline: str | None = None) -> TextIO:
 
 
 def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
-    """Yield the cells of some columns of a delimited file with a header, row by row. A cell is text, or NaN if it is `MISSING`.
-    A TSV file needs the form of `find_quotes`.
-
-    Raises:
-        UserError: a row with too many or too few cells, broken quoting; names the line.
-    """
+    """Yield the cells of some columns of a delimited file with a header, row by row. A cell is text, or NaN if it is `MISSING`. A
+    TSV file needs the form of `find_quotes`. Too many or too few cells, or broken quoting, are a `UserError` with the line."""
     records = _read_records(path, form)
     _, header = next(records, (1, []))
     places = {column: header.index(column) for column in columns}

@@ -27,14 +27,8 @@ def marks_languages(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | None, target: str | None) -> None:
-    """Make the tokenizer mark sources and targets with these languages; None keeps the tokenizer's saved language.
-
-    Args:
-        name: the model's name, for errors.
-
-    Raises:
-        UserError: the tokenizer marks no languages, lacks this one, or has none set.
-    """
+    """Make the tokenizer mark sources and targets with these languages; None keeps the tokenizer's saved language. A tokenizer
+    that marks no languages, lacks this one, or has none set, is a `UserError`. `name` is the model's, for errors."""
     wanted = {"source": source, "target": target}
     if not marks_languages(tokenizer):
         for side, language in wanted.items():

@@ -211,16 +211,14 @@ def _write_tokens(config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBas
 
 
 def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path, *, num_workers: int | None) -> Dataset:
-    """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes.
+    """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes. A process that is
+    killed is a `UserError`; so are those of `tokenize`.
 
     Args:
         tokenize: returns one or several rows for each.
         name: `train` or `evaluation`, for messages and files.
         folder: gets a file that backs the result; remove it after use.
         num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
-
-    Raises:
-        UserError: one of the processes was killed; those of `tokenize`.
     """
     import datasets
 

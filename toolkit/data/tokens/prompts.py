@@ -40,12 +40,8 @@ def prepare_text(example: Example, loss_on: str) -> Prepared:
 
 
 def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: str, where: str) -> Prepared:
-    """Prepare a chat as its template renders it.
-
-    Raises:
-        UserError: the template refuses the chat, leaves out what is to be trained on, or does not show which text is the
-            assistant's; a turn has weight 0 although all tokens count.
-    """
+    """Prepare a chat as its template renders it; a `UserError` if the template refuses the chat, leaves out what is to be trained
+    on, or does not show which text is the assistant's, or a turn has weight 0 although all tokens count."""
     messages, tools, weight_0 = example.messages or [], example.tools, example.weight_0
     if weight_0 and loss_on == "all":
         raise UserError(

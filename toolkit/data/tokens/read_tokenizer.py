@@ -48,11 +48,8 @@ def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def open_tokenizer(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id by `AutoTokenizer`, with the parts of its `tokenizer.json`.
-
-    Raises:
-        UserError: it cannot be read, no vocabulary is there to read, or a file is a git-lfs pointer; names the folder's files.
-    """
+    """The tokenizer of a folder or hub id by `AutoTokenizer`, with the parts of its `tokenizer.json`; a `UserError`, with the
+    folder's files, if it cannot be read, no vocabulary is there to read, or a file is a git-lfs pointer."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 

@@ -90,13 +90,11 @@ def keep_trained_tokenizer(cache: Path, trained_on: str, train: Callable[[], Pre
 
 
 def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrainedTokenizerBase:
-    """Train a unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2) with the tokenizers library.
+    """Train a unigram tokenizer like T5's (`<pad>` 0, `</s>` 1, `<unk>` 2) with the tokenizers library. Rows with more different
+    characters than `vocab_size` allows are a `UserError`.
 
     It is trained on `prefix` and the columns `prompt` and `completion` of at most `MAX_TRAINING_ROWS` evenly spaced rows, each
     cut to `MAX_TRAINING_CHARACTERS`: more text makes training slower, but a small vocabulary no better.
-
-    Raises:
-        UserError: the rows have more different characters than `vocab_size` allows.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -130,13 +128,11 @@ def train_tokenizer(rows: Dataset, vocab_size: int, prefix: str = "") -> PreTrai
 
 
 def train_byte_level_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer like GPT-2's (`<pad>` 0, `<|endoftext|>` 1, which begins and ends a text).
+    """Train a byte-level BPE tokenizer like GPT-2's (`<pad>` 0, `<|endoftext|>` 1, which begins and ends a text). A `vocab_size`
+    that is too small for the 256 bytes and the special tokens is a `UserError`.
 
     It can encode every text, and the same texts in the same order give the same tokenizer. It adds no special tokens by itself.
     All texts are used and read once.
-
-    Raises:
-        UserError: `vocab_size` is too small for the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

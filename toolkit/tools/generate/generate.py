@@ -54,12 +54,10 @@ def run(*, is_chat: bool, max_new_tokens: int | None, num_beams: int | None, **o
 
 
 def generate(options: Options) -> None:
-    """Generate a text for every item, and write or print them in input order. Collective under `accelerate launch`.
+    """Generate a text for every item, and write or print them in input order. A model, input or output that is not usable is a
+    `UserError`, with file and row. Collective under `accelerate launch`.
 
     An output that was not finished is continued.
-
-    Raises:
-        UserError: model, input or output are not usable; with file and row.
     """
     is_one_of_several = is_launched() or num_launched() > 1  # torchrun sets this alone
     with in_own_words():
@@ -74,11 +72,8 @@ def generate(options: Options) -> None:
 
 
 def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
-    """Read a turn, print the answer, until the input ends; an empty line, or an error, begins a new chat.
-
-    Raises:
-        UserError: the model is an encoder-decoder, or its tokenizer has no chat template.
-    """
+    """Read a turn, print the answer, until the input ends; an empty line, or an error, begins a new chat. An
+    encoder-decoder, or a tokenizer without a chat template, is a `UserError`."""
     with in_own_words():
         opened = open_model(name)
         if not opened.takes_chats():

@@ -60,14 +60,12 @@ class Rows(NamedTuple):
 
 
 def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False) -> Rows:
-    """Check and count all rows of `--file` or `--text`; those of standard input are checked when they are read.
+    """Check and count all rows of `--file` or `--text`; those of standard input are checked when they are read. No such file,
+    column or text is a `UserError`, with file and row.
 
     Args:
         usage: how the run read its files. A file in UTF-8 is read as such without `--encoding`, and standard input is UTF-8.
         has_chat_template: whether Alpaca's rows become chats.
-
-    Raises:
-        UserError: no such file, column or text; with file and row.
     """
     form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding)
     if options.file in (None, "-"):

@@ -86,10 +86,7 @@ class Generator:
 
     def encode(self, rows: Sequence[tuple[str, Example]], *, plain: bool) -> list[dict[str, Any]]:
         """Prompts, each with its place for messages, as rows of `generate`. An encoder-decoder's sources are cut as in the run.
-
-        Raises:
-            UserError: a chat for an encoder-decoder, or that the template refuses; more tokens than the model has positions.
-        """
+        A chat for an encoder-decoder, or that the template refuses, and more tokens than positions are a `UserError`."""
         new, all_lost, takes_chats = self.model.generation_config.max_new_tokens, [0] * len(rows), self.takes_chats(plain=plain)
         if self.config.is_encoder_decoder:
             for where in (where for where, row in rows if row.prompt is None):

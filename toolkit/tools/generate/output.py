@@ -28,11 +28,8 @@ LOCK = ".lock"
 
 
 def begin_output(options: Options) -> int:
-    """Lock the output; returns the number of texts that an earlier, unfinished call has written. A torn last line is removed.
-
-    Raises:
-        UserError: another process writes the output, it is not an unfinished one of this call, or it cannot be written.
-    """
+    """Lock the output; returns the number of texts that an earlier, unfinished call has written. A torn last line is removed. An
+    output that another process writes, that is not an unfinished one of this call, or cannot be written, is a `UserError`."""
     output = options.output
     assert output is not None
     about, lock = _beside(output, UNFINISHED), _beside(output, LOCK)
