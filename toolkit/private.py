@@ -92,11 +92,8 @@ ENUM_OF_TORCHAO = "register_constant()"
 
 
 def find(names: dict[str, tuple[str, str]], name: str, of: Any = None) -> Any:
-    """What a listed name is in its module or class, which is imported now, or in the object `of`.
-
-    Raises:
-        UserError: the installed version has no such name.
-    """
+    """What a listed name is in its module or class, which is imported now, or in the object `of`. If the installed version has no
+    such name, that is a `UserError`."""
     place, what = names[name]
     try:
         return getattr(_home(place) if of is None else of, name)

@@ -35,11 +35,8 @@ def describe_device(device: torch.device) -> str:
 
 
 def check_own_gpu(device: torch.device) -> None:
-    """Refuse ranks that share a GPU: accelerate lets them (accelerate/state.py:843), and nccl blames the network. Collective.
-
-    Raises:
-        UserError: there are more ranks than GPUs; on every rank.
-    """
+    """Refuse ranks that share a GPU: accelerate lets them (accelerate/state.py:843), and nccl blames the network. More ranks than
+    GPUs are a `UserError` on every rank. Collective."""
     if device.type != "cuda":
         return
     gpus = gather_objects(str(torch.cuda.get_device_properties(device).uuid))

@@ -52,11 +52,8 @@ def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:
 
 
 def load_random_state(folder: Path, saved_world_size: int) -> None:
-    """Restore this rank's random state. On another number of ranks nothing is restored, and training reseeds itself. Collective.
-
-    Raises:
-        UserError: a rank's file is missing, or `save_random_state` did not write it; raised on every rank.
-    """
+    """Restore this rank's random state. On another number of ranks nothing is restored, and training reseeds itself. A rank's
+    file that is missing, or not of `save_random_state`, is a `UserError` on every rank. Collective."""
 
     def restore() -> None:
         path = folder / f"rng-{rank():05d}.safetensors"

@@ -63,14 +63,8 @@ class Entry:
 
 
 def show_checkpoints(run_folder: Path, verify: bool, as_json: bool) -> bool:
-    """Print a table or JSON of a run's checkpoints and leftovers. With `verify`, hash every file.
-
-    Returns:
-        Whether every folder named like a checkpoint is valid.
-
-    Raises:
-        UserError: there is no such run folder, or it has no checkpoint.
-    """
+    """Print a table or JSON of a run's checkpoints and leftovers; returns whether every folder named like a checkpoint is valid.
+    With `verify`, hash every file. No such run folder, or one without a checkpoint, is a `UserError`."""
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
         what = "has no checkpoints folder" if run_folder.is_dir() else "is not a folder"

@@ -31,11 +31,8 @@ def recipes() -> list[str]:
 
 
 def init(folder: Path, recipe: str) -> None:
-    """Copy a recipe with its configs, models, row sources and chat templates, and the presets, into a project.
-
-    Raises:
-        UserError: the project has one of them already, or hides the toolkit from Python.
-    """
+    """Copy a recipe with its configs, models, row sources and chat templates, and the presets, into a project. A project that has
+    one of them already, or hides the toolkit from Python, is a `UserError`."""
     for part in PARTS:
         if os.path.lexists(folder / part):
             raise UserError(f"{folder / part} exists already: name another folder, or remove it")

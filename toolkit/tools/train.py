@@ -38,11 +38,8 @@ def train(
     mixed_precision: str | None,
     dry_run: bool,
 ) -> None:
-    """Print the line that starts the run, and become it; the arguments are those of the command line.
-
-    Raises:
-        UserError: the run would refuse its config, no preset fits, or the preset is for one process, not `num_processes`.
-    """
+    """Print the line that starts the run, and become it; the arguments are those of the command line. A config that the run would
+    refuse, no preset that fits, or one for one process and not `num_processes`, are a `UserError`."""
     # A mistake in the config shows before anything is planned or started.
     arguments = [f"--config={config}", *run_flags]
     recipe = find_recipe(arguments, recipe)

@@ -42,11 +42,7 @@ def measure_baselines(
 ) -> dict[str, dict[str, Any]]:
     """Figures that need no model, by name: as an earlier end of the run has written them to `metrics`, else measured and written
     there. Empty on other ranks than 0, and without evaluations of texts or `counts_tokens`: of a model from scratch whose labels
-    are the tokens of its rows.
-
-    Raises:
-        UserError: `metrics` cannot be written.
-    """
+    are the tokens of its rows. If `metrics` cannot be written, that is a `UserError`."""
     lines = [line for line in metrics.load() if line.get("measured_on") == measured_on] if rank() == 0 else []
     evaluations = [line for line in lines if line["kind"] == "eval"]
     if not (named := {line["name"]: line for line in lines if line["kind"] == BASELINE}):

@@ -75,11 +75,8 @@ class StepLog:
         self.pending.append(figures)
 
     def flush(self) -> None:
-        """Read the pending figures and write a line per step. Collective.
-
-        Raises:
-            UserError: `optim.max_skipped_steps` updates in a row were skipped; names their rows. On every rank.
-        """
+        """Read the pending figures and write a line per step. After `optim.max_skipped_steps` skipped updates in a row, a
+        `UserError` on every rank names their rows. Collective."""
         if not self.pending:
             return
         # Read everything in one transfer.

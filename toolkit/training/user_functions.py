@@ -100,11 +100,8 @@ def summed_own_loss(model: nn.Module, batch: Batch, loss: OwnLoss) -> torch.Tens
 
 
 def check_own_loss(loss: OwnLoss, vocab_size: int, device: torch.device) -> None:
-    """Check on random logits that the loss is a sum over label tokens, without which it would depend on the micro-batch size.
-
-    Raises:
-        UserError: it returns no scalar with a gradient, is not 0 without label tokens, or twice the rows do not double it.
-    """
+    """Check on random logits that the loss is a sum over label tokens, without which it would depend on the micro-batch size. A
+    `UserError` if it returns no scalar with a gradient, is not 0 without label tokens, or twice the rows do not double it."""
     random = torch.Generator().manual_seed(0)
     logits_BTV = torch.randn(2, 5, vocab_size, generator=random).to(device).requires_grad_()
     labels_BT = torch.randint(vocab_size, (2, 5), generator=random).to(device)

@@ -11,7 +11,6 @@ import torch
 from toolkit.training import model
 from toolkit.training.model import _note_needless_shards
 
-
 HOLDS = 4 * 16 * 80 * 2**20
 
 

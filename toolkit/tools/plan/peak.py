@@ -34,11 +34,8 @@ FEW_BLOCKS = (3, 5)
 
 
 def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, rows: int) -> tuple[Trace, ShardedModel]:
-    """The trace of one micro-batch of `rows`, with optimizer state, and the model it ran on; call within `fake_ranks`.
-
-    Raises:
-        UserError: a wrap class is not in the model, or a weight is tied across shard units.
-    """
+    """The trace of one micro-batch of `rows`, with optimizer state, and the model it ran on; call within `fake_ranks`. A wrap
+    class that is not in the model, or a weight that is tied across shard units, is a `UserError`."""
     accelerator = planned_accelerator(strategy)
     batch = build_batch(subject, rows)
     off_device = frozenset({SHARDED_PARAMETERS, GRADIENTS}) if strategy.offload else frozenset()

@@ -57,11 +57,8 @@ class Strategy:
 def load_strategy(
     path: Path, num_processes: int, gpu_memory_gib: float | None = None, mixed_precision: str | None = None
 ) -> Strategy:
-    """Read an accelerate YAML for `num_processes` on GPUs of this memory; `mixed_precision` replaces the file's.
-
-    Raises:
-        UserError: the file is not valid, or its mesh has another number of ranks.
-    """
+    """Read an accelerate YAML for `num_processes` on GPUs of this memory; `mixed_precision` replaces the file's. A file that is
+    not valid, or whose mesh has another number of ranks, is a `UserError`."""
     if num_processes < 1:
         raise UserError(f"--num-processes is {num_processes}: it must be at least 1")
     mapping = check_accelerate_yaml(path, mixed_precision)
@@ -166,10 +163,7 @@ def planned_accelerator(strategy: Strategy) -> Any:
 
 def planned_frozen_dtype(strategy: Strategy, setting: str, **of_adapter: Any) -> torch.dtype:
     """Storage dtype of frozen parameters in a run with this `model.frozen_dtype`; `of_adapter` as in `accelerator.frozen_dtype`.
-
-    Raises:
-        UserError: as `accelerator.frozen_dtype`.
-    """
+    Errors are those of `accelerator.frozen_dtype`."""
     launched: Any = _launched(strategy, SimpleNamespace(fsdp_version=1 if strategy.kind == "fsdp1" else 2))
     return frozen_dtype(SimpleNamespace(**launched), setting, **of_adapter)
 

@@ -46,11 +46,7 @@ class Subject:
 
 
 def build_subject(model: str, strategy: Strategy, run_arguments: list[str], recipe: str | None) -> Subject:
-    """The run's config, and its model before sharding, on the meta device.
-
-    Raises:
-        UserError: whatever the run itself would raise.
-    """
+    """The run's config, and its model before sharding, on the meta device. Raises whatever the run itself would."""
     # The config; defaults take its place if the user gives none.
     if not any(argument.partition("=")[0] == "--config" for argument in run_arguments):
         defaults = ["--train.num_epochs=1", "--train.micro_batch_size_rows=1"]

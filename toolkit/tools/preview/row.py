@@ -82,11 +82,7 @@ def view_row(rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) 
     """The row with this id. For the process that has read the rows.
 
     Its tokens come from the token cache. To find what was cut off, its text is tokenized once more, by the same function without
-    a limit.
-
-    Raises:
-        UserError: no row has this id, or it was left out.
-    """
+    a limit. An id that no row has, or whose row was left out, is a `UserError`."""
     assert rows.texts is not None, "each node's first process has them"
     origins, text_id = rows.texts.origins, row_id % ROW_IDS_OF_A_PIECE
     found, given = _find(rows, row_id), _find(rows.texts, text_id)

@@ -55,11 +55,8 @@ def _print_samples(predictions_path: Path, eval_rows: Dataset) -> None:
 
 
 def show_runs(run_folders: Sequence[Path]) -> None:
-    """Print where the runs stand, their first and last evaluations, and their memory beside its plan, which is made if needed.
-
-    Raises:
-        UserError: a folder is not a run's.
-    """
+    """Print where the runs stand, their first and last evaluations, and their memory beside its plan, which is made if needed. A
+    folder that is not a run's is a `UserError`."""
     runs = read_runs(run_folders)
     print(show(_describe_evaluations, runs, _as_text), flush=True)
     for run in runs:

@@ -102,10 +102,7 @@ class WatchedRun:
 
 def plan_runs(box: Box) -> dict[str, PlannedRun]:
     """All runs by name, in order. `preset-0`, … are the user's presets; `preset-0` is the first with FSDP, resumed and exported.
-
-    Raises:
-        UserError: a preset does not exist, is wrong, or does not fit the number of processes.
-    """
+    A preset that does not exist, is wrong, or does not fit the number of processes is a `UserError`."""
     # The user's presets, the first with FSDP in front.
     processes, rows = box.num_processes, 4 * box.num_processes
     chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
