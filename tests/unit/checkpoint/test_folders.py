@@ -63,14 +63,6 @@ def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_is_not_removed(tm
     assert (tmp_path / "other_disk" / "rng-00000.safetensors").is_file()
 
 
-def test_committing_again_replaces_the_checkpoint_of_that_step(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 3, loss=1.0)
-    make_checkpoint(tmp_path, 3, loss=2.0)
-    assert names(tmp_path) == ["step-00000003"]
-    assert read_manifest(step_folder(tmp_path, 3))["metrics"] == {"loss": 2.0}
-    assert newest_folder(tmp_path)[0] == step_folder(tmp_path, 3)
-
-
 def test_what_cannot_be_removed_yet_does_not_fail_the_save_and_goes_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,14 +35,8 @@ def test_a_nan_is_never_the_best(higher_is_better: bool, new: float, old: float 
     assert replace(LOSS, higher_is_better=higher_is_better).is_better(new, old) is is_gain
 
 
-def test_a_nan_is_not_ranked(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 1, NAN)
-    make_checkpoint(tmp_path, 2, 0.5)
-    assert [found.checkpoint.step for found in ranked(tmp_path, LOSS)] == [2]
-
-
 def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
-    for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, None), (5, 0.8), (6, 0.7)):
+    for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, NAN), (5, 0.8), (6, 0.7)):
         last = make_checkpoint(tmp_path, step, loss)
     assert prune_to(tmp_path, last, keep_last=2, keep_best=2) == ([step_folder(tmp_path, 1), step_folder(tmp_path, 4)], [])
     assert names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 5, 6)]
@@ -50,6 +44,13 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert [found.checkpoint.step for found in ranked(tmp_path, LOSS, last_step=5)] == [2, 3, 5]
     assert [found.checkpoint.step for found in ranked(tmp_path, replace(LOSS, higher_is_better=True))] == [5, 6, 3, 2]
     assert ranked(tmp_path, replace(LOSS, metric="rougeL")) == []
+    # The newest is kept whatever it was measured on, and what was just written beside later ones that are damaged.
+    newest = make_checkpoint(tmp_path, 7, 0.4, OTHER)
+    assert prune_to(tmp_path, newest, keep_last=1, keep_best=1)[1] == [] and names(tmp_path) == ["step-00000002", "step-00000007"]
+    just_written = make_checkpoint(tmp_path, 4, 0.1)
+    (newest / MANIFEST).unlink()
+    prune_to(tmp_path, just_written)
+    assert [folder for _, folder in list_checkpoints(tmp_path)] == [just_written, newest]
 
 
 def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Path) -> None:
@@ -59,13 +60,6 @@ def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Pat
     last = make_checkpoint(tmp_path, 4, loss=2.0)
     assert prune_to(tmp_path, last, keep_last=2) == ([], [])
     assert ranked(tmp_path, LOSS)[0].checkpoint.folder == whole
-
-
-def test_pruning_keeps_what_was_just_written_beside_later_damaged_ones(tmp_path: Path) -> None:
-    old, damaged, also_damaged = (make_checkpoint(tmp_path, step) for step in (3, 12, 15))
-    just_written = make_checkpoint(tmp_path, 4)
-    assert prune_to(tmp_path, just_written) == ([old], [])
-    assert [folder for _, folder in list_checkpoints(tmp_path)] == [just_written, damaged, also_damaged]
 
 
 def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path: Path) -> None:
@@ -114,13 +108,6 @@ def test_figures_of_other_rows_are_not_compared_with_those_of_these(tmp_path: Pa
     removed, _ = prune_to(tmp_path, last, keep_last=1, keep_best=2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
     assert removed == [step_folder(tmp_path, step) for step in (1, 2, 3)]
-
-
-def test_the_newest_is_kept_whatever_it_was_measured_on(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 1, 0.5)
-    last = make_checkpoint(tmp_path, 2, 0.4, OTHER)
-    assert prune_to(tmp_path, last, keep_last=1, keep_best=1) == ([], [])
-    assert [found.checkpoint.step for found in ranked(tmp_path, LOSS)] == [1, 2]
 
 
 @pytest.mark.parametrize(("compared", "order"), [(("rows",), [1, 2]), (("rows", "num_beams"), [2, 1])])
