@@ -67,10 +67,11 @@ def test_rows_to_skip_are_counted_and_num_rows_reads_no_further() -> None:
         def load_rows(config):
             yield {"source": "a", "target": "b", "skip": None}
             yield {"skip": "with a broken page"}
+            yield {"source": "c", "target": "d"}
             raise OSError
-    """, num_rows=2)  # fmt: skip
-    assert rows.train["prompt"][:] == ["a"]
-    assert rows.remarks == ["skipped 1 of 2 rows of my_rows.py:load_rows with a broken page (row 2)"]
+    """, num_rows=3)  # fmt: skip
+    assert rows.train["prompt"][:] == ["a", "c"]
+    assert rows.remarks == ["skipped 1 of 3 rows of my_rows.py:load_rows with a broken page (row 2)"]
 
 
 def test_the_kind_of_an_llm_row_follows_from_its_columns() -> None:

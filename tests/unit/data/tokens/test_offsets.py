@@ -24,16 +24,6 @@ def byte_level():
     return train_byte_level_tokenizer(["yes yes yes no no no"] * 9, 300)
 
 
-def test_a_token_over_a_place_is_split_there_and_tokenized_like_the_part_before(byte_level):
-    text, place = "yes no yes", 4  # " no" is one token, the place between the space and "no"
-    (plain,) = tokenize_texts(byte_level, [text], [[]])
-    assert byte_level.convert_ids_to_tokens(plain.input_ids) == ["yes", "Ġno", "Ġyes"]
-    (split,) = tokenize_texts(byte_level, [text], [[place]])
-    assert byte_level.convert_ids_to_tokens(split.input_ids) == ["yes", "Ġ", "no", "Ġyes"]
-    assert list(zip(split.starts, split.ends, strict=True)) == [(0, 3), (3, 4), (4, 6), (6, 10)]
-    assert split.firsts == (2,) and split.input_ids[:2].tolist() == byte_level(text[:place])["input_ids"]
-
-
 def test_a_place_between_tokens_changes_nothing(byte_level):
     import copy
 
@@ -52,27 +42,6 @@ def test_a_place_between_tokens_changes_nothing(byte_level):
     assert trimming("yes no", return_offsets_mapping=True)["offset_mapping"] == [(0, 3), (4, 6)]
     trimmed, whole = (tokenize_texts(tokenizer, texts[:1], [[4]])[0] for tokenizer in (trimming, byte_level))
     assert as_lists(trimmed) == as_lists(whole)
-
-
-@pytest.mark.parametrize("way", SPACE_ADDING)
-@pytest.mark.parametrize(
-    ("text", "place", "expected"),
-    [
-        ("so: it is", 4, ["▁so", ":", "▁", "it", "▁is"]),
-        ("so  it is", 4, ["▁so", "▁", "▁", "it", "▁is"]),
-        ("so it is", 1, ["▁s", "o", "▁it", "▁is"]),
-        ("so: it is", 3, ["▁so", ":", "▁it", "▁is"]),
-    ],
-)
-def test_what_follows_a_place_gets_no_space_of_its_own(way, text, place, expected):
-    tokenizer = build_space_adding_tokenizer(way)
-    (tokens,) = tokenize_texts(tokenizer, [text], [[place]])
-    assert tokenizer.convert_ids_to_tokens(tokens.input_ids) == expected
-    assert tokenizer.decode(tokens.input_ids) == text
-    (first,) = tokens.firsts
-    assert tokens.starts[first] == place
-    assert tokens.input_ids[:first].tolist() == tokenizer(text[:place], add_special_tokens=False)["input_ids"]
-    assert tokens.ends[-1] == len(text)
 
 
 @pytest.mark.parametrize("way", SPACE_ADDING)
