@@ -57,13 +57,6 @@ def write_package(library: Path, text: str) -> None:
     (library.parent / "packages" / "boats_for_tests" / "__init__.py").write_text(text)
 
 
-def functions_of(text: str, library: Path, module: str = SEEN_MODULE) -> list[str]:
-    """The summaries of a module's functions, in text order."""
-    (library / f"{module}.py").write_text(text)
-    rows = sorted(functions.read_functions(()), key=lambda row: text.index(row["lead_text"].split("(")[0]))
-    return [row["target"] for row in rows]
-
-
 def test_a_row_is_a_function_without_its_docstring_and_what_it_takes_and_returns(library: Path) -> None:
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     (row,) = functions.read_functions(())
@@ -80,8 +73,8 @@ def test_a_row_is_a_function_without_its_docstring_and_what_it_takes_and_returns
     }
 
 
-def test_summaries_name_each_thing_once_in_text_order_and_nothing_of_functions_inside(library: Path) -> None:
-    text = """
+LONGEST = "a" * functions.MAX_RETURN_CHARACTERS
+SAIL = """
 def sail(boat, *flags, wind=1, **rest):
     def tack():
         raise KeyError
@@ -97,12 +90,7 @@ def drift(boat):
     boat.anchor = None
     boat.engine.stop()
 """
-    assert functions_of(text, library) == ["Takes boat, *flags, wind and **rest, returns tack(boat) or None, raises OSError."]
-
-
-def test_short_and_long_functions_and_long_expressions_are_left_out(library: Path) -> None:
-    longest = functions.MAX_RETURN_CHARACTERS
-    text = f"""
+LENGTHS = f"""
 def short(a):
     return a
 
@@ -112,13 +100,25 @@ def long(a):
 
 def expression(a):
     a = list(a) or [None, None]
-    return {"a" * longest}a
+    return {LONGEST}a
 
 def fitting(a):
     a = list(a) or [None, None]
-    return {"a" * longest}
+    return {LONGEST}
 """
-    assert functions_of(text, library) == [f"Takes a, returns {'a' * longest}."]
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        (SAIL, "Takes boat, *flags, wind and **rest, returns tack(boat) or None, raises OSError."),
+        (LENGTHS, f"Takes a, returns {LONGEST}."),
+    ],
+    ids=["each thing once in text order and nothing of functions inside", "short and long ones are left out"],
+)
+def test_the_summary_of_the_one_function_that_is_taken(library: Path, text: str, summary: str) -> None:
+    (library / f"{SEEN_MODULE}.py").write_text(text)
+    assert [row["target"] for row in functions.read_functions(())] == [summary]
 
 
 def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(library: Path) -> None:
@@ -135,21 +135,12 @@ def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(libra
 
 @pytest.mark.parametrize("change", [("take_oar", "give_oar"), ("OARS.take(number)", "find(number, OARS)")])
 def test_held_out_functions_that_the_base_has_read_elsewhere_are_not_evaluated(library: Path, change: tuple[str, str]) -> None:
-    """The same code under another name, and other code with the same summary."""
+    """The same code under another name, and other code with the same summary. A module that settings were chosen on is out."""
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
+    (library / f"{CHOSEN_ON_MODULE}.py").write_text(BOATS.replace("take_oar", "take_it").replace("number", "figure"))
     assert [row["split"] for row in functions.read_functions(())] == ["eval"]
     (library / f"{SEEN_MODULE}.py").write_text(BOATS.replace(*change))
     assert [row["split"] for row in functions.read_functions(())] == ["train"]
-
-
-def test_modules_that_settings_were_chosen_on_are_in_no_split(library: Path) -> None:
-    (library / f"{CHOSEN_ON_MODULE}.py").write_text(BOATS)
-    assert functions.read_functions(()) == []
-
-
-def test_a_small_module_is_one_row(library: Path) -> None:
-    (library / f"{SEEN_MODULE}.py").write_text(BOATS)
-    assert stdlib.load_rows(None) == [{"text": BOATS, "group": SEEN_MODULE, "split": "train"}]
 
 
 def test_a_long_class_goes_on_under_its_own_first_line(library: Path) -> None:
@@ -187,7 +178,9 @@ def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library: Path
 def test_base_and_adapter_hold_out_the_same_modules(library: Path) -> None:
     for module in (HELD_OUT_MODULE, SEEN_MODULE):
         (library / f"{module}.py").write_text(BOATS.replace("oar", module).replace("Oar", module))
-    for rows in (stdlib.load_rows(None), functions.read_functions(())):
+    modules = stdlib.load_rows(None)
+    assert [row["text"] for row in modules if row["group"] == SEEN_MODULE] == [(library / f"{SEEN_MODULE}.py").read_text()]
+    for rows in (modules, functions.read_functions(())):
         assert {(row["group"], row["split"]) for row in rows} == {(HELD_OUT_MODULE, "eval"), (SEEN_MODULE, "train")}
 
 

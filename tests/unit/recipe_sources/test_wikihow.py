@@ -32,15 +32,15 @@ def load(tmp_path):
     return load
 
 
-def write_all(path, rows):
-    """`wikihowAll.csv` with rows of (headline, title, text)."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([("headline", "title", "text"), *rows])
-
-
 def article(subject):
     """A text long enough for any short headline."""
     return f" This text about {subject} is much longer than its headline is.\n\n, It goes on for a while, as articles do."
+
+
+def write_all(path, rows, columns=("headline", "title", "text")):
+    """`wikihowAll.csv` with rows of (headline, title, text)."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([columns, *rows])
 
 
 def test_article_is_cleaned(tmp_path, load):
@@ -57,60 +57,45 @@ def test_article_is_cleaned(tmp_path, load):
         "Plastic bottles for paint, pigment, etc. Simply string up the wires across a wall, e.g., along the ceiling."
     )
     assert (row["group"], row["split"]) == ("beanorganizedartist", None)
-
-
-def test_headline_without_full_stops_keeps_its_commas():
     assert wikihow.clean_headline("\nWash the fruit,\nDry it;\n") == "Wash the fruit, Dry it"
     assert wikihow.clean_headline(";") == ""
-
-
-def test_text_keeps_semicolons_inside_sentences():
     assert wikihow.clean_text("Stop; then look.;\n\n; \n, Go on.,") == "Stop; then look.\nGo on."
 
 
-def test_sep_file_is_recognised_by_its_columns(tmp_path, load):
+def test_sep_file_is_recognised_by_its_columns_and_another_refused(tmp_path, load):
     rows = [
-        ("overview", "headline", "text", "sectionLabel", "title"),
         (" An overview,\nlong", "\nBuy a lens.", article("lenses"), "Steps", "How to Be a Photographer"),
         ("", "\nClean it.;", article("cleaning"), "", "How to Be a Photographer"),
     ]
-    with (tmp_path / "wikihowSep.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+    write_all(tmp_path / "wikihowSep.csv", rows, ("overview", "headline", "text", "sectionLabel", "title"))
     assert [row["target"] for row in load("wikihowSep.csv")] == ["Buy a lens.", "Clean it."]
     assert not load.skipped  # a missing overview or label is not ours to judge
+    write_all(tmp_path / "rows.csv", [("a", "b")], ("source", "target"))
+    with pytest.raises(ValueError, match=r"rows.csv has no column 'text' \(its columns: source, target\)"):
+        load("rows.csv")
 
 
 def test_unusable_rows_are_counted_by_reason(tmp_path, load):
-    path = tmp_path / "wikihowAll.csv"
     good, text = ("\nDo it.", "How to Do It", article("doing")), article("anything")
-    write_all(
-        path,
-        [
-            good,
-            ("", "How to Have No Headline", text),
-            ("\r\n;", "How to Have Half a Headline", text),
-            ("\nDo this.", "How to Have No Text", ""),
-            ("\nDo this.", "How to Have Almost No Text", " ;\n, "),
-            ("\nDo this.", " ", text),
-            ("only one cell",),
-            ("\nDo", "How to", text, "one more"),
-            ("\nDo it, and do it at length, longer than the text.", "How to Be Long", "Do it, and do it at length."),
-            ("\nDo it.", "How to Do It2", article("doing")),
-            ("\nDo it well.", "How to Do It", article("doing")),
-        ],
-    )
+    rows = [
+        (good, None),
+        (("", "How to Have No Headline", text), "with an empty headline"),
+        (("\r\n;", "How to Have Half a Headline", text), "with an empty headline"),
+        (("\nDo this.", "How to Have No Text", ""), "with an empty text"),
+        (("\nDo this.", "How to Have Almost No Text", " ;\n, "), "with an empty text"),
+        (("\nDo this.", " ", text), "with an empty title"),
+        (("only one cell",), "with too many or too few cells"),
+        (("\nDo", "How to", text, "one more"), "with too many or too few cells"),
+        (
+            ("\nDo it at length, longer than the text.", "How to Be Long", "Do it."),
+            "whose headline is not shorter than 0.75 of the text",
+        ),
+        (("\nDo it.", "How to Do It2", article("doing")), "that repeat an earlier row"),
+        (("\nDo it well.", "How to Do It", article("doing")), None),
+    ]
+    write_all(tmp_path / "wikihowAll.csv", [row for row, _ in rows])
     assert [row["target"] for row in load("wikihowAll.csv")] == ["Do it.", "Do it well."]
-    assert load.skipped == {
-        2: "with an empty headline",
-        3: "with an empty headline",
-        4: "with an empty text",
-        5: "with an empty text",
-        6: "with an empty title",
-        7: "with too many or too few cells",
-        8: "with too many or too few cells",
-        9: "whose headline is not shorter than 0.75 of the text",
-        10: "that repeat an earlier row",
-    }
+    assert load.skipped == {number: reason for number, (_, reason) in enumerate(rows, start=1) if reason}
 
 
 @pytest.mark.parametrize(("headline_length", "is_kept"), [(74, True), (75, False)])
@@ -126,14 +111,9 @@ def test_headline_length_is_compared_as_the_authors_do(tmp_path, load, headline_
 
 
 def test_titles_of_one_article_share_a_group():
-    same = [
-        "How to Be an Organized Artist1",
-        "how to be an organized  artist",
-        "How To Be an Organized Artist 2 ",
-        "HowtoBeAnOrganizedArtist",
-    ]
-    assert {wikihow.title_group(title) for title in same} == {"beanorganizedartist"}
-    assert wikihow.title_group("How to Be an Organised Painter") != wikihow.title_group("How to Be an Organized Artist")
+    for title in ("How to Be an Organized Artist1", "how to be an organized  artist", "HowtoBeAnOrganizedArtist 2 "):
+        assert wikihow.title_group(title) == "beanorganizedartist"
+    assert wikihow.title_group("How to Be an Organised Painter") != "beanorganizedartist"
 
 
 def test_titles_and_texts_of_evaluation_files_are_kept_out_of_training(tmp_path, load):
@@ -146,9 +126,3 @@ def test_titles_and_texts_of_evaluation_files_are_kept_out_of_training(tmp_path,
     rows = load("train.csv", eval_files=["eval.csv"])
     assert [(row["target"], row["split"]) for row in rows] == [("Do it.", "eval"), ("Rest.", "train")]
     assert load.skipped == dict.fromkeys([2, 3], "that are in data.eval_files too")
-
-
-def test_other_csv_is_refused(tmp_path, load):
-    (tmp_path / "rows.csv").write_text("source,target\na,b\n")
-    with pytest.raises(ValueError, match=r"rows.csv has no column 'text' \(its columns: source, target\)"):
-        load("rows.csv")
