@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was saved: the resume names file and reason, and goes on from the one before it.
+"""A checkpoint that is not what was saved: the resume names file and reason, and goes on from the one before it. And caches.
 
 A damaged checkpoint is that of step 4, the newest of a run that was killed after it; the one before is that of step 2.
 """
@@ -6,6 +6,7 @@ A damaged checkpoint is that of step 4, the newest of a run that was killed afte
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import re
 import shutil
@@ -22,9 +23,11 @@ from tests.faults.harness import (
     check_one_sentence,
     read_manifest,
     resume,
+    run_with,
     stopped_after,
     write_manifest,
 )
+from tests.faults.workers.faulty_recipe import before, kill, this_rank
 from tests.recipes.bad_input import contents
 from tests.support.workbench import Workbench, step_name
 
@@ -40,16 +43,11 @@ def cut(name: str, folder: Path) -> None:
     (folder / name).write_bytes(content[: len(content) // 2])
 
 
-def flip(name: str, folder: Path, behind: bytes = b"") -> None:
-    """One bit of one byte: in the middle, or the first byte behind some text."""
+def flip(name: str, folder: Path) -> None:
+    """One bit of the byte in the middle."""
     content = bytearray((folder / name).read_bytes())
-    place = content.index(behind) + len(behind) if behind else len(content) // 2
-    content[place] ^= 1
+    content[len(content) // 2] ^= 1
     (folder / name).write_bytes(content)
-
-
-def remove(name: str, folder: Path) -> None:
-    (folder / name).unlink()
 
 
 def drop_a_moment(folder: Path) -> None:
@@ -70,20 +68,13 @@ def make_the_manifest_match(folder: Path) -> None:
     write_manifest(folder, read_manifest(folder) | {"files": files})
 
 
-SHORT = r" has \d+ bytes instead of \d+"
-CHANGED = r" does not have the sha256 of the manifest: its content changed"
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "truncated shard of rank 1": (partial(cut, SHARDS[1]), f"{NEWEST}/{SHARDS[1]}{SHORT}"),
+    "truncated shard of rank 1": (partial(cut, SHARDS[1]), rf"{NEWEST}/{SHARDS[1]} has \d+ bytes instead of \d+"),
     "flipped byte in a random state": (
         partial(flip, "rng-00000.safetensors"),
-        f"{NEWEST}/rng-00000.safetensors{CHANGED}",
-    ),
-    "flipped byte in the manifest's state": (
-        partial(flip, "manifest.json", behind=b'"num_evaluations_without_gain": '),
-        f"{NEWEST}/manifest.json .*",
+        f"{NEWEST}/rng-00000.safetensors does not have the sha256 of the manifest: its content changed",
     ),
     "half a manifest": (partial(cut, "manifest.json"), rf"{NEWEST}/manifest.json cannot be read \(.+\)"),
-    "missing shard": (partial(remove, SHARDS[1]), f"{NEWEST} lacks {SHARDS[1]}"),
 }
 
 
@@ -132,12 +123,39 @@ def test_leftovers_do_not_count_and_go(faulty_bench: Workbench) -> None:
     assert not (run / "checkpoints" / step_name(6) / "state" / "another file").exists()
 
 
-@pytest.mark.parametrize("step", [5, 6])
-def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench, step: int) -> None:
+def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench) -> None:
     """As a copy that was broken off leaves it; that of a step which is not saved again stays for its owner to look at."""
-    run = stopped_after(faulty_bench, f"part of {step}", step=4)
-    part = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / step_name(step))
-    remove("manifest.json", part)
+    run = stopped_after(faulty_bench, "parts", step=4)
+    for step in (5, 6):
+        part = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / step_name(step))
+        (part / "manifest.json").unlink()
     printed = resume(faulty_bench, run.name, from_step=4)
-    assert f"{part.name} has no manifest.json: it was never finished\n" in printed
-    check_like_whole(faulty_bench, run.name, SAVED, others=(part.name,) if step not in SAVED else ())
+    for step in (5, 6):
+        assert f"{step_name(step)} has no manifest.json: it was never finished\n" in printed
+    check_like_whole(faulty_bench, run.name, SAVED, others=(step_name(5),))
+
+
+def kill_in_the_token_cache() -> None:
+    if this_rank() == 0:
+        before("open", r"/cache/unfinished-[^/]*/content/tokenizer/", partial(kill, 0, 1), standing="/")
+
+
+def test_damaged_caches_are_named_and_built_again(faulty_bench: Workbench, tmp_path: Path) -> None:
+    """Also what a run has left that was killed while it built one."""
+    cache, name = tmp_path / "cache", "caches"
+    assert attempt_with(faulty_bench, name, kill_in_the_token_cache, data__cache_dir=cache).injected
+    (left,) = cache.glob("unfinished-*")
+    for path in (left, *left.rglob("*")):
+        os.utime(path, (0, 0))  # for more than a day nothing was written into it
+    for kind, files in (
+        ("cache of rows", (cache / "rows").glob("*/train.arrow")),
+        ("token cache", cache.glob("*/train/*.arrow")),
+    ):
+        damaged = next(files)
+        flip(damaged.name, damaged.parent)
+        printed = run_with(faulty_bench, name, data__cache_dir=cache)
+        assert re.search(f"^WARNING: the {kind} .* is damaged: it is built again$", printed, re.MULTILINE), printed
+        assert (f"removed {left}, left behind by a killed run\n" in printed) == (kind == "cache of rows")
+        assert ("resuming from" in printed) == (kind == "token cache"), "the tokens are those that the run was trained on"
+        check_like_whole(faulty_bench, name, SAVED)
+    assert not list(cache.rglob("unfinished-*"))

@@ -1,0 +1,240 @@
+"""What the system refuses a rank: faults that `test_refusals.py` puts into a recipe. Each is called on every rank."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.faults.harness import PATIENCE_S, Fault
+from tests.faults.workers.faulty_recipe import at_step, before, refuse, tell, this_rank, this_run, wrap
+
+PAGE_BYTES = 4096
+
+
+def on_rank(rank: int, event: str, path: str, act: Callable[[], None], standing: str = "") -> None:
+    """Do it to one rank, in the place of a file operation."""
+    if this_rank() == rank:
+        before(event, path, act, standing=standing)
+
+
+def limit_files(num_bytes: int) -> None:
+    """No file gets longer than that."""
+    tell()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def die(kind: type[BaseException]) -> NoReturn:
+    tell()
+    raise kind
+
+
+# --- Saves.
+
+
+def bad_disk(path: str) -> None:
+    """What rank 1 has written to that file does not reach the disk."""
+    fsync = os.fsync
+
+    def fail() -> None:
+        def refuse_fsync(descriptor: int) -> None:
+            os.fsync = fsync
+            refuse(errno.EIO)
+
+        os.fsync = refuse_fsync
+
+    on_rank(1, "open", path, fail)
+
+
+def save_by_step_4(fault: Fault) -> None:
+    """Begin step 4 when the save has come to its end: how fast the disk is decides nothing."""
+    fault()
+    at_step(4, wait_for_writer)
+
+
+def wait_for_writer() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(PATIENCE_S)
+
+
+def hold_until_next_save() -> None:
+    """The thread writes nothing before the next save is asked; it is still at work then."""
+    from toolkit.checkpoint import save as checkpoint_writer
+
+    asked = threading.Event()
+    save, save_tensors = checkpoint_writer.CheckpointWriter.save, checkpoint_writer.save_tensors
+
+    def save_and_let_go(self: Any, state: Any, **options: Any) -> Any:
+        if self.is_writing:
+            tell()
+            threading.Timer(0.2, asked.set).start()  # it waits by then
+        return save(self, state, **options)
+
+    def wait_and_save(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert asked.wait(PATIENCE_S)
+            asked.clear()
+        return save_tensors(*arguments)
+
+    checkpoint_writer.CheckpointWriter.save = save_and_let_go
+    checkpoint_writer.save_tensors = wait_and_save
+
+
+def fail_when_next_is_asked(path: str) -> None:
+    """The save that writes this file is still under way when the next one is asked, and fails then."""
+    hold_until_next_save()
+    on_rank(1, "open", path, partial(refuse, errno.ENOSPC))
+
+
+def stop_and_refuse(path: str) -> None:
+    """SIGTERM in step 3, and a disk that does not take this file."""
+    if this_rank() == 1:
+        at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        before("open", path, partial(refuse, errno.ENOSPC))
+
+
+# --- Figures, and the folder.
+
+
+def full_from(kind: str, step: int) -> None:
+    """No more room for the lines of one kind in metrics.jsonl from a step on."""
+    from toolkit.tracking.metrics_log import MetricsLog
+
+    write = MetricsLog.write
+
+    class Full:
+        def write(self, text: bytes) -> int:
+            refuse(errno.ENOSPC)
+
+        def fileno(self) -> int:
+            refuse(errno.ENOSPC)
+
+        def close(self) -> None:
+            pass
+
+    def write_in_no_room(log: Any, of: str, at: int, **figures: Any) -> None:
+        if log._file is not None and of == kind and at >= step:
+            log._file = Full()
+        write(log, of, at, **figures)
+
+    MetricsLog.write = write_in_no_room  # type: ignore[method-assign]
+
+
+def hold_the_lock() -> None:
+    """Another process has it, as long as this one lives."""
+    from toolkit.launch import run_folder
+
+    run_folder.LOCK_TIMEOUT_S = 0.5
+    if this_rank() != 0:
+        return
+    tell()
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(this_run() / ".lock")]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+
+
+# --- One rank alone.
+
+
+def under_torch_elastic() -> None:
+    """Each rank has a folder of the launch, through which it learns that another one has printed its sentence."""
+    launch = this_run().with_name(f"{this_run().name}.launch") / "attempt_0"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(launch / str(this_rank()) / "error.json")
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
+
+
+def no_memory_at_step(step: int) -> None:
+    """On one rank, where no rank asks the others how they are."""
+    under_torch_elastic()
+    if this_rank() == 1:
+        at_step(step, partial(die, MemoryError))
+
+
+def few_open_files() -> None:
+    """No rank can open one more, once they have met in their store."""
+    from toolkit.launch import accelerator
+
+    def limit() -> None:
+        tell()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), 4096))
+
+    under_torch_elastic()
+    wrap(accelerator, "connecting", limit)
+
+
+def refuse_reads_of_weights() -> None:
+    """The disk under the model fails after its files were opened."""
+    from toolkit.models import safetensors_index
+
+    if this_rank() == 1:
+        wrap(safetensors_index, "_read_part", lambda *_: refuse(errno.EIO))
+
+
+def refuse_to_open_tokens() -> None:
+    """Only by the rank that did not make them."""
+    import datasets
+
+    if this_rank() == 1:
+        wrap(datasets, "load_from_disk", lambda *_: refuse(errno.EIO))
+
+
+# --- A disk that is full, a terminal that is gone.
+
+
+def fill(disk: Path, spare_pages: int) -> None:
+    """Leave room for so many more pages of 4 KiB. Where the folder is not a disk of its own, refuse in place of that."""
+    if not disk.is_mount():
+        refuse(errno.ENOSPC)
+    tell()
+    filler = disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(PAGE_BYTES))
+    os.truncate(filler, filler.stat().st_size - spare_pages * PAGE_BYTES)
+
+
+def fill_before(event: str, path: str, disk: Path, spare_pages: int) -> None:
+    on_rank(0, event, path, partial(fill, disk, spare_pages), standing="/")
+
+
+def lose(*numbers: int, how: str) -> None:
+    """The file descriptors lead to a full disk, to a pipe that nobody reads any more, to a closed terminal, or are closed."""
+    import pty
+
+    tell()
+    if how == "full disk":
+        lost = os.open("/dev/full", os.O_WRONLY)
+    elif how == "no reader":
+        reader, lost = os.pipe()
+        os.close(reader)
+    elif how == "closed terminal":
+        terminal, lost = pty.openpty()
+        os.close(terminal)
+        sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # it was one as the run began: bars are on it
+    for number in numbers:
+        if how == "closed":
+            os.close(number)
+            setattr(sys, {1: "stdout", 2: "stderr"}[number], None)  # as Python starts then
+        else:
+            os.dup2(lost, number)
+
+
+def interrupt_with_its_reader(step: int) -> None:
+    """Ctrl-C in `… | tee log` reaches the ranks and tee."""
+    at_step(step, lambda: (lose(1, how="no reader"), os.kill(os.getpid(), signal.SIGINT)))  # type: ignore[arg-type,func-returns-value]
+
+
+def hang_without_a_reader(step: int) -> None:
+    at_step(step, lambda: (lose(1, 2, how="no reader"), time.sleep(600)))  # type: ignore[arg-type,func-returns-value]
