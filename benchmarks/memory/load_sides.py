@@ -28,9 +28,9 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import CheckpointConfig, LLMConfig, OptimConfig
 from toolkit.distributed.comm import gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
-from toolkit.models import load_sharded as sharded_loading
+from toolkit.models import weights
 from toolkit.models.lora import is_enabled
-from toolkit.models.safetensors_index import WholeOnly
+from toolkit.models.safetensors_index import ShardedReadUnsupported
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.training.model import build_skeleton, identity_of, load_model
@@ -49,14 +49,14 @@ def main() -> None:
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
     context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None, ())
     config, model_config, skeleton = build_skeleton(config, context)
-    whole = patch.object(sharded_loading, "open_weights", side_effect=WholeOnly("the benchmark asks for it"))
+    whole = patch.object(weights, "_open_files", side_effect=ShardedReadUnsupported("the benchmark asks for it"))
     gc.collect()
     gather_objects(None)
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
-        model, sources = load_model(config, context, model_config, skeleton)
-        identity_of(context, model_config, "", model, sources)
-        sharded = shard_model(accelerator, model, sources)
+        model, readers = load_model(config, context, model_config, skeleton)
+        identity_of(context, model_config, "", model, readers)
+        sharded = shard_model(accelerator, model, readers)
     seconds = time.monotonic() - started
     gc.collect()
     figures = {

@@ -26,8 +26,9 @@ from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.loss import share_of_global_mean, summed_loss
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen
-from toolkit.models.load import load_model
 from toolkit.models.lora import add_adapter, is_enabled
+from toolkit.models.tensor_reader import TensorReaders
+from toolkit.models.weights import complete_readers, open_weights
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import shard_model
 from toolkit.tools.plan.strategy import load_strategy
@@ -50,9 +51,9 @@ def main() -> None:
     if "attention_mask" in batch:
         batch["attention_mask"][0, -1] = 0  # as in any batch of real rows: without padding transformers drops the mask
     before_gib = memory_gib("VmRSS")
-    model = _load(config, accelerator, model_config)
+    model, readers = _load(config, accelerator, model_config, subject.skeleton)
     model.set_attn_implementation(subject.skeleton.config._attn_implementation)
-    sharded = shard_model(accelerator, model)
+    sharded = shard_model(accelerator, model, readers)
     optimizer = build_optimizer(config.optim, sharded.model)
     del model
 
@@ -84,15 +85,16 @@ def main() -> None:
         print(json.dumps(gathered), flush=True)
 
 
-def _load(config: Any, accelerator: Any, model_config: Any) -> Any:
+def _load(config: Any, accelerator: Any, model_config: Any, skeleton: Any) -> tuple[Any, TensorReaders]:
     has_adapter = is_enabled(config.adapter)
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter)
     from_scratch = dataclasses.replace(config.model, from_scratch=True)
-    model = load_model(from_scratch, model_config, config.task, 0, dtype if has_adapter else torch.float32)
+    loaded_dtype = dtype if has_adapter else torch.float32
+    model, weights = open_weights(from_scratch, model_config, config.task, skeleton, loaded_dtype)
     if has_adapter:
-        add_adapter(model, config.adapter, config.model, 0)
+        add_adapter(model, config.adapter, config.model)
         cast_frozen(model, dtype)
-    return model.train()
+    return model.train(), complete_readers(model, weights, config.adapter, config.model, seed=0)
 
 
 def _at_rest_bytes(tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:

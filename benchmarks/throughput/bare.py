@@ -37,7 +37,7 @@ def main() -> None:
     context = begin(config, Own())
     config, model_config, skeleton = build_skeleton(config, context)
     rows, plan, evaluation = prepare_data(config, context.metrics, model_config, skeleton, world_size())
-    model = shard_model(context.accelerator, load_model(config, context, model_config, skeleton)[0]).model
+    model = shard_model(context.accelerator, *load_model(config, context, model_config, skeleton)).model
     optimizer = build_optimizer(config.optim, model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.train()

@@ -60,14 +60,14 @@ def forward_and_backward(accelerator: Any, family: str, seed: int) -> dict[str, 
     import torch
     import transformers
 
+    from tests.support.adapter_models import with_adapter
     from tests.support.model_folders import CAUSAL_FAMILIES
     from tests.support.small_run import T5_CONFIG, whole_gradients
-    from toolkit.config.schema import AdapterConfig, ModelConfig
+    from toolkit.config.schema import AdapterConfig
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import rank
     from toolkit.distributed.rng import seed_all
     from toolkit.loss import summed_loss
-    from toolkit.models.lora import add_adapter
     from toolkit.parallel.gather import evaluation_model, generation_ready
     from toolkit.parallel.wrap import shard_model
 
@@ -80,8 +80,7 @@ def forward_and_backward(accelerator: Any, family: str, seed: int) -> dict[str, 
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, **CAUSAL_FAMILIES["gpt2"][1], **rates))
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
-        base = ModelConfig(name_or_path="llama")
-        add_adapter(model, AdapterConfig(method="lora", dropout=0.5, target_modules=["q_proj", "v_proj", "down_proj"]), base, 0)
+        model = with_adapter(model, AdapterConfig(method="lora", dropout=0.5, target_modules=["q_proj", "v_proj", "down_proj"]))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -164,13 +163,13 @@ def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+    from tests.support.adapter_models import with_adapter
     from tests.support.model_folders import CAUSAL_FAMILIES
-    from toolkit.config.schema import AdapterConfig, ModelConfig
+    from toolkit.config.schema import AdapterConfig
     from toolkit.data.collate import CausalCollator
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.loss import summed_loss
-    from toolkit.models.lora import add_adapter
     from toolkit.parallel import chunked_loss
     from toolkit.parallel.wrap import shard_model
 
@@ -178,7 +177,7 @@ def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
     accelerator = build_accelerator()
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
     if adapter == "lora":
-        add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), ModelConfig(name_or_path="llama"), 0)
+        model = with_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]))
     sharded = shard_model(accelerator, model)
     units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     groups: Any = {name: module._get_fsdp_state()._fsdp_param_group for name, module in units.items()}

@@ -166,10 +166,9 @@ def build_model(family: str, attention: str, adapter: Any) -> Any:
     import torch
     import transformers
 
+    from tests.support.adapter_models import with_adapter
     from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
-    from toolkit.config.schema import ModelConfig
     from toolkit.models import documents
-    from toolkit.models.lora import add_adapter
 
     documents.register()
     config_class, settings = {**FAMILIES, **CAUSAL_FAMILIES, **MIXTURES}[family]
@@ -177,6 +176,4 @@ def build_model(family: str, attention: str, adapter: Any) -> Any:
     auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    if adapter is not None:
-        add_adapter(model, adapter, ModelConfig(name_or_path="tiny"), 0)
-    return model
+    return model if adapter is None else with_adapter(model, adapter)

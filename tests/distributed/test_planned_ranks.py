@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.adapter_models import with_adapter
 from tests.support.launch import run_on_ranks
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.loss import share_of_global_mean, summed_loss
@@ -43,7 +44,7 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     batch = build_batch(subject, rows=2)
     model = models.load_model(subject.config.model, subject.model_config, subject.config.task, 0)
     if adapters.is_enabled(subject.config.adapter):
-        adapters.add_adapter(model, subject.config.adapter, subject.config.model, 0)
+        model = with_adapter(model, subject.config.adapter, model_folder)
         cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))
     model.set_attn_implementation(subject.skeleton.config._attn_implementation)
     sharded = sharding.shard_model(accelerator, model.train())

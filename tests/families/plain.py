@@ -68,7 +68,7 @@ def add_lora(model: Any, adapter: Path) -> Any:
     """peft's model with a new adapter of these settings, whose first values are those of a run."""
     import peft
 
-    from toolkit.models.lora import draw_new
+    from toolkit.models.weights import draw_new
 
     config = peft.LoraConfig.from_pretrained(adapter)
     config.inference_mode = False

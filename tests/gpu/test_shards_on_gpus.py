@@ -1,4 +1,4 @@
-"""Sharded loading onto GPUs and, under CPU offload, into pinned memory; `tests/distributed/test_sharded_loading.py` on CPU."""
+"""Sharded loading onto GPUs and, under CPU offload, into pinned memory; `tests/distributed/test_weights.py` on CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_sharded_loading import COMPARED, HYBRID_CASES, build_folders, load_both_ways
+from tests.distributed.test_weights import COMPARED, HYBRID_CASES, build_folders, load_both_ways
 from tests.gpu.needs import needs_gpus
 from tests.support.launch import run_on_ranks
 

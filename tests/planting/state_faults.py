@@ -19,11 +19,10 @@ def untied_weight(patch: MonkeyPatch) -> None:
     load_model = setup.load_model
 
     def untying(*args: Any) -> Any:
-        model, sources = load_model(*args)
+        model, readers = load_model(*args)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-        if sources is not None:
-            sources["lm_head.weight"] = sources["shared.weight"]
-        return model, sources
+        readers["lm_head.weight"] = readers["shared.weight"]
+        return model, readers
 
     patch.setattr(setup, "load_model", untying)
 
@@ -160,15 +159,15 @@ def scales_shifted_by_a_block(patch: MonkeyPatch) -> None:
     from toolkit.parallel import wrap
     from toolkit.parallel.units import local_tensor
 
-    fill_shards = wrap.fill_shards
+    fill_parameters = wrap.fill_parameters
 
-    def shifting(model: Any, sources: Any) -> None:
-        fill_shards(model, sources)
+    def shifting(model: Any, readers: Any) -> None:
+        fill_parameters(model, readers)
         if rank() == world_size() - 1 > 0:
             scales = local_tensor(next(p for name, p in model.named_parameters() if name.endswith(".scales")).data)
             scales.copy_(scales.flatten().roll(4).view_as(scales))
 
-    patch.setattr(wrap, "fill_shards", shifting)
+    patch.setattr(wrap, "fill_parameters", shifting)
 
 
 def codes_cast(patch: MonkeyPatch) -> None:

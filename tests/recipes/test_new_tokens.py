@@ -112,7 +112,7 @@ def train_plain(folder: Path, rows: list[dict[str, Any]], *, has_adapter: bool) 
     import transformers
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    from toolkit.models.lora import draw_new
+    from toolkit.models.weights import draw_new
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(TOKENS, special_tokens=True)

@@ -12,7 +12,9 @@ from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.export.compare import check_logits
 from toolkit.export.lora import write_adapter
 from toolkit.models.lora import add_adapter
-from toolkit.models.lora_files import hash_base
+from toolkit.models.lora_files import base_name, hash_weight
+from toolkit.models.tensor_reader import allocate, copy_on_meta, fill_parameters, state_readers
+from toolkit.models.weights import complete_readers
 
 LLAMA_SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -45,9 +47,23 @@ def load_base(folder: Path, name: str) -> hf.PreTrainedModel:
 
 def adapted(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> hf.PreTrainedModel:
     """The base with an adapter as a run makes it: B is still zero."""
-    model = load_base(folder, name)
-    add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path=str(folder)), seed)
-    return model.eval()
+    return with_adapter(load_base(folder, name), adapter_config(**settings), str(folder), seed).eval()
+
+
+def with_adapter(model: Any, config: AdapterConfig, base: str = "base", seed: int = 0) -> Any:
+    """A copy of the model with an adapter, as a run makes it."""
+    adapted, of_base = copy_on_meta(model), ModelConfig(name_or_path=base)
+    add_adapter(adapted, config, of_base)
+    readers = complete_readers(adapted, state_readers(model.state_dict()), config, of_base, seed)
+    allocate(adapted, torch.device("cpu"))
+    fill_parameters(adapted, readers)
+    return adapted
+
+
+def hash_base(model: torch.nn.Module) -> dict[str, str]:
+    """The hash of each parameter of the base, by its name in the plain model."""
+    named = ((base_name(name), parameter) for name, parameter in model.named_parameters())
+    return {name: hash_weight(parameter) for name, parameter in named if name is not None}
 
 
 def adapter_config(**settings: Any) -> AdapterConfig:

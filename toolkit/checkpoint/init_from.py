@@ -14,9 +14,8 @@ from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.errors import UserError
 from toolkit.files.modes import denials_named
 from toolkit.models.config import check_weight_files
-from toolkit.models.freeze import hash_parameters
-from toolkit.models.load import from_files
 from toolkit.models.lora_files import CONFIG_FILE, base_name
+from toolkit.models.tensor_reader import TensorReaders, fill_buffers, hash_readers, state_readers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,27 +51,10 @@ def find_weights(path: str) -> Path:
     return on_rank_0(find)
 
 
-def load_into(model: PreTrainedModel, folder: Path) -> None:
-    """Overwrite an unsharded model's weights with those in the folder from `find_weights`; a `UserError` if they belong to
-    another model, or the checkpoint's run froze weights that differ from the model's. Collective."""
-    if (folder / "config.json").is_file():
-        on_all_ranks(lambda: _load_exported(model, folder))
-    else:
-        _load_checkpoint(model, folder)
-
-
-def _load_exported(model: PreTrainedModel, folder: Path) -> None:
-    options = {"config": model.config, "dtype": torch.float32}
-    other, about = from_files(type(model), str(folder), f"model.init_from {folder}", options, lambda: model)
-    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of"), ("unexpected_keys", "also has")):
-        if about[kind]:
-            name = min(key if isinstance(key, str) else key[0] for key in about[kind])
-            raise UserError(f"model.init_from {folder} does not fit {model.name_or_path}: it {what} {name}")
-    model.load_state_dict(other.state_dict())
-
-
-def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
-    """Load a checkpoint. It lacks its run's frozen weights, which must equal the model's own. Collective."""
+def open_checkpoint(model: PreTrainedModel, weights: TensorReaders, folder: Path) -> TensorReaders:
+    """The readers of a model on the meta device: of what a checkpoint has, which every rank loads in full, and else those of
+    `weights`. Fills the model's buffers. One of another model, or whose run froze weights that differ from the model's, is a
+    `UserError` on every rank. Collective."""
     trouble = f"model.init_from {folder} does not fit {model.name_or_path}"
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
 
@@ -91,11 +73,15 @@ def _load_checkpoint(model: PreTrainedModel, folder: Path) -> None:
             raise UserError(f"{trouble}: it also has {unknown[0].removeprefix('model.')}")
         return stored
 
-    stored = on_all_ranks(find_stored)
-    load_tensors({name: state[name] for name in sorted(stored)}, folder / "state", trouble)
-    absent = {name for name, _ in model.named_parameters() if f"model.{name}" not in stored}
-    if hash_parameters(model, absent) != read_manifest(folder)["identity"]["frozen_hashes"]:
+    tensors = {name: torch.empty_like(state[name], device="cpu") for name in sorted(on_all_ranks(find_stored))}
+    load_tensors(tensors, folder / "state", trouble)
+    stored = state_readers({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    fill_buffers(model, stored)
+    # It lacks its run's frozen weights.
+    absent = {name: parameter.dtype for name, parameter in model.named_parameters() if name not in stored}
+    if hash_readers(weights, absent) != read_manifest(folder)["identity"]["frozen_hashes"]:
         raise UserError(
             f"the weights that the run of model.init_from {folder} had frozen are not those of {model.name_or_path}: "
             "take that run's model.name_or_path, or its exported model"
         )
+    return weights | stored

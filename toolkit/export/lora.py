@@ -16,8 +16,8 @@ from toolkit.export.compare import reload
 from toolkit.models.freeze import aliases
 from toolkit.models.load import num_token_embeddings, resize_rows
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, WEIGHTS_FILE, base_name, file_names
+from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel.gather import assign_parameters
-from toolkit.parallel.wrap import copy_on_meta
 from toolkit.private import ASKED_BY_PEFT
 
 if TYPE_CHECKING:

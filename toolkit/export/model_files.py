@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_INDEX
 from toolkit.models.freeze import aliases
 from toolkit.models.safetensors_index import DTYPES
-from toolkit.parallel.wrap import copy_on_meta
+from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.private import private
 
 if TYPE_CHECKING:

@@ -75,16 +75,6 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             module.dtype = dtype
 
 
-def hash_frozen(model: nn.Module) -> dict[str, str]:
-    """`hash_parameters` of the frozen parameters, which checkpoints record instead of their values."""
-    return hash_parameters(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
-
-
-def hash_parameters(model: nn.Module, names: set[str]) -> dict[str, str]:
-    """`hash_tensor` of an unsharded model's parameters, in their own dtypes, by name."""
-    return {name: hash_tensor(p, p.dtype) for name, p in sorted(model.named_parameters()) if name in names}
-
-
 def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> str:
     """sha256 of dtype, shape and bytes of an unsharded tensor, cast to `dtype`."""
     return hash_parts(dtype, tensor.shape, [tensor.detach().to("cpu")])

@@ -1,4 +1,4 @@
-"""Loads Hugging Face models: on the meta device for early checks, or in full on the CPU."""
+"""Builds Hugging Face models on the meta device, and loads in full, on the CPU, what cannot be read in parts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.safetensors_index import Match, WholeOnly, check_loaded, find_weight_files, match_names, open_files
-from toolkit.models.shard_reader import Box, pieces
+from toolkit.models.safetensors_index import (
+    Match,
+    ShardedReadUnsupported,
+    check_loaded,
+    find_weight_files,
+    match_files,
+    open_files,
+)
 from toolkit.private import LOAD_REPORT, private
 from toolkit.variables import local_rank
 
@@ -153,9 +159,9 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
 def load_model(
     config: ModelConfig, model_config: PretrainedConfig, task: Task, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """The model on the CPU in `dtype`, with its pretrained weights, or random ones drawn from `seed` if `from_scratch`; a head
-    that they lack is drawn too where the task allows it. Safetensors weights that are missing, incomplete or of another
-    shape are a `UserError`."""
+    """The model on the CPU in `dtype`, without new tokens, with its pretrained weights, or random ones drawn from `seed` if
+    `from_scratch`; a head that they lack is drawn too where the task allows it. Safetensors weights that are missing, incomplete
+    or of another shape are a `UserError`."""
     import transformers
 
     if config.from_scratch or task.may_draw_head:
@@ -174,7 +180,6 @@ def load_model(
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
         match = Match({}, sorted(report["missing_keys"]), other_shapes, sorted(report["unexpected_keys"]))
         check_loaded(task, model, config.name_or_path, match)
-    grow_vocabulary(model, config)
     return model
 
 
@@ -198,12 +203,11 @@ def from_files(
         nested = [value for value in settings.values() if isinstance(value, dict)]
         if not any(part.get("quantization_config") for part in (settings, *nested)):
             model, report = _load(model_class, name, use_safetensors=True, **options)
-            with suppress(WholeOnly):  # nothing is read but headers, and what has two names
-                files = find_weight_files(name, options["revision"], getattr(model.config, "transformers_weights", None))
-                match_names(model, open_files(files, what), f"the weights of {what}")
+            with suppress(ShardedReadUnsupported):  # nothing is read but headers, and what has two names
+                match_files(model, name, options["revision"], what)
             return model, report
         stored = open_files(find_weight_files(name, options["revision"]), what)
-    except (OSError, WholeOnly, SafetensorError) as error:
+    except (OSError, ShardedReadUnsupported, SafetensorError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} has no loadable safetensors weights ({first_line}){way_out}") from None
     # transformers takes either a name or tensors. On the meta device nothing is read.
@@ -237,27 +241,19 @@ def num_token_embeddings(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> dict[str, int]:
-    """Give an unsharded model without an adapter the rows that it lacks for the tokenizer with `model.add_tokens`, in place.
-
-    On the meta device they get no values, else `mean_row`. Returns the names of the parameters that have grown, tied aliases
-    included → their rows before. A model of a class that transformers cannot resize is a `UserError`; others are those of
-    `load_tokenizer`.
-    """
+def grow_vocabulary(model: PreTrainedModel, config: ModelConfig) -> set[str]:
+    """Give a model on the meta device, without an adapter, the rows that it lacks for the tokenizer with `model.add_tokens`, in
+    place. Returns the names of the parameters that have grown, tied aliases included. A model of a class that transformers cannot
+    resize is a `UserError`; others are those of `load_tokenizer`."""
     needed = 1 + max(load_tokenizer(config).get_vocab().values()) if config.add_tokens else 0
     if needed <= num_token_embeddings(model):
-        return {}
+        return set()
     before = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     try:
         resize_rows(model, needed)
     except (NotImplementedError, TypeError) as error:
         raise UserError(f"model.add_tokens needs {needed} rows, and transformers cannot resize this model: {error}") from None
-    grown = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.shape != before[name]}
-    for name, parameter in grown.items():
-        if not parameter.is_meta:
-            num_old = before[name][0]
-            parameter[num_old:] = mean_row(before[name], parameter[:num_old].__getitem__)
-    return {name: before[name][0] for name in grown}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if p.shape != before[name]}
 
 
 def resize_rows(model: PreTrainedModel, num_rows: int) -> None:
@@ -265,12 +261,6 @@ def resize_rows(model: PreTrainedModel, num_rows: int) -> None:
     # Its tie_weights would tie a head that has values of its own (flan-T5's). What is tied stays so without it.
     with mock.patch.object(model, "tie_weights"):
         model.resize_token_embeddings(num_rows, mean_resizing=False)
-
-
-def mean_row(shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
-    """The mean of a weight's rows in fp32, of their values in bf16: it is the same of a base that is stored in either."""
-    total: Any = sum(read(piece).bfloat16().double().sum(dim=0) for piece in pieces(shape))
-    return (total / shape[0]).float()
 
 
 def _options(config: ModelConfig) -> dict[str, Any]:

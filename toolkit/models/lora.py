@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
-from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
 from toolkit.models.freeze import aliases, find_frozen, match_names
-from toolkit.models.lora_files import base_name, check_base, find_adapter, hash_base, load_adapter_weights, read_lora_config
+from toolkit.models.lora_files import base_name, check_fits, find_adapter, read_lora_config
 from toolkit.models.quantized import quantize_layers
 
 if TYPE_CHECKING:
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
-LORA_NAME = re.compile(r"\.lora_(embedding_)?[AB]\.default")
 TIED_NAMES = ("embed_tokens", "lm_head")
 """peft keeps tied modules tied only if one of them has one of these names."""
 
@@ -57,13 +53,12 @@ def is_enabled(config: AdapterConfig) -> bool:
     return config.method != "none"
 
 
-def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, seed: int) -> None:
-    """Freeze an unsharded model and add an adapter in place: a new one, or that of `adapter.name_or_path`.
+def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig) -> None:
+    """Freeze a model on the meta device and add an adapter in place: a new one, or that of `adapter.name_or_path`.
 
-    Call it on the skeleton (meta device) to find mistakes early, then on the model, which is on the meta device too if its base
-    is to be quantized. Trainable parameters are fp32, whatever the base's dtype. A new adapter does not change outputs: A is
-    drawn from `seed`, B is zero, and DoRA's magnitudes are the base's norms. Names that match nothing, ties that would break, and
-    an adapter that does not fit or has another base are a `UserError`.
+    Call it on the skeleton, to find mistakes early, then on the model, whose parameters get their values by
+    `weights.complete_readers`. Trainable ones are fp32, whatever the base's dtype. Names that match nothing, ties that would
+    break, and an adapter that does not fit are a `UserError`.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -85,14 +80,11 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     lora.task_type = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     lora.base_model_name_or_path = base.name_or_path
     lora.revision = base.revision or hub_commit(base)
-    is_meta = any(parameter.is_meta for parameter in model.parameters())
-    if folder and not is_meta:
-        check_base(folder, base.name_or_path, hash_base(model), what)
     # Inject.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPT-2's Conv1D, ties that `_check_ties` reports better, …
         try:
-            inject_adapter_in_model(lora, model, low_cpu_mem_usage=is_meta)
+            inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             if isinstance(lora.target_modules, set):  # a set prints in another order in every process
@@ -102,39 +94,14 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     compute_beside(model, what)
     if config.base_dtype is not None:
         quantize_layers(model, config.base_dtype)
-    # Values in fp32, and DoRA's magnitudes computed in it: peft does so in the base's dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     for module in model.modules():
         if isinstance(module, TrainableTokensLayer):
             module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
-        if vectors := getattr(module, "lora_magnitude_vector", None):
-            base_layer: Any = module.base_layer
-            vectors["default"].weight.data = magnitudes(base_layer, base_layer.weight.data)
     if folder:
-        load_adapter_weights(model, folder, base.name_or_path, what)
-    elif not is_meta:
-        for name, parameter in model.named_parameters():
-            if LORA_NAME.search(name):
-                parameter.data.copy_(draw_new(name, parameter.shape, seed))
-
-
-def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Values of a LoRA parameter of this name in the adapted model, in fp32, drawn as peft does, but from its own seed."""
-    values = torch.zeros(shape)
-    generator = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
-    if ".lora_A." in name:
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-    elif ".lora_embedding_B." in name:
-        nn.init.normal_(values, generator=generator)
-    return values
-
-
-def magnitudes(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's initial magnitudes in fp32: the norm of each output of a base layer's weight, or of some of its outputs."""
-    # Conv1D and embeddings have their outputs last.
-    return torch.linalg.vector_norm(weight.float(), dim=1 if isinstance(layer, nn.Linear) else 0)
+        check_fits(model, folder, base.name_or_path, what)
 
 
 def text_part(model: PreTrainedModel) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,19 +107,32 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
         raise UserError(f"peft refuses the {CONFIG_FILE} of {what}: {' '.join(str(error).split())}") from None
 
 
-def load_adapter_weights(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
-    """Load the trainable parameters from a folder's safetensors; on the meta device, only compare names and shapes. The first
-    tensor that is missing, unknown or of another shape is a `UserError`."""
-    names, parameters = file_names(model), dict(model.named_parameters())
+def check_fits(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
+    """Compare names and shapes of the trainable parameters with those in a folder's safetensors: the first one that is missing,
+    unknown or of another shape is a `UserError`."""
+    parameters = dict(model.named_parameters())
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _check_fits(model, shapes, {name: tuple(parameters[own].shape) for name, own in names.items()}, base, what)
-            for name, own in names.items():
-                if not parameters[own].is_meta:
-                    parameters[own].data.copy_(file.get_tensor(name))
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"the {WEIGHTS_FILE} of {what} cannot be read: {error}") from None
+    wanted = {name: tuple(parameters[own].shape) for name, own in file_names(model).items()}
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    places = tuple(f"base_model.model.{name}." for name, module in model.named_modules() if module in embeddings)
+    for name in sorted(stored.keys() | wanted.keys()):
+        if stored.get(name) == wanted.get(name):
+            continue
+        own = name.removeprefix("base_model.model.")
+        if name in stored and name.startswith(places) and "lora_" not in name:
+            raise UserError(
+                f"{what} brings an embedding of its own, {own} of shape {stored[name]}, as after a resized vocabulary, which is "
+                "not supported: resize the base, save it and give that as model.name_or_path"
+            )
+        if name not in stored:
+            raise UserError(f"{what} does not fit {base}: it lacks {own}")
+        if name not in wanted:
+            raise UserError(f"{what} does not fit {base}: it also has {own}")
+        raise UserError(f"{what} does not fit {base}: it has {own} of shape {stored[name]} instead of {wanted[name]}")
 
 
 def file_names(model: nn.Module) -> dict[str, str]:
@@ -145,21 +157,13 @@ def base_name(name: str) -> str | None:
     return re.sub(r"\.((token_adapter\.|base_layer\.)?base_layer|original_module)\.", ".", weight_name(name))
 
 
-def hash_base(model: nn.Module) -> dict[str, str]:
-    """`hash_weight` of each of the base's parameters, by name; the same before and after an adapter is added."""
-    named = {base_name(name): parameter.detach() for name, parameter in model.named_parameters()}
-    weights = {name: weight for name, weight in named.items() if name is not None}
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing releases the GIL
-        return dict(zip(weights, threads.map(hash_weight, weights.values()), strict=True))
-
-
 def hash_weight(weight: torch.Tensor) -> str:
     """The hash of an unsharded weight of a base: in bf16, so that it is the same for a base that is stored in fp32."""
     return hash_tensor(weight, torch.bfloat16)
 
 
 def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:
-    """Refuse a base, of which `tensors` is `hash_base`, that differs from the one recorded in an adapter's folder, by a
+    """Refuse a base, of which `tensors` has each `hash_weight`, that differs from the one recorded in an adapter's folder, by a
     `UserError` with the first tensor; adapters saved by peft alone record none."""
     if not (folder / BASE_FILE).is_file():
         return
@@ -186,24 +190,3 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"the {file.name} of {what} is not a JSON object")
     return value
-
-
-def _check_fits(
-    model: PreTrainedModel, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], base: str, what: str
-) -> None:
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    places = tuple(f"base_model.model.{name}." for name, module in model.named_modules() if module in embeddings)
-    for name in sorted(stored.keys() | wanted.keys()):
-        if stored.get(name) == wanted.get(name):
-            continue
-        own = name.removeprefix("base_model.model.")
-        if name in stored and name.startswith(places) and "lora_" not in name:
-            raise UserError(
-                f"{what} brings an embedding of its own, {own} of shape {stored[name]}, as after a resized vocabulary, which is "
-                "not supported: resize the base, save it and give that as model.name_or_path"
-            )
-        if name not in stored:
-            raise UserError(f"{what} does not fit {base}: it lacks {own}")
-        if name not in wanted:
-            raise UserError(f"{what} does not fit {base}: it also has {own}")
-        raise UserError(f"{what} does not fit {base}: it has {own} of shape {stored[name]} instead of {wanted[name]}")

@@ -2,7 +2,7 @@
 
 Names are matched by transformers' own rules (renamings of old checkpoints, a base model's prefix). Experts that are stored one
 by one are read as the one weight that the model has. Other tensors that transformers would convert from others, or compute,
-cannot be read in parts: `WholeOnly` says why.
+cannot be read in parts: `ShardedReadUnsupported` says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from toolkit.distributed.comm import on_rank_0
 from toolkit.errors import UserError, plural
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
 from toolkit.models.dequantize import dequantized
-from toolkit.models.shard_reader import Box, Source, Sources, pieces
+from toolkit.models.tensor_reader import TensorReader, TensorReaders, TensorSlice, pieces
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _OF_EXPERTS = [("MergeModulelist", 0), ("Concatenate", 1)]
 _NUM_NAMES = 12
 
 
-class WholeOnly(UserError):
+class ShardedReadUnsupported(UserError):
     """These weights cannot be read in parts; the message is a reason that completes a sentence."""
 
 
@@ -66,7 +66,7 @@ class Match:
     """Names that the model does not have, as transformers renames them; without those that it ignores in models of this class."""
 
 
-def open_files(paths: Iterable[Path], what: str) -> Sources:
+def open_files(paths: Iterable[Path], what: str) -> TensorReaders:
     """The tensors of safetensors files. Only headers are read; parts of tensors are read on demand, quantized ones dequantized.
 
     The safetensors library does not read them: with a mapped file every page it touches stays resident, and its `pread`
@@ -77,9 +77,9 @@ def open_files(paths: Iterable[Path], what: str) -> Sources:
 
     Raises:
         UserError: a file cannot be read, or a quantized weight lacks a tensor.
-        WholeOnly: a file holds a dtype that is not in `DTYPES`, or codes in fp8 without their scales.
+        ShardedReadUnsupported: a file holds a dtype that is not in `DTYPES`, or codes in fp8 without their scales.
     """
-    stored: Sources = {}
+    stored: TensorReaders = {}
     for path in paths:
         try:
             with safe_open(path, framework="pt"):  # checks offsets, shapes and the file's size
@@ -94,21 +94,21 @@ def open_files(paths: Iterable[Path], what: str) -> Sources:
             if name == "__metadata__":
                 continue
             if about["dtype"] not in DTYPES:
-                raise WholeOnly(f"{name} is stored as {about['dtype']}")
+                raise ShardedReadUnsupported(f"{name} is stored as {about['dtype']}")
             dtype, shape, begin = DTYPES[about["dtype"]], tuple(about["shape"]), 8 + length + about["data_offsets"][0]
-            stored[name] = Source(shape, partial(_read_part, file, begin, dtype, shape), dtype)
-    sources = dequantized(stored, what)
-    for name, source in sources.items():
-        if source.dtype == torch.float8_e4m3fn:
-            raise WholeOnly(f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128")
-    return sources
+            stored[name] = TensorReader(shape, partial(_read_part, file, begin, dtype, shape), dtype)
+    readers = dequantized(stored, what)
+    for name, reader in readers.items():
+        if reader.dtype == torch.float8_e4m3fn:
+            raise ShardedReadUnsupported(f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128")
+    return readers
 
 
 def find_weight_files(name_or_path: str, revision: str | None, named: str | None = None) -> list[Path]:
     """The safetensors files that transformers would load from a folder or, after a download, from the hub's cache.
 
-    The config may have `named` one of `WEIGHTS_FILES` (`transformers_weights`). If there are none, that is a `WholeOnly`:
-    transformers may still find weights, or raises the error.
+    The config may have `named` one of `WEIGHTS_FILES` (`transformers_weights`). If there are none, that is a
+    `ShardedReadUnsupported`: transformers may still find weights, or raises the error.
     """
     from transformers.utils import cached_file
 
@@ -120,13 +120,27 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
             if found is not None:
                 return [Path(found)]
     except OSError as error:
-        raise WholeOnly(next(iter(str(error).splitlines()), type(error).__name__)) from None
-    raise WholeOnly(f"{name_or_path} has no {' or '.join(WEIGHTS_FILES)}")
+        raise ShardedReadUnsupported(next(iter(str(error).splitlines()), type(error).__name__)) from None
+    raise ShardedReadUnsupported(f"{name_or_path} has no {' or '.join(WEIGHTS_FILES)}")
 
 
-def match_names(model: PreTrainedModel, files: Sources, what: str = "the files") -> Match:
+def match_files(model: PreTrainedModel, name_or_path: str, revision: str | None, what: str) -> tuple[TensorReaders, Match]:
+    """The tensors in the files of a folder or hub id, `what` in errors, and `match_names` of them; that transformers computes one
+    that is in no file is a `ShardedReadUnsupported`."""
+    named = getattr(model.config, "transformers_weights", None)
+    files = open_files(find_weight_files(name_or_path, revision, named), what)
+    match = match_names(model, files, f"the weights of {what}")
+    computed = private("_keys_to_ignore_on_load_missing", model) or ()
+    for name in match.missing:
+        if any(re.search(pattern, name) for pattern in computed):
+            raise ShardedReadUnsupported(f"{name} is in no file, but computed")
+    return files, match
+
+
+def match_names(model: PreTrainedModel, files: TensorReaders, what: str = "the files") -> Match:
     """Find a model's parameters and persistent buffers in `open_files`. The model may be on the meta device; it has no adapter. A
-    tensor that transformers converts from others is a `WholeOnly`; different values under two names of one are a `UserError`."""
+    tensor that transformers converts from others is a `ShardedReadUnsupported`; different values under two names of one are a
+    `UserError`."""
     # transformers' conversion rules for this model.
     conversions = private("get_model_conversion_mapping")(model)
     renamings = [entry for entry in conversions if isinstance(entry, private("WeightRenaming"))]
@@ -137,7 +151,7 @@ def match_names(model: PreTrainedModel, files: Sources, what: str = "the files")
     rename = private("rename_source_key")
     tensors: dict[str, str] = {}
     unknown: set[str] = set()
-    of_experts: dict[str, dict[str, list[Source]]] = {}  # the tensors of a weight, by the pattern of their names
+    of_experts: dict[str, dict[str, list[TensorReader]]] = {}  # the tensors of a weight, by the pattern of their names
     for key in sorted(files, key=private("dot_natural_key")):  # expert 10 after 9
         name, pattern = rename(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
@@ -155,7 +169,7 @@ def match_names(model: PreTrainedModel, files: Sources, what: str = "the files")
         converter: Any = next(one for one in converters if parts.keys() <= set(one.source_patterns))
         operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
         if operations != _OF_EXPERTS[: len(operations)]:
-            raise WholeOnly(f"transformers makes {name} out of tensors of another form")
+            raise ShardedReadUnsupported(f"transformers makes {name} out of tensors of another form")
         if (merged := _merge([parts.get(pattern, []) for pattern in converter.source_patterns])) is not None:
             files[name], tensors[name] = merged, name
     # transformers keeps the conversions for saving.
@@ -198,15 +212,15 @@ def check_loaded(task: Task, model: PreTrainedModel, name_or_path: str, match: M
         logger.warning(f"{also}: {', '.join(shown[:_NUM_NAMES])}{more}")
 
 
-def untie_differing(model: PreTrainedModel, files: Sources, match: Match) -> None:
+def untie_differing(model: PreTrainedModel, files: TensorReaders, match: Match) -> None:
     """Untie weights that are stored with different values, as transformers does: heads of flan-T5, T5 1.1, mT5. Collective.
 
     transformers 5 builds these models tied, whatever their config says. Rank 0 compares the values.
     """
 
-    names_of: dict[str, list[str]] = {}  # of each tied weight; its source is first, but need not be stored
-    for name, source in model.all_tied_weights_keys.items():
-        names_of.setdefault(source, [source]).append(name)
+    names_of: dict[str, list[str]] = {}  # of each tied weight; the first need not be stored
+    for name, first in model.all_tied_weights_keys.items():
+        names_of.setdefault(first, [first]).append(name)
     stored = [[name for name in names if name in match.tensors] for names in names_of.values()]
     pairs = [(names[0], other) for names in stored for other in names[1:]]
     for _, name in on_rank_0(lambda: [pair for pair in pairs if _differ(*(files[match.tensors[name]] for name in pair))]):
@@ -215,33 +229,33 @@ def untie_differing(model: PreTrainedModel, files: Sources, match: Match) -> Non
         model.all_tied_weights_keys.pop(name)
 
 
-def _differ(one: Source, two: Source) -> bool:
+def _differ(one: TensorReader, two: TensorReader) -> bool:
     """Whether two tensors have other values, in whatever dtype."""
     one, two = one.to(torch.float32), two.to(torch.float32)
     return one.shape != two.shape or not all(torch.equal(one.read(piece), two.read(piece)) for piece in pieces(one.shape))
 
 
-def _merge(lists: list[list[Source]]) -> Source | None:
+def _merge(lists: list[list[TensorReader]]) -> TensorReader | None:
     """The weight of all experts, from a list of their gates and one of their ups, or one list: each stacked, then one below the
     other. None if a tensor is missing."""
-    shapes = {(source.shape, len(sources)) for sources in lists for source in sources}
+    shapes = {(reader.shape, len(readers)) for readers in lists for reader in readers}
     if len(shapes) > 1 or not all(lists):
         return None
     (((height, *rest), num_experts),) = shapes
 
-    def read(box: Box) -> torch.Tensor:
+    def read(box: TensorSlice) -> torch.Tensor:
         _, rows, *columns = box
         joined = []
-        for place, sources in enumerate(lists):
+        for place, readers in enumerate(lists):
             begin, end = (min(max(row - place * height, 0), height) for row in (rows.start, rows.stop))
             if begin < end:
-                joined.append(torch.stack([source.read((slice(begin, end), *columns)) for source in sources[box[0]]]))
+                joined.append(torch.stack([reader.read((slice(begin, end), *columns)) for reader in readers[box[0]]]))
         return torch.cat(joined, dim=1)
 
-    return Source((num_experts, height * len(lists), *rest), read)
+    return TensorReader((num_experts, height * len(lists), *rest), read)
 
 
-def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...], box: TensorSlice) -> torch.Tensor:
     """A part of a tensor whose bytes begin at `offset`: reads its full rows, then slices the other dimensions; of weights of
     experts (three dimensions) the rows of each expert."""
     first, end = (box[0].start, box[0].stop) if box else (0, 1)

@@ -19,10 +19,11 @@ from toolkit.distributed.watchdog import moved
 from toolkit.launch.accelerator import compute_dtype, cudnn_attention, fsdp_version
 from toolkit.models.freeze import aliases
 from toolkit.models.quantized import dequantize_layers, dequantized, is_quantized
+from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
-from toolkit.parallel.wrap import ShardedModel, copy_on_meta, forget_forwards
+from toolkit.parallel.wrap import ShardedModel, forget_forwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

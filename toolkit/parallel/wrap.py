@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import warnings
@@ -31,7 +30,7 @@ from toolkit.distributed.device import smallest_gpu_bytes
 from toolkit.distributed.watchdog import at, working
 from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
 from toolkit.models.experts import expert_counts
-from toolkit.models.shard_reader import Sources, fill_shards
+from toolkit.models.tensor_reader import TensorReaders, allocate, copy_on_meta, fill_parameters
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.blocks import Route, checkpoint_activations, compile_blocks, routes_noted
 from toolkit.parallel.float8 import choose_linears, convert
@@ -57,7 +56,7 @@ class ShardedModel:
     units: list[ShardUnit]
     max_logits: int | None
     """Most elements of one chunk's logits, as in `chunked_loss.install`."""
-    stored: Sources
+    stored: TensorReaders
     """The weights that the model has in codes, by their names in a plain one, as their files have them."""
     routes: dict[str, list[Route]]
     """Where blocks note the routes of their last forward, with an auxiliary loss."""
@@ -78,12 +77,16 @@ def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
 
 
 def shard_model(
-    accelerator: Accelerator, model: PreTrainedModel, sources: Sources | None = None, gpu_bytes: int = 0, notes: bool = False
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    readers: TensorReaders | None = None,
+    gpu_bytes: int = 0,
+    notes: bool = False,
 ) -> ShardedModel:
     """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. With `notes`, blocks note routes. Collective.
 
-    With `sources` (not under FSDP1), the model's parameters are on the meta device, and each rank reads its shards of them.
-    `gpu_bytes` is a planned GPU's memory; without it the ranks' devices are asked.
+    With `readers`, the model's parameters are on the meta device, and each rank reads what it holds of them; without, the model
+    has its values. `gpu_bytes` is a planned GPU's memory; without it the ranks' devices are asked.
 
     FSDP2 is applied here and not by `accelerator.prepare`, which puts tied embeddings into a unit of their own (T5 then
     fails, because its encoder and decoder hold them too), and checkpoints activations without the dropout state.
@@ -111,29 +114,26 @@ def shard_model(
         if version:
             checkpoint_activations(accelerator, model)
     # Wrap: FSDP2 here; FSDP1, DDP and single process by accelerate.
-    assert version != 1 or sources is None
     if version == 2:
         wrapped: nn.Module = _fully_shard(accelerator, model, list(wrapped_alone.values()))
-        if sources is not None:
-            _read_shards(accelerator, wrapped, sources)
+        if readers is not None:
+            _read_shards(accelerator, wrapped, readers)
     else:
+        if readers is not None:  # FSDP1 moves one unit at a time to the device
+            allocate(model, torch.device("cpu") if version == 1 else accelerator.device)
+            fill_parameters(model, readers)
         at("sharding the model")  # weights move through the device
         if version == 1:
             chosen = {id(module) for module in wrapped_alone.values()}
             policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen)
             accelerator.state.fsdp_plugin.auto_wrap_policy = policy
-        if sources is not None:
-            for parameter in model.parameters():  # swapped in place, so that ties stay
-                empty = nn.Parameter(torch.empty_like(parameter, device=accelerator.device), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, empty)
-            fill_shards(model, sources)
         wrapped = accelerator.prepare_model(model)
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
             _leave_casts_to_autocast(model)
     named = dict(skeleton.named_parameters())
-    stored = {name: source for name, source in (sources or {}).items() if name not in named}
+    stored = {name: reader for name, reader in (readers or {}).items() if name not in named}
     return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, routes)
 
 
@@ -176,12 +176,6 @@ def forget_forwards(model: Any) -> None:
     encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change."""
     if isinstance(model, FSDPModule) and private("_is_root", private("_get_fsdp_state", model)()):  # None: no forward yet
         model.reset_iter_state()
-
-
-def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with its parameters on the meta device; buffers are copied, ties and `requires_grad` kept."""
-    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
 
 
 def _leave_casts_to_autocast(model: nn.Module) -> None:
@@ -240,14 +234,14 @@ def place_experts(counts: set[int], num_shards: int, parameter: nn.Parameter) ->
     return Shard(1) if is_uneven and parameter.shape[1] % num_shards == 0 else None
 
 
-def _read_shards(accelerator: Accelerator, model: nn.Module, sources: Sources) -> None:
+def _read_shards(accelerator: Accelerator, model: nn.Module, readers: TensorReaders) -> None:
     """Allocate this rank's shards on the device that FSDP2 expects, and read their values."""
     offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
     num_parameters = len(list(model.parameters()))
     # Not `to_empty`, which would also empty the buffers. FSDP2's `_apply` pads and pins the new shards.
     private("_apply", model)(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    fill_shards(model, sources)
+    fill_parameters(model, readers)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert num_parameters == len(list(model.parameters())), "tied weights came apart"
 

@@ -128,11 +128,11 @@ def _export(options: Options, config: RecipeConfig) -> Path | None:
     evaluation = EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, tuple(data.stop_token_ids))
 
     # The checkpoint's weights in the model.
-    model, sources = load_model(config, context, model_config, skeleton)
+    model, readers = load_model(config, context, model_config, skeleton)
     start_generation(model, tokenizer, collator)
-    identity = identity_of(context, model_config, data.fingerprint, model, sources)
+    identity = identity_of(context, model_config, data.fingerprint, model, readers)
     on_rank_0(lambda: check_identity(checkpoint, identity, "give the run's own model as --model.name_or_path"))
-    sharded = shard_model(accelerator, model, sources)
+    sharded = shard_model(accelerator, model, readers)
     load_weights(checkpoint.folder, sharded)
 
     # The folder, and what to do with it.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.checkpoint.init_from import load_into
+from toolkit.checkpoint.init_from import open_checkpoint
 from toolkit.checkpoint.load import check_settings
 from toolkit.checkpoint.state import Identity
 from toolkit.config.load import RecipeConfig, dotted_keys
@@ -22,17 +22,16 @@ from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.launch.same_run import compare_ranks
-from toolkit.models import load, load_sharded
+from toolkit.models import load
 from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
 from toolkit.models.experts import check_experts, check_routers
-from toolkit.models.freeze import cast_frozen, freeze, freeze_as, hash_frozen
+from toolkit.models.freeze import cast_frozen, freeze, freeze_as
 from toolkit.models.generation import choose_generation
-from toolkit.models.load_sharded import complete_sources, open_weights
 from toolkit.models.lora import add_adapter, is_enabled, text_part
 from toolkit.models.quantized import choose_kernel
-from toolkit.models.safetensors_index import WholeOnly
-from toolkit.models.shard_reader import Sources
+from toolkit.models.tensor_reader import TensorReaders
+from toolkit.models.weights import complete_readers, hash_frozen, open_weights
 from toolkit.optimizers import check_sharding, state_bytes
 from toolkit.parallel.chunked_loss import has_own_forward, holds_all_logits
 from toolkit.parallel.masks import choose_packing
@@ -119,11 +118,10 @@ def build_model(
     """
     if config.adapter.base_dtype == "nf4":
         logger.info(f"nf4 is dequantized by {choose_kernel(context.accelerator.device)}")
-    # Under FSDP2, `sources` says where each rank reads its shards.
-    model, sources = load_model(config, context, model_config, skeleton)
+    model, readers = load_model(config, context, model_config, skeleton)
     start_generation(model, rows.tokenizer, evaluation.collator)
-    identity = identity_of(context, model_config, rows.fingerprint, model, sources)
-    sharded = shard_model(context.accelerator, model, sources, notes=config.optim.router_aux_loss != "off")
+    identity = identity_of(context, model_config, rows.fingerprint, model, readers)
+    sharded = shard_model(context.accelerator, model, readers, notes=config.optim.router_aux_loss != "off")
     optimizer = build_optimizer(config.optim, sharded.model)
     config.task.check_model(sharded, evaluation.collator, config)
     if context.own.loss is not None:
@@ -136,18 +134,11 @@ def load_model(
     context: RunContext,
     model_config: PretrainedConfig,
     skeleton: PreTrainedModel,
-) -> tuple[PreTrainedModel, Sources | None]:
-    """The model, adapted and frozen like its skeleton, and the sources that `shard_model` reads its weights from. Collective.
-
-    Under FSDP2, if each rank can read its shards from the files, the model is on the meta device; so it is under each strategy if
-    the base is to be quantized. Otherwise its weights are on the CPU, and the sources are None.
-
-    Raises:
-        UserError: the weights do not load, or are not the model's; on every rank.
-    """
+) -> tuple[PreTrainedModel, TensorReaders]:
+    """The model on the meta device, adapted and frozen like its skeleton, and the readers that `shard_model` takes its weights
+    from; weights that do not load, or are not the model's, are a `UserError` on every rank. Collective."""
     from transformers.utils.logging import disable_progress_bar
 
-    # Try to leave the weights in their files until each rank reads its shards.
     working("loading the model")
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
@@ -155,22 +146,22 @@ def load_model(
     quantized_as, name = config.adapter.base_dtype, config.model.name_or_path
     # With an adapter the base is frozen; codes are those of the stored weights, whatever a run computes in.
     loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) and not quantized_as else torch.float32
-    opened = None
-    if (fsdp_version(context.accelerator) == 2 or quantized_as) and not config.model.from_scratch:
-        try:
-            opened = open_weights(config.model, model_config, task, skeleton, loaded_dtype, context.init_from)
-        except WholeOnly as reason:
-            if quantized_as:
-                what = f"adapter.base_dtype is {quantized_as}, which quantizes weights while they are read in slices"
-                raise UserError(f"{what}, but {name} can only be loaded in full ({reason}): leave it out") from None
+    init_from = context.init_from
+    exported = init_from if init_from is not None and (init_from / "config.json").is_file() else None
+
+    def note_in_full(reason: str) -> None:
+        if quantized_as:
+            what = f"adapter.base_dtype is {quantized_as}, which quantizes weights while they are read in slices"
+            raise UserError(f"{what}, but {name} can only be loaded in full ({reason}): leave it out")
+        if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:
             logger.info(f"every rank loads all of {name} before it is sharded: {reason}")
-    # Otherwise load the full model on every rank.
-    if opened is not None:
-        model, weights = opened
-    else:
-        model = on_all_ranks(lambda: load.load_model(config.model, model_config, task, config.train.seed, loaded_dtype))
-        if context.init_from is not None:
-            load_into(model, context.init_from)
+
+    seed = config.train.seed
+    model, weights = open_weights(config.model, model_config, task, skeleton, loaded_dtype, seed, exported, note_in_full)
+    if init_from is not None and exported is None:
+        if not any(reader.is_held for reader in weights.values()):
+            note_in_full(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
+        weights = open_checkpoint(model, weights, init_from)
     disable_progress_bar()  # an export has one of its own
     # Adapter, freezing and dtypes.
     on_all_ranks(lambda: _adapt(model, config))
@@ -179,18 +170,18 @@ def load_model(
     model.generation_config = skeleton.generation_config
     freeze_as(model, skeleton)
     cast_frozen(model, context.frozen_dtype)
-    if opened is None:
-        return model, None
-    return model, complete_sources(model, weights, config.adapter, config.model, config.train.seed)
+    return model, complete_readers(model, weights, config.adapter, config.model, seed)
 
 
 def identity_of(
-    context: RunContext, model_config: PretrainedConfig, data_fingerprint: str, model: PreTrainedModel, sources: Sources | None
+    context: RunContext, model_config: PretrainedConfig, data_fingerprint: str, model: PreTrainedModel, readers: TensorReaders
 ) -> Identity:
-    """What a resume must find unchanged; `model` and `sources` are those of `load_model`, before sharding. Collective."""
+    """What a resume must find unchanged; `model` and `readers` are those of `load_model`, before sharding. Collective."""
     working("hashing frozen weights")
-    frozen_hashes = hash_frozen(model) if sources is None else load_sharded.hash_frozen(model, sources)
-    compare_ranks({f"the frozen {name}": digest for name, digest in frozen_hashes.items()})  # each rank may have read its own
+    # Ranks that read all of the weights may have read their own.
+    reads_all = fsdp_version(context.accelerator) != 2 or any(reader.is_held for reader in readers.values())
+    frozen_hashes = hash_frozen(model, readers, on_each_rank=reads_all)
+    compare_ranks({f"the frozen {name}": digest for name, digest in frozen_hashes.items()})
     return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, frozen_hashes)
 
 
@@ -215,7 +206,7 @@ def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, f
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:
     """Add the adapter, which freezes the base, or freeze what `model.freeze` names."""
     if is_enabled(config.adapter):
-        add_adapter(model, config.adapter, config.model, config.train.seed)
+        add_adapter(model, config.adapter, config.model)
     else:
         freeze(model, config.model.freeze)
         embedding: Any = model.get_input_embeddings()

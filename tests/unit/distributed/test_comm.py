@@ -11,7 +11,7 @@ import pytest
 from toolkit.distributed import comm
 from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
-from toolkit.models.safetensors_index import WholeOnly
+from toolkit.models.safetensors_index import ShardedReadUnsupported
 
 
 def test_ranks_agree_on_the_first_error_with_its_class_unless_only_one_of_them_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,8 @@ def test_ranks_agree_on_the_first_error_with_its_class_unless_only_one_of_them_h
         return [None, pickle.loads(pickle.dumps(value)), UserError("b is 4")]
 
     monkeypatch.setattr(comm, "gather_objects", gather)
-    for error, kind in ((OfTheirs("row 3 has no title"), UserError), (WholeOnly("it is quantized", "rank"), WholeOnly)):
+    of_ours = ShardedReadUnsupported("it is quantized", "rank")
+    for error, kind in ((OfTheirs("row 3 has no title"), UserError), (of_ours, ShardedReadUnsupported)):
         with pytest.raises(UserError, match=f"^{error}$") as raised:
             on_all_ranks(Mock(side_effect=error))
         assert type(raised.value) is kind and raised.value.printed_by == "run"

@@ -16,7 +16,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from tests.support.adapter_models import adapted, compare_logits, forward_inputs, load_base, logits, randomize, save_base
+from tests.support.adapter_models import (
+    adapted,
+    compare_logits,
+    forward_inputs,
+    hash_base,
+    load_base,
+    logits,
+    randomize,
+    save_base,
+)
 from tests.support.model_folders import _build_tokenizer
 from tests.unit.parallel.test_chunked_loss import one_process
 from toolkit.config.python import load_config
@@ -31,9 +40,11 @@ from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, 
 from toolkit.export.model_files import ModelFiles
 from toolkit.export.places import Places
 from toolkit.export.write import export_model
-from toolkit.models.freeze import cast_frozen, hash_frozen
-from toolkit.models.lora_files import BASE_FILE, BASE_HASHES, hash_base
-from toolkit.parallel.wrap import copy_on_meta, shard_model
+from toolkit.models.freeze import cast_frozen
+from toolkit.models.lora_files import BASE_FILE, BASE_HASHES
+from toolkit.models.tensor_reader import copy_on_meta, state_readers
+from toolkit.models.weights import hash_frozen
+from toolkit.parallel.wrap import shard_model
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -161,7 +172,7 @@ def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bas
     cast_frozen(model, torch.bfloat16)
     in_fp32 = model.get_submodule("model.norm")
     in_fp32.to(torch.float32)  # as a LayerNorm is kept
-    hashes, gathered = hash_frozen(model), []
+    hashes, gathered = hash_frozen(model, state_readers(model.state_dict())), []
     with (
         patch.object(write, "hash_weight", wraps=write.hash_weight) as hash_weight,
         patch.object(Phase, "add", lambda _, num_bytes: gathered.append(num_bytes)),

@@ -16,7 +16,7 @@ from tests.support.adapter_models import LLAMA_SIZES
 from tests.support.model_folders import MIXTURES
 from toolkit.errors import UserError
 from toolkit.export.model_files import Cast, ModelFiles
-from toolkit.parallel.wrap import copy_on_meta
+from toolkit.models.tensor_reader import copy_on_meta
 
 
 def build_mixture(family: str) -> hf.PreTrainedModel:

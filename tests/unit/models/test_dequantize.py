@@ -23,18 +23,18 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.config import load_model_config
 from toolkit.models.load import load_model
-from toolkit.models.safetensors_index import WholeOnly, match_names, open_files
-from toolkit.models.shard_reader import Source
+from toolkit.models.safetensors_index import ShardedReadUnsupported, match_names, open_files
+from toolkit.models.tensor_reader import TensorReader
 from toolkit.tasks import causal
 
 QUANTIZED = Path(__file__).parents[2] / "support" / "quantized"
 
 
-def read_by_rows(source: Source, rows: int) -> torch.Tensor:
-    """All of a source, so many rows at a time."""
-    rest = [slice(0, size) for size in source.shape[1:]]
-    begins = range(0, source.shape[0], rows)
-    return torch.cat([source.read((slice(begin, min(begin + rows, source.shape[0])), *rest)) for begin in begins])
+def read_by_rows(reader: TensorReader, rows: int) -> torch.Tensor:
+    """All of a reader, so many rows at a time."""
+    rest = [slice(0, size) for size in reader.shape[1:]]
+    begins = range(0, reader.shape[0], rows)
+    return torch.cat([reader.read((slice(begin, min(begin + rows, reader.shape[0])), *rest)) for begin in begins])
 
 
 def digest(values: torch.Tensor) -> str:
@@ -54,10 +54,10 @@ def test_nf4_by_rows_is_what_bitsandbytes_makes_of_it(kind: str, rows: int) -> N
     assert files.keys() == hashes.keys()
     for name, expected in hashes.items():
         assert digest(read_by_rows(files[name].to(torch.bfloat16), rows)) == expected, name
-    source = files["model.layers.0.mlp.down_proj.weight"].to(torch.float32)
-    assert source.shape == (72, 232)
-    columns = source.read((slice(3, 9), slice(100, 103)))
-    assert torch.equal(columns, read_by_rows(source, 72)[3:9, 100:103]) and columns.dtype == torch.float32
+    reader = files["model.layers.0.mlp.down_proj.weight"].to(torch.float32)
+    assert reader.shape == (72, 232)
+    columns = reader.read((slice(3, 9), slice(100, 103)))
+    assert torch.equal(columns, read_by_rows(reader, 72)[3:9, 100:103]) and columns.dtype == torch.float32
 
 
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
@@ -68,11 +68,11 @@ def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path: Path, shape: tup
     save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
     files = open_files([tmp_path / "model.safetensors"], "it")
     assert files.keys() == {"some.weight"}
-    source = files["some.weight"].to(torch.bfloat16)
+    reader = files["some.weight"].to(torch.bfloat16)
     expected = _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).bfloat16()
     for rows in (5, 128, 1000):
-        assert same_bits(read_by_rows(source, rows), expected)
-    assert same_bits(source.read((slice(40, 50), slice(3, 30))), expected[40:50, 3:30])
+        assert same_bits(read_by_rows(reader, rows), expected)
+    assert same_bits(reader.read((slice(40, 50), slice(3, 30))), expected[40:50, 3:30])
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
@@ -97,9 +97,9 @@ def test_mxfp4_by_experts_is_what_transformers_makes_of_it(tmp_path: Path, num_e
     match = match_names(model, files)
     assert (match.missing, match.other_shapes, match.unknown) == ([], {}, [])
     for key, values in expected.items():
-        source = files[match.tensors[key]].to(torch.bfloat16)
-        assert same_bits(read_by_rows(source, num_experts).contiguous(), values)
-        assert same_bits(source.read((slice(1, 2), slice(5, 40), slice(0, 9))).contiguous(), values[1:2, 5:40, :9].contiguous())
+        reader = files[match.tensors[key]].to(torch.bfloat16)
+        assert same_bits(read_by_rows(reader, num_experts).contiguous(), values)
+        assert same_bits(reader.read((slice(1, 2), slice(5, 40), slice(0, 9))).contiguous(), values[1:2, 5:40, :9].contiguous())
 
 
 def test_a_slice_reads_its_own_codes_and_scales(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_slice_reads_its_own_codes_and_scales(tmp_path: Path) -> None:
         read.append(preadv(file, buffers, place))
         return read[-1]
 
-    for source, num_bytes in expected.items():
+    for reader, num_bytes in expected.items():
         read.clear()
         with patch("os.preadv", count):
-            source.read((slice(0, source.shape[0] // 2), slice(0, source.shape[1])))
+            reader.read((slice(0, reader.shape[0] // 2), slice(0, reader.shape[1])))
         assert sum(read) == num_bytes
 
 
@@ -212,7 +212,7 @@ def test_codes_whose_scales_are_missing_or_of_other_blocks_are_refused(tmp_path:
     for scales in ({}, {f"{name}_scale_inv": torch.ones(1, 1)}):
         save_file(tensors | scales, folder / "model.safetensors", metadata={"format": "pt"})
         reason = f"{name} is stored as F8_E4M3, without scales of blocks of 128 x 128"
-        with pytest.raises(WholeOnly, match=f"^{reason}$"):
+        with pytest.raises(ShardedReadUnsupported, match=f"^{reason}$"):
             open_files([folder / "model.safetensors"], "it")
         config = ModelConfig(name_or_path=str(folder))
         with pytest.raises(UserError, match=rf"fp8 has no loadable safetensors weights \({reason}\): give a folder with them"):

@@ -17,12 +17,11 @@ from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers.integrations import moe
 
-from tests.support.adapter_models import adapter_config, logits, randomize
+from tests.support.adapter_models import adapter_config, logits, randomize, with_adapter
 from tests.support.model_folders import MIXTURES, SMALL_EXPERTS
-from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.experts import experts_by_token
-from toolkit.models.lora import add_adapter, check_adapter_config
+from toolkit.models.lora import check_adapter_config
 from toolkit.models.lora_files import base_name
 from toolkit.parallel.units import find_blocks
 from toolkit.parallel.wrap import _leave_casts_to_autocast
@@ -44,8 +43,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
 
 
 def adapt(model: Any, **settings: Any) -> Any:
-    add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path="base"), 0)
-    return model
+    return with_adapter(model, adapter_config(**settings))
 
 
 def adapted_parameters(model: nn.Module) -> set[str]:

@@ -17,7 +17,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as
 from toolkit.models.load import build_on_meta, load_model
-from toolkit.models.load_sharded import _match as match_files
+from toolkit.models.safetensors_index import match_files
 from toolkit.tasks import causal
 
 

@@ -117,7 +117,7 @@ def test_a_built_model_without_a_tokenizer_gets_one_only_if_asked(folder: str, t
 
 
 def test_a_model_with_a_scalar_parameter_grows(folder: str) -> None:
-    model = build()
+    model = build().to("meta")
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     grown = grow_vocabulary(model, ModelConfig(name_or_path=folder, add_tokens=[f"<|{n}|>" for n in range(256)]))
     assert "shared.weight" in grown and "scale" not in grown

@@ -23,7 +23,6 @@ from tests.support.nf4_golden import GOLDEN, as_hex, build_weight
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.freeze import cast_frozen
-from toolkit.models.load_sharded import _by_rows
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import (
@@ -35,7 +34,8 @@ from toolkit.models.quantized import (
     num_weights,
     quantize,
 )
-from toolkit.models.shard_reader import Source
+from toolkit.models.tensor_reader import TensorReader
+from toolkit.models.weights import _by_rows
 
 KINDS = ("nf4", "int8")
 
@@ -175,7 +175,7 @@ def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same() -> None
     config = FalconConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
     with torch.device("meta"):
         model: Any = FalconForCausalLM(config)
-    add_adapter(model, adapter_config(base_dtype="nf4"), ModelConfig(name_or_path="not/read", revision="1"), 0)
+    add_adapter(model, adapter_config(base_dtype="nf4"), ModelConfig(name_or_path="not/read", revision="1"))
     quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     ends = ("dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h")
     assert {name.removesuffix(".base_layer").rpartition(".")[2] for name in quantized} == set(ends)
@@ -190,7 +190,7 @@ def test_a_base_without_a_layer_to_quantize_is_refused(bases: Path) -> None:
         model: Any = BASES["llama"][0](BASES["llama"][1])
     with pytest.raises(UserError, match="adapter.base_dtype is nf4, but none of the 12 linear layers that the adapter takes"):
         add_adapter(model, adapter_config(base_dtype="nf4", target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj",
-                    "gate_proj"]), ModelConfig(name_or_path=str(bases / "llama")), 0)  # fmt: skip
+                    "gate_proj"]), ModelConfig(name_or_path=str(bases / "llama")))  # fmt: skip
 
 
 def model_of(name: str) -> Any:
@@ -210,15 +210,15 @@ def wide(name: str, kind: str, **settings: Any) -> Any:
     """The model on the meta device, adapted and quantized."""
     with torch.device("meta"):
         model = model_of(name)
-    add_adapter(model, adapter_config(base_dtype=kind, **settings), ModelConfig(name_or_path="not/read", revision="1"), 0)
+    add_adapter(model, adapter_config(base_dtype=kind, **settings), ModelConfig(name_or_path="not/read", revision="1"))
     return model
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, read = build_weight().repeat(4, 1), []
-    monkeypatch.setattr("toolkit.models.shard_reader.PIECE_BYTES", 3 * 192 * 4)
-    of_files = Source(tuple(weight.shape), lambda box: read.append(box) or weight[box])
+    monkeypatch.setattr("toolkit.models.tensor_reader.PIECE_BYTES", 3 * 192 * 4)
+    of_files = TensorReader(tuple(weight.shape), lambda box: read.append(box) or weight[box])
     codes, scales = quantize(weight, kind), find_scales(weight)
     for whole, make in ((codes, partial(quantize, kind=kind)), (scales, find_scales)):
         part = _by_rows(of_files, whole.shape, make).read((slice(5, 13), slice(0, 7)))

@@ -23,10 +23,17 @@ from transformers import (
 
 from tests.support.adapter_models import LLAMA_SIZES
 from toolkit.errors import UserError
-from toolkit.models import shard_reader as weight_sources
-from toolkit.models.freeze import aliases, hash_parameters
-from toolkit.models.safetensors_index import DTYPES, WholeOnly, find_weight_files, match_names, open_files, untie_differing
-from toolkit.models.shard_reader import hash_sources, pieces
+from toolkit.models import tensor_reader
+from toolkit.models.freeze import aliases, hash_tensor
+from toolkit.models.safetensors_index import (
+    DTYPES,
+    ShardedReadUnsupported,
+    find_weight_files,
+    match_names,
+    open_files,
+    untie_differing,
+)
+from toolkit.models.tensor_reader import hash_readers, pieces
 
 SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
@@ -69,12 +76,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model.safetensors changed or went away while it was read .it has become shorter."):
         source.read((slice(0, 100),))
     save_file({"weight": torch.ones(100).to(torch.float8_e4m3fn)}, path)
-    with pytest.raises(WholeOnly, match="weight is stored as F8_E4M3"):
+    with pytest.raises(ShardedReadUnsupported, match="weight is stored as F8_E4M3"):
         open_files([path], "the model")
 
 
 def test_one_file_is_taken_before_an_index(tmp_path: Path) -> None:
-    with pytest.raises(WholeOnly, match=r"has no model.safetensors or model.safetensors.index.json"):
+    with pytest.raises(ShardedReadUnsupported, match=r"has no model.safetensors or model.safetensors.index.json"):
         find_weight_files(str(tmp_path), None)
     model = GPT2LMHeadModel(GPT2Config(**SIZES))
     model.save_pretrained(tmp_path, max_shard_size="5kB")
@@ -100,7 +107,7 @@ def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
 def test_tensors_that_are_put_together_are_not_guessed(tmp_path: Path) -> None:
     model = HrmTextForCausalLM(HrmTextConfig(**LLAMA_SIZES))
     model.save_pretrained(tmp_path)
-    with pytest.raises(WholeOnly, match="transformers makes .* out of tensors of another form"):
+    with pytest.raises(ShardedReadUnsupported, match="transformers makes .* out of tensors of another form"):
         match_names(model, open_files(find_weight_files(str(tmp_path), None), "it"))
 
 
@@ -135,7 +142,7 @@ def test_an_expert_that_is_not_there_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (100, 3), (2, 1000), (5, 4, 3), (2, 9, 5)])
 def test_pieces_make_up_a_tensor(shape: tuple[int, ...]) -> None:
     values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    with patch.object(weight_sources, "PIECE_BYTES", 64):
+    with patch.object(tensor_reader, "PIECE_BYTES", 64):
         boxes = list(pieces(shape))
     rows = [values[box] for box in boxes]
     assert torch.equal(torch.cat([row.reshape(-1) for row in rows]) if rows else values.reshape(-1), values.reshape(-1))
@@ -148,9 +155,9 @@ def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     save_file({name: p.detach() for name, p in named.items()}, tmp_path / "model.safetensors")
     files = open_files([tmp_path / "model.safetensors"], "it")
     sources = {name: files[name].to(torch.float32) for name in named}
-    with patch.object(weight_sources, "PIECE_BYTES", 256):
-        hashes = hash_sources(sources, {name: parameter.dtype for name, parameter in named.items()})
-    assert hashes == hash_parameters(model, set(named))
+    with patch.object(tensor_reader, "PIECE_BYTES", 256):
+        hashes = hash_readers(sources, {name: parameter.dtype for name, parameter in named.items()})
+    assert hashes == {name: hash_tensor(parameter, torch.bfloat16) for name, parameter in named.items()}
 
 
 @pytest.mark.parametrize("stored_as", ["shared", "encoder.embed_tokens", "decoder.embed_tokens"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.config.schema import AdapterConfig, ModelConfig
+from tests.support.adapter_models import with_adapter
+from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
 from toolkit.launch import environment
-from toolkit.models.lora import add_adapter
 from toolkit.parallel import float8
 from toolkit.parallel.units import repeated_blocks
 
@@ -42,7 +42,7 @@ def test_an_adapter_and_a_model_without_one_are_refused() -> None:
     model = tiny_llama(hidden_size=24)
     with pytest.raises(UserError, match=r"none of the 15 Linears of LlamaForCausalLM can be converted: .* sizes that 16 divides"):
         float8.choose_linears(model, repeated_blocks(model), num_shards=2)
-    add_adapter(model, AdapterConfig(method="lora"), ModelConfig(name_or_path="llama"), 0)
+    model = with_adapter(tiny_llama(), AdapterConfig(method="lora"))
     with pytest.raises(UserError, match="mixed_precision is fp8 with an adapter: .* adapter.method none"):
         float8.choose_linears(model, repeated_blocks(model), num_shards=2)
 

@@ -77,7 +77,7 @@ def test_of_a_base_in_codes_packing_is_chosen_before_it_loads() -> None:
         data=LLMDataConfig(),
         adapter=AdapterConfig(method="lora", base_dtype="nf4"),
     )
-    add_adapter(model, config.adapter, config.model, 0)
+    add_adapter(model, config.adapter, config.model)
     assert masks.choose_packing(config, model).data.packing is False
 
 

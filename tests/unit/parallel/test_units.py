@@ -17,9 +17,10 @@ from transformers import (
 )  # fmt: skip
 
 from toolkit.errors import UserError
+from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel.gather import assign_parameters
 from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends
-from toolkit.parallel.wrap import check_wrap, copy_on_meta
+from toolkit.parallel.wrap import check_wrap
 
 
 def fsdp_plugin(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:

@@ -18,8 +18,8 @@ from toolkit.loss import summed_loss
 from toolkit.models.experts import experts_by_token
 from toolkit.models.freeze import freeze
 from toolkit.models.quantized import quantize_layers
+from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel import chunked_loss
-from toolkit.parallel.wrap import copy_on_meta
 from toolkit.tracking.flops import count_per_term, find_peak_tflops, seconds_at_peak
 
 LENGTHS = np.array([30, 7, 12]), np.array([9, 3, 11])

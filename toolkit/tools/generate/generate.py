@@ -114,7 +114,7 @@ def _generate(options: Options) -> None:
     read_window = partial(on_rank_0, partial(next, windows, ([], "")))
     window, digest = read_window()
     working("loading the model")  # one GPU may lack room
-    generator = on_all_ranks(lambda: load_generator(opened, options.dtype, options.settings))
+    generator = load_generator(opened, options.dtype, options.settings)
     if rows:
         _describe(generator, options, rows, num_done)
     num_cut, num_rows = 0, rows.num_rows if rows else None

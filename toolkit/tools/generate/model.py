@@ -27,6 +27,7 @@ from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.seq2seq import encode_texts
 from toolkit.data.tokens.special_tokens import decode_texts, show
 from toolkit.data.tokens.tokenizer import load_tokenizer
+from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import find_flaws
 from toolkit.export.usage import Usage, load_usage
@@ -34,10 +35,12 @@ from toolkit.launch.accelerator import cudnn_attention
 from toolkit.launch.environment import asked_for_cpu
 from toolkit.models.config import load_model_config
 from toolkit.models.generation import build_generation, load_settings
-from toolkit.models.load import build_skeleton, load_model, num_token_embeddings
+from toolkit.models.load import build_skeleton, num_token_embeddings
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
 from toolkit.models.position_limits import num_positions
+from toolkit.models.tensor_reader import allocate, fill_parameters
+from toolkit.models.weights import complete_readers, open_weights
 from toolkit.tasks import causal, seq2seq
 from toolkit.tools.recipes import is_encoder_decoder
 from toolkit.variables import local_rank
@@ -190,34 +193,51 @@ def open_model(name: str) -> Generator:
 
 def load_generator(generator: Generator, dtype: str | None, settings: dict[str, Any]) -> Generator:
     """Load the weights, in the dtype of the run's forward passes unless one is given; `settings` as in `Options`. Weights
-    that cannot be read, do not fit the device, or generate in a way that is code of the hub are a `UserError`."""
+    that cannot be read, do not fit the device, or generate in a way that is code of the hub are a `UserError`. Collective."""
     from transformers.utils.logging import disable_progress_bar
 
-    folder, config, device = generator.folder, generator.config, _choose_device()
+    folder, base, config = generator.folder, generator.base, generator.config
     loaded_as = getattr(torch, dtype or generator.usage.dtype)
     if not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
-    has_own = (folder / "generation_config.json").is_file()
-    base = replace(generator.base, name_or_path=str(folder)) if has_own else generator.base
+    device = _choose_device()
+    generation = on_all_ranks(lambda: _choose_generation(generator, settings))
+    model: Any
+    model, weights = open_weights(base, config, generator.task, generator.model, loaded_as)
+    adapter = AdapterConfig(name_or_path=str(folder) if (folder / CONFIG_FILE).is_file() else None)
+    if adapter.name_or_path:
+        on_all_ranks(lambda: add_adapter(model, adapter, base))
+    readers = complete_readers(model, weights, adapter, base, seed=0)
+    model.generation_config = generation
+
+    def take_memory() -> None:
+        try:
+            allocate(model, device)
+            model.to(device)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"the model does not fit {device} ({str(error).splitlines()[0]}): try --dtype bfloat16, or serve it with a tool "
+                "that splits a model over GPUs, as vLLM"
+            ) from None
+
+    on_all_ranks(take_memory)
+    fill_parameters(model, readers)
+    return replace(generator, model=model.eval())
+
+
+def _choose_generation(generator: Generator, settings: dict[str, Any]) -> Any:
+    """The generation config; one with more new tokens than the model has positions is a `UserError`."""
+    has_own = (generator.folder / "generation_config.json").is_file()
+    base = replace(generator.base, name_or_path=str(generator.folder)) if has_own else generator.base
     theirs = {key: value for key, value in load_settings(base).items() if key not in settings}
     new = theirs.get("max_new_tokens", EvalConfig().max_new_tokens)  # without it `generate` would stop after 20 tokens
     generation = build_generation(
         generator.model, theirs, {"max_new_tokens": new, **settings}, {}, base.name_or_path, logging.WARNING
     )
-    model: Any = load_model(generator.base, config, generator.task, seed=0, dtype=loaded_as)
-    if (folder / CONFIG_FILE).is_file():
-        add_adapter(model, AdapterConfig(name_or_path=str(folder)), generator.base, seed=0)
-    model.generation_config = generation
-    _, limit = num_positions(config)
+    _, limit = num_positions(generator.config)
     if limit is not None and generation.max_new_tokens > limit:
         raise UserError(f"--max-new-tokens is {generation.max_new_tokens}, and the model has {limit} positions: lower it")
-    try:
-        return replace(generator, model=model.to(device).eval())
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"the model does not fit {device} ({str(error).splitlines()[0]}): try --dtype bfloat16, or serve it with a tool that "
-            "splits a model over GPUs, as vLLM"
-        ) from None
+    return generation
 
 
 def _choose_device() -> torch.device:

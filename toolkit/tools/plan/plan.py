@@ -21,7 +21,7 @@ from torch import nn
 from toolkit.errors import UserError, one_line
 from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
-from toolkit.models.shard_reader import PIECE_BYTES
+from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.optimizers import state_bytes
 from toolkit.parallel.units import describe_units, local_tensor
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, local_state_bytes, trace_rank
@@ -197,7 +197,7 @@ def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes
     num_trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
     trained = num_trainable * 4 + local_state_bytes(subject, model)
     quantizes = subject.config.adapter.base_dtype is not None
-    loads_parts = (strategy.kind == "fsdp2" and not subject.config.model.from_scratch) or quantizes
+    loads_parts = strategy.kind != "fsdp1" and not subject.config.model.from_scratch
     # A piece as stored and as converted, and what quantizes it (benchmarks/memory/quantized_base.py); otherwise the full model.
     loaded = (12 if quantizes else 2) * PIECE_BYTES if loads_parts else sum(p.nbytes for p in subject.skeleton.parameters())
     shards = sum(local_tensor(p).nbytes for p in model.parameters())

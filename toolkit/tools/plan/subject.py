@@ -70,7 +70,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     skeleton = build_skeleton(skeleton_config, model_config, config.task)
     check_experts(skeleton, model)
     if is_enabled(config.adapter):
-        add_adapter(skeleton, config.adapter, config.model, config.train.seed)
+        add_adapter(skeleton, config.adapter, config.model)
     else:
         freeze(skeleton, config.model.freeze)
     why_dense, config = "", choose_packing(config, skeleton)

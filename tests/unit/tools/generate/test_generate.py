@@ -283,11 +283,12 @@ def test_weights_are_those_of_the_folder(copies: Path, capsys: pytest.CaptureFix
         "safetensors files of the same folder are read: save the model again with transformers' save_pretrained"
     )
     (folder / "model.safetensors.index.json").unlink()
-    for damaged in (None, b"", b"12345678"):
-        if damaged is not None:
-            (folder / "model.safetensors").write_bytes(damaged)
+    sentence = refused(capsys, folder, "--text", "hello")
+    assert sentence.startswith(f"model {folder} has no loadable safetensors weights (") and "from_scratch" not in sentence
+    for damaged in (b"", b"12345678"):
+        (folder / "model.safetensors").write_bytes(damaged)
         sentence = refused(capsys, folder, "--text", "hello")
-        assert sentence.startswith(f"model {folder} has no loadable safetensors weights (") and "from_scratch" not in sentence
+        assert sentence.startswith(f"model.safetensors of the model {folder} cannot be read as safetensors (")
 
 
 def test_an_adapter_is_read_as_for_training(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.launch.environment import read_launch
 from toolkit.tools.generate import generate as command
+from toolkit.tools.generate import model
 from toolkit.tools.generate.model import _choose_device, load_generator, open_model
 from toolkit.training.run import release
 
@@ -60,7 +61,7 @@ def test_a_model_computes_as_its_run_did(tmp_path: Path, asked: str | None, expe
     assert {weight.dtype for weight in load_generator(open_model(str(tmp_path)), asked, {}).model.parameters()} == {expected}
 
 
-def test_a_model_beyond_the_device_is_not_called_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_beyond_the_device_is_named_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     train_byte_level_tokenizer(["hello"], 300).save_pretrained(tmp_path)
@@ -70,9 +71,11 @@ def test_a_model_beyond_the_device_is_not_called_unreadable(tmp_path: Path, monk
     def fill(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "to", fill)
-    with pytest.raises(UserError, match=r"^the model does not fit cuda:0 \(CUDA out .* 2.00 GiB.\): try --dtype bfloat16"):
+    monkeypatch.setattr(model, "allocate", fill)
+    sentence = r"^the model does not fit cuda:0 \(CUDA out .* 2.00 GiB.\): try --dtype bfloat16"
+    with pytest.raises(UserError, match=sentence) as raised:
         load_generator(open_model(str(tmp_path)), "float32", {})
+    assert raised.value.printed_by == "run"
 
 
 def test_processes_of_torchrun_are_connected_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,22 +113,3 @@ def _start_generate(cases: list[tuple[dict[str, Any], ...]]) -> list[str]:
                 ends.append(str(error).partition(" on rank 1 ")[0])
                 release()
     return ends
-
-
-def test_a_rank_whose_gpu_lacks_room_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
-    opened = SimpleNamespace(usage=SimpleNamespace(batch_size_rows=1), takes_chats=lambda plain: False)
-    monkeypatch.setattr(command, "open_model", lambda name: opened)
-
-    def lack(*_: Any) -> None:
-        raise UserError("no room")
-
-    monkeypatch.setattr(command, "load_generator", lack)
-    options = SimpleNamespace(
-        model="m", file=None, texts=["a"], column=None, csv_delimiter=None, encoding=None, dtype=None, output=None, settings={},
-        plain=False, batch_size_rows=None,
-    )  # fmt: skip
-    opened.usage.csv_delimiter = None
-    with pytest.raises(UserError, match="no room") as raised:
-        command.generate(options)  # type: ignore[arg-type]
-    assert raised.value.printed_by == "run"

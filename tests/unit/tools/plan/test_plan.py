@@ -18,7 +18,7 @@ import torch
 from toolkit.errors import UserError
 from toolkit.loss import summed_loss
 from toolkit.models import load as models
-from toolkit.models.shard_reader import PIECE_BYTES
+from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.units import describe_units
 from toolkit.tools import main as command
@@ -372,9 +372,10 @@ def test_offloaded_shards_are_the_host_s() -> None:
     assert planned.host_bytes["offloaded shards"] == pytest.approx(NUM_PARAMETERS * 16 / 4, rel=0.001)
 
 
-def test_fsdp2_alone_loads_a_model_piece_by_piece() -> None:
-    assert plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED).host_bytes["while loading"] == 2 * PIECE_BYTES
-    for preset, flags in (("fsdp2_full_shard", ["--model.from_scratch=true"]), ("ddp", []), ("fsdp1_full_shard", [])):
+def test_a_model_loads_piece_by_piece_but_from_scratch_and_under_fsdp1() -> None:
+    for preset in ("fsdp2_full_shard", "ddp"):
+        assert plan(LLAMA, preset, 4, *UNPACKED).host_bytes["while loading"] == 2 * PIECE_BYTES
+    for preset, flags in (("fsdp2_full_shard", ["--model.from_scratch=true"]), ("fsdp1_full_shard", [])):
         assert plan(LLAMA, preset, 4, *UNPACKED, *flags).host_bytes["while loading"] == NUM_PARAMETERS * 4
 
 

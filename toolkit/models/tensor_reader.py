@@ -1,0 +1,154 @@
+"""Readers of tensors, by which values reach a model's parameters: each gives any part of one.
+
+Over files and seeds nothing is in host memory but pieces of at most `PIECE_BYTES`, whatever the size of a tensor, so that no rank
+holds the full model. Over a state dict each rank holds all of it, until a parameter has its values.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
+from toolkit.distributed.progress import Phase
+from toolkit.models.freeze import hash_parts
+from toolkit.private import private
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PIECE_BYTES = 2**24
+"""Most bytes of a tensor in host memory at once, counted in fp32."""
+
+TensorSlice = tuple[slice, ...]
+"""A part of a tensor: begin and end in each dimension."""
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """One parameter's values."""
+
+    shape: tuple[int, ...]
+    read: Callable[[TensorSlice], torch.Tensor]
+    """Reads any part onto the CPU, in the dtype of the loaded parameter."""
+    dtype: torch.dtype | None = None
+    """As stored in a file; None for values that are made."""
+    is_held: bool = False
+    """Each rank holds the full tensor in memory."""
+
+    def to(self, dtype: torch.dtype) -> TensorReader:
+        """The reader of the values converted to `dtype`, part by part."""
+        return TensorReader(self.shape, lambda box: self.read(box).to(dtype))
+
+
+TensorReaders = dict[str, TensorReader]
+"""By the parameter's name."""
+
+
+def state_readers(state: Mapping[str, torch.Tensor]) -> TensorReaders:
+    """Readers of tensors by name, as in a state dict."""
+    return {name: TensorReader(tuple(t.shape), t.detach().__getitem__, is_held=True) for name, t in state.items()}
+
+
+def fill_buffers(model: nn.Module, readers: TensorReaders) -> None:
+    """Read those of a model's buffers that have a reader, in place: buffers are not sharded, so each rank reads all of them."""
+    for name, buffer in model.named_buffers():
+        if name in readers:
+            for piece in pieces(tuple(buffer.shape)):
+                buffer[piece].copy_(readers[name].read(piece))
+
+
+def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with its parameters on the meta device; buffers are copied, ties and `requires_grad` kept."""
+    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give an unsharded model empty parameters on `device`, in place; buffers stay where they are."""
+    for parameter in model.parameters():  # swapped, so that ties stay
+        empty = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, empty)
+
+
+@torch.no_grad()
+def fill_parameters(model: nn.Module, readers: TensorReaders) -> None:
+    """Read this rank's shard of every parameter in place; all of one that is not sharded. Its reader is taken out of `readers`,
+    and with it what the reader holds. A file that cannot be read is a `UserError` on every rank. Collective."""
+    num_bytes = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
+    with Phase("loading the weights", num_bytes, "B") as loading:
+        on_all_ranks(lambda: _fill_parameters(model, readers, loading))
+
+
+def _fill_parameters(model: nn.Module, readers: TensorReaders, loading: Phase) -> None:
+    place_of = private("compute_local_shape_and_global_offset")
+    for name, parameter in model.named_parameters():
+        reader = readers.pop(name)
+        assert reader.shape == tuple(parameter.shape), f"{name} is {tuple(parameter.shape)}, its reader {reader.shape}"
+        local, shape, offset = parameter.data, parameter.shape, (0,) * parameter.ndim
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            shape, offset = place_of(parameter.shape, parameter.device_mesh, parameter.placements)
+        assert tuple(shape) == tuple(local.shape), f"{name}: {tuple(local.shape)} is not this rank's {tuple(shape)}"
+        for piece in pieces(tuple(local.shape)):
+            box = tuple(slice(begin + p.start, begin + p.stop) for begin, p in zip(offset, piece, strict=True))
+            local[piece].copy_(reader.read(box))
+            loading.add(local[piece].nbytes)
+
+
+def hash_readers(readers: TensorReaders, dtypes: dict[str, torch.dtype], *, on_each_rank: bool = False) -> dict[str, str]:
+    """`freeze.hash_tensor` of the tensors that `dtypes` names; one rank computes each, piece by piece, or each rank computes all,
+    from what it reads itself. A file that cannot be read is a `UserError` on every rank. Collective."""
+
+    def digest(name: str) -> str:
+        reader = readers[name]
+        return hash_parts(dtypes[name], reader.shape, map(reader.read, pieces(reader.shape)))
+
+    # Share the tensors among ranks, the largest first, each to the rank with the least to hash.
+    loads = [0] * world_size()
+    mine = []
+    for name in sorted(dtypes, key=lambda name: (-math.prod(readers[name].shape), name)):
+        least = loads.index(min(loads))
+        loads[least] += math.prod(readers[name].shape)
+        if on_each_rank or least == rank():
+            mine.append(name)
+    num_bytes = {name: math.prod(readers[name].shape) * dtypes[name].itemsize for name in mine}
+
+    def digest_mine() -> dict[str, str]:
+        digests = {}
+        for name, found in zip(mine, threads.map(digest, mine), strict=True):
+            digests[name] = found
+            hashing.add(num_bytes[name])
+        return digests
+
+    with (
+        ThreadPoolExecutor(torch.get_num_threads()) as threads,  # hashing releases the GIL
+        Phase("hashing the frozen weights", sum(num_bytes.values()), "B") as hashing,
+    ):
+        hashes = on_all_ranks(digest_mine)
+    of_ranks = [hashes] if on_each_rank else gather_objects(hashes)
+    return dict(sorted(pair for of_rank in of_ranks for pair in of_rank.items()))
+
+
+def pieces(shape: tuple[int, ...]) -> Iterator[TensorSlice]:
+    """Boxes that cover a tensor in memory order, cut along the first dimension to `PIECE_BYTES`, but at least one row each; a
+    large expert (of three dimensions) is cut along the second."""
+    if not shape:
+        yield ()
+    elif math.prod(shape):
+        rows = PIECE_BYTES // 4 // math.prod(shape[1:])
+        if not rows and len(shape) > 2:
+            yield from ((slice(place, place + 1), *rest) for place in range(shape[0]) for rest in pieces(shape[1:]))
+            return
+        rows, rest = max(1, rows), tuple(slice(0, size) for size in shape[1:])
+        for begin, end in itertools.pairwise([*range(0, shape[0], rows), shape[0]]):
+            yield (slice(begin, end), *rest)
