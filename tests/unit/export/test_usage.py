@@ -19,9 +19,9 @@ from tests.support.model_folders import _build_tokenizer
 from tests.support.refusals import refusal
 from toolkit.config.python import load_config
 from toolkit.errors import UserError
-from toolkit.evaluation.generate import _stop_token_ids
 from toolkit.export.run_data import RunData, load_run_data, save_run_data
 from toolkit.export.usage import load_usage, save_usage, set_generation
+from toolkit.models.generation import list_end_ids
 
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1}
 
@@ -30,7 +30,7 @@ REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1}
 def test_an_evaluation_and_an_export_end_texts_at_tokens_of_model_and_rows(tmp_path: Path, own: Any, ends: Any) -> None:
     model: Any = SimpleNamespace(config=GPT2Config(), generation_config=GenerationConfig(eos_token_id=own))
     data: Any = SimpleNamespace(stop_token_ids=(5,))
-    assert _stop_token_ids(model, data) == (ends if isinstance(ends, list) else [ends])
+    assert list_end_ids(model, data.stop_token_ids) == (ends if isinstance(ends, list) else [ends])
     set_generation(model, load_config("llm", overrides=REQUIRED), (5,), 0)
     model.generation_config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
