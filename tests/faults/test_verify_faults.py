@@ -22,7 +22,7 @@ from toolkit.tools.forks import take_signals
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
 
 CHECKS = {
-    "start", "rows", "loss", "gradients", "update", "dropout", "evaluation", "sharding", "ties", "moved", "save", "resume",
+    "start", "rows", "loss", "gradients", "update", "dropout", "evaluation", "sharding", "moved", "save", "resume",
     "export", "generation", "bf16", "recomputation", "modes", "positions", "text",
 }  # fmt: skip
 NF4 = "--adapter.base_dtype=nf4"
@@ -83,7 +83,7 @@ def test_a_qwen3_in_codes_passes(benches: dict[str, Workbench], tmp_path: Path, 
     model = str(tmp_path / "models" / "llm")
     assert run_verify(output, flags_of(benches["nf4"], NF4), model=model, presets=[preset]), capsys.readouterr().out
     verdict = json.loads((output / "verify.json").read_text())
-    assert {proof["check"] for proof in verdict["proofs"]} >= {"start", "frozen", "export", "adapter", "resume", "recomputation"}
+    assert {proof["check"] for proof in verdict["proofs"]} >= {"start", "frozen", "export", "resume", "recomputation"}
 
 
 @pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])
@@ -98,11 +98,12 @@ def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: s
     assert any(detail in proof.detail for proof in failed)
 
 
-def test_an_adapter_without_a_fault_passes(benches: dict[str, Workbench], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [{}, {"sharded": True, "num_processes": 3}], ids=["beside one process", "sharded"])
+def test_an_adapter_without_a_fault_passes(benches: dict[str, Workbench], tmp_path: Path, how: dict[str, Any]) -> None:
     bench = benches["llm"]
-    proofs = run_part({"reference", "preset-0", "dropout"}, tmp_path, flags_of(bench), model=model_of(bench))
+    proofs = run_part({"reference", "preset-0", "dropout"}, tmp_path, flags_of(bench), model=model_of(bench), **how)
     assert all(proof.passed for proof in proofs), proofs
-    assert {proof.check for proof in proofs} >= {"gradients", "update", "dropout", "evaluation", "generation", "adapter"}
+    assert {proof.check for proof in proofs} >= {"gradients", "update", "dropout", "evaluation", "generation"}
 
 
 def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
     with subprocess.Popen([*command, *flags_of(bench)], cwd=tmp_path, env=environment(), **how) as run:
         printed = [run.stdout.readline() for _ in range(2)]  # type: ignore[union-attr]
         run.send_signal(signal.SIGINT)
-    assert printed[1].startswith("run 1 of 8: single ") and printed[1].endswith(" s\n"), printed
+    assert printed[1].startswith("run 1 of 8: one process ") and printed[1].endswith(" s\n"), printed
     refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.startswith("error: "), "Traceback" in refused.stderr) == (2, True, False)
 

@@ -10,16 +10,15 @@ from typing import Any
 from tests.planting.plant import planted
 from tests.support.launch import Running
 from tests.support.rank import run_script
-from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
 from toolkit.tools.verify.runs import WatchedRun, launch_all, plan_runs
-from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, verify
+from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, compare, verify
 
 BESIDE_ONE_PROCESS, RESUMED = {"reference", "preset-0"}, {"dropout", "resumed", "resumed-again", "ddp-dropout"}
 RUNS_OF_CHECK: dict[str, set[str]] = {
-    **dict.fromkeys(("start", "loss", "gradients", "evaluation", "positions", "buffers"), BESIDE_ONE_PROCESS),
+    **dict.fromkeys(("start", "loss", "gradients", "evaluation", "positions", "buffers", "run"), BESIDE_ONE_PROCESS),
     **dict.fromkeys(("save", "resume"), RESUMED),
-    **dict.fromkeys(("text", "run"), {"reference"}),
+    "text": {"reference"},
     "modes": {"ddp"},
     "dropout": {"dropout"},
     "recomputation": {"dropout", "kept-0"},
@@ -43,18 +42,13 @@ def run_part(
     **settings: Any,
 ) -> list[Proof]:
     """The rows of all checks that these runs reach; settings are those of `build_box`."""
-    from toolkit.tools.verify.exports import check_exports
-    from toolkit.tools.verify.plain_checks import check_plain
-
     with planted(fault, only_in_ranks=only_in_ranks):
-        box = build_box(run_arguments, num_processes=2, use_cpu=True, output=output, **settings)
+        box = build_box(run_arguments, use_cpu=True, output=output, **{"num_processes": 2} | settings)
         plans = plan_runs(box)
-        runs = {name: WatchedRun(plan, output / name, output / name, "left out", None) for name, plan in plans.items()}
+        runs = {name: WatchedRun(plan, output / name, output / name, "") for name, plan in plans.items()}
         launched = launch_all(box, {name: plan for name, plan in plans.items() if name in names}, launch, launch)
         runs |= {run.plan.name: run for run in launched}
-        proofs = check_all(runs, DEFAULT_TOLERANCE, box.config.optim, expects_frozen=box.config.adapter.method != "none")
-        proofs += check_plain(runs, box.config, DEFAULT_TOLERANCE, use_cpu=True)
-        proofs += check_exports(runs["preset-0"], box.config)
+        proofs = compare(box, runs, DEFAULT_TOLERANCE)
     return [proof for proof in proofs if proof.is_reached]
 
 

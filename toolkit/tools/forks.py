@@ -62,10 +62,9 @@ class Ranks:
     """The ranks of one launch. In a `with`, at whose end whatever still runs is killed."""
 
     def __init__(self, context: Any, world: World) -> None:
-        """Start them as processes of `context`, of multiprocessing: forks of this process or of its server."""
-        # daemon: what is left behind is terminated, not waited for, when this process exits.
-        places = range(len(world.streams))
-        self._processes = [context.Process(target=_become_rank, args=(world, rank), daemon=True) for rank in places]
+        """Start them as processes of `context`, of multiprocessing: forks of this process or of its server. They end with it."""
+        ranks = range(len(world.streams))
+        self._processes = [context.Process(target=_become_rank, args=(world, rank), daemon=True) for rank in ranks]
         for process in self._processes:
             process.start()
 
@@ -156,7 +155,8 @@ def _become_rank(world: World, rank: int) -> None:
         for file, stream in zip(world.streams[rank], (sys.stdout, sys.stderr), strict=True):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        _take_environment(world, str(rank))
+        take_environment(world.environment | {ACCELERATE_YAML: str(world.accelerate_yaml)})
+        take_environment(launched_environment(world.accelerate_yaml, len(world.streams)) | _of_rank(world, str(rank)))
         for known in (control_group, find_launchers):  # of the launching process
             known.cache_clear()
         numpy.random.seed()  # forks would all draw the same numbers, unlike real processes
@@ -176,11 +176,8 @@ def _become_rank(world: World, rank: int) -> None:
         os._exit(code & 0xFF)
 
 
-def _take_environment(world: World, rank: str) -> None:
-    """Take the environment that `accelerate launch --config_file` and torch elastic would set."""
+def _of_rank(world: World, rank: str) -> dict[str, str]:
+    """What torch elastic adds to the environment of a rank."""
     size = str(len(world.streams))
-    of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    of_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.port)}
-    given = {name: value for name, value in world.environment.items() if name not in of_rank}
-    take_environment(given | {ACCELERATE_YAML: str(world.accelerate_yaml)})
-    take_environment(launched_environment(world.accelerate_yaml, int(size)) | (of_rank if world.port else {}))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.port)}
+    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} | meeting if world.port else {}

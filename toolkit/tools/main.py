@@ -220,5 +220,6 @@ def _add_verify(jobs: Any) -> None:
     add("--num-processes", type=int, help="number of ranks (default: the GPUs of this machine, else 2)")
     add("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
     add("--bf16", action="store_true", help="add a run in bf16, compared with fp32 to 5 %%")
+    add("--sharded", action="store_true", help="for a model that no process holds alone: compare with FSDP2 on one process fewer")
     add("--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)")
     add("--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="folder of the table (default: runs/verify)")

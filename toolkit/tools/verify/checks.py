@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from toolkit.optimizers import state_bytes
 from toolkit.tools.verify.records import (
     Proof,
     Tensors,
+    equal,
     exact,
     largest,
     load_about,
@@ -24,7 +26,7 @@ from toolkit.tools.verify.records import (
     relative,
     within,
 )
-from toolkit.tools.verify.runs import DROPOUT, NUM_STEPS, SAVED_STEP, WatchedRun
+from toolkit.tools.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
 from toolkit.tools.verify.updates import check_dropout, check_updates
 
 GRADIENT_FLOOR = 0.01
@@ -38,6 +40,8 @@ One such unit of 512, in a T5 of 900,000 parameters, changed its layer's gradien
 """
 BF16_TOLERANCE = 0.05
 """Largest relative difference of a loss or gradient norm in bf16 from that in fp32; a number in bf16 is off by up to 0.4 %."""
+LOSSES = ("loss", "router_aux_loss")
+"""Of a line of a step; the second of a mixture of experts."""
 NOT_COMPARED = {"kind", "step", "rows_per_s", "measured_on", "rouge_tokenizer"}
 """Of a line of an evaluation."""
 SHARD_SLACK = 0.01
@@ -45,7 +49,7 @@ SHARD_SLACK = 0.01
 
 
 def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig, *, expects_frozen: bool) -> list[Proof]:
-    """All checks except those of exports. A run that ended early fails one check and leaves others not reached."""
+    """All checks without plain transformers. A run that ended early fails the check `run`, and leaves others not reached."""
     reference, main, resharded = runs["reference"], runs["preset-0"], runs["resharded"]
     dropout, resumed, again = runs["dropout"], runs["resumed"], runs["resumed-again"]
     others = [run for name, run in runs.items() if name == "ddp" or name.startswith("preset-")]
@@ -53,11 +57,15 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
     recomputing = [
         (runs.get(name.replace("kept", "recomputed"), dropout), kept) for name, kept in runs.items() if name.startswith("kept-")
     ]
+
+    def only(wanted: str) -> list[WatchedRun]:
+        return [run for name, run in runs.items() if name == wanted]
+
     # Each check with its runs; `reference` and the like are what they are compared with.
     checks: list[tuple[str, list[WatchedRun], Callable[[WatchedRun], Proof | None]]] = [
         ("start", others, partial(compare_starts, reference)),
         ("rows", with_curves, partial(compare_rows, reference)),
-        ("loss", with_curves, partial(compare_losses, reference, tolerance=tolerance)),
+        ("loss", with_curves, lambda run: compare_figures(reference, run, *LOSSES, tolerance=tolerance)),
         ("gradients", others, partial(compare_gradients, reference, tolerance=tolerance)),
         ("gradients", others, partial(compare_late_gradients, reference)),
         ("evaluation", with_curves, partial(compare_evaluations, reference, tolerance=tolerance)),
@@ -66,57 +74,47 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
             ("recomputation", [run], partial(compare_gradients, kept, tolerance=tolerance, remark=", with activations kept"))
             for run, kept in recomputing
         ),
-        ("bf16", [run for name, run in runs.items() if name == "bf16"], partial(compare_bf16, reference)),
-        ("sharding", [run for run in others if run.plan.num_shards], partial(check_shards, optimizer=optim.name)),
-        ("ties", [*strategies, resharded, resumed], check_ties),
+        ("bf16", only("bf16"), lambda run: compare_figures(reference, run, "loss", "grad_norm", tolerance=BF16_TOLERANCE)),
+        ("sharding", [run for run in strategies if run.plan.num_shards], partial(check_shards, optimizer=optim.name)),
         ("moved", strategies, check_moved),
         ("frozen", strategies, partial(check_frozen, expects_frozen=expects_frozen)),
         ("save", [resharded], partial(compare_loaded, main)),
         ("save", [resumed], partial(compare_loaded, dropout)),
         ("save", [again], partial(compare_loaded, resumed)),
         ("resume", [resumed, again], partial(compare_resumed, dropout)),
-        ("resume", [run for name, run in runs.items() if name == "ddp-dropout"], partial(compare_curves, dropout, tolerance)),
+        # Under DDP after evaluations: the same elements are dropped.
+        ("resume", only("ddp-dropout"), lambda run: compare_figures(dropout, run, "loss", tolerance=tolerance)),
         ("update", strategies, partial(check_updates, config=optim)),
         ("dropout", [dropout], check_dropout),
     ]
-    proofs = [prove(check, run, work) for check, of, work in checks for run in of]
-    ended_early = [
-        Proof(check=run.failed_check, compared=run.title, detail=run.failure or "") for run in runs.values() if run.failed_check
-    ]
-    return [*(proof for proof in proofs if proof is not None), *ended_early]
+    proofs = [proof for check, of, work in checks for run in of for proof in prove(check, run, work)]
+    failed = [Proof(check="run", compared=run.title, detail=run.failure) for run in runs.values() if run.failure]
+    return [*proofs, *failed]
 
 
-# --- What must be equal for all processes, micro-batches and presets.
+# --- What must be equal for all numbers of processes, micro-batches and presets.
 
 
 def compare_starts(reference: WatchedRun, run: WatchedRun) -> Proof:
-    """Check that the weights before the first step, trainable and frozen, are bit for bit those that one process loads."""
-    expected, actual = load_about(reference, "loaded")["frozen"], load_about(run, "loaded")["frozen"]
+    """Check that the weights before the first step, trainable and frozen, are bit for bit those of the reference."""
     title = f"{run.title}: weights as loaded"
-    if changed := [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]:
-        return Proof(compared=title, detail=named(changed, "is not what one process loads"))
-    return _same_tensors(title, load_tensors(reference, "loaded"), load_tensors(run, "loaded"))
+    frozen = (load_about(of, "loaded")["frozen"] for of in (reference, run))
+    proof = equal(title, frozen, f"is not what {reference.title} loads")
+    return _same_tensors(title, load_tensors(reference, "loaded"), load_tensors(run, "loaded")) if proof.passed else proof
 
 
 def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
     """Check that every step takes the same rows, and none twice."""
     expected, actual = load_rows_of_steps(reference), load_rows_of_steps(run)
-    wrong = [step for step, rows in actual.items() if sorted(rows) != sorted(expected.get(step, []))]
-    detail = f"step {wrong[0]} takes other rows, or some twice" if wrong else ""
-    return exact(f"{run.title}: rows of {len(actual)} steps", len(wrong), detail)
+    rows = [{f"step {step}": sorted(of[step]) for step in actual if step in of} for of in (expected, actual)]
+    return equal(f"{run.title}: rows of {len(actual)} steps", rows, "takes other rows, or some twice")
 
 
-def compare_losses(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof:
-    """Compare the loss of every step, and the auxiliary one of a mixture of experts."""
+def compare_figures(reference: WatchedRun, run: WatchedRun, *names: str, tolerance: float) -> Proof:
+    """Compare these figures of every step, as far as it has them."""
     lines = load_lines(run, "train")
-    losses = [name for name in ("loss", "router_aux_loss") if name in lines[0]]
-    return within(f"{run.title}: {len(lines)} steps", *_largest_of_lines(reference, run, *losses), tolerance)
-
-
-def compare_bf16(reference: WatchedRun, run: WatchedRun) -> Proof:
-    """Compare loss and gradient norm of every step, computed in bf16, with those in fp32."""
-    title = f"{run.title}: losses and norms of {NUM_STEPS} steps, fp32"
-    return within(title, *_largest_of_lines(reference, run, "loss", "grad_norm"), BF16_TOLERANCE)
+    found = [name for name in names if name in lines[0]]
+    return within(f"{run.title}: {', '.join(found)} of {len(lines)} steps", *_largest_of_lines(reference, run, *found), tolerance)
 
 
 def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
@@ -160,12 +158,9 @@ def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | No
     zero = {name for name, gradient in load_tensors(reference, "gradients").items() if not gradient.any()}
     if not zero:
         return None
-    expected, actual = (
-        {name: gradient for name, gradient in load_tensors(of, "late_gradients").items() if name in zero}
-        for of in (reference, run)
-    )
-    title = f"{run.title}: {len(expected)} tensors that are zero in step 1, in step 2"
-    return within(title, *largest_gradient(expected, actual), LATE_TOLERANCE)
+    late = [{name: g for name, g in load_tensors(of, "late_gradients").items() if name in zero} for of in (reference, run)]
+    title = f"{run.title}: {len(zero)} tensors that are zero in step 1, in step 2"
+    return within(title, *largest_gradient(*late), LATE_TOLERANCE)
 
 
 def _largest_of_lines(reference: WatchedRun, run: WatchedRun, *figures: str) -> tuple[float, str]:
@@ -202,35 +197,24 @@ def check_shards(run: WatchedRun, optimizer: str) -> Proof:
     Moments are averaged because FSDP1 shards trainable and frozen parameters together: one rank may hold most of the former.
     """
     about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.plan.num_shards or 1
-    whole = fair = moments = fair_moments = 0
+    totals, fair = Counter[str](), Counter[str]()
     for parameter in about["parameters"].values():
-        first, *rest = parameter["shape"] or [1]
-        row_bytes = math.prod(rest) * parameter["itemsize"]
-        rows = -(-first // num_shards)
-        whole, fair = whole + first * row_bytes, fair + rows * row_bytes
+        shape, size = tuple(parameter["shape"] or [1]), parameter["itemsize"]
+        part = (-(-shape[0] // num_shards), *shape[1:])
+        totals["parameters"] += math.prod(shape) * size
+        fair["parameters"] += math.prod(part) * size
         if parameter["is_trainable"]:
-            moments += state_bytes(optimizer, tuple(parameter["shape"]))
-            fair_moments += state_bytes(optimizer, tuple(parameter["shape"]), (rows, *rest))
-    of_ranks = {kind: [rank[f"{kind}_bytes"] for rank in about["ranks"]] for kind in ("parameter", "moment")}
-    shares = {
-        "parameters": (max(of_ranks["parameter"]) / whole, fair / whole),
-        "moments": (sum(of_ranks["moment"]) / len(about["ranks"]) / moments, fair_moments / moments),
+            totals["moments"] += state_bytes(optimizer, shape)
+            fair["moments"] += state_bytes(optimizer, shape, part)
+    held = {
+        "parameters": max(rank["parameter_bytes"] for rank in about["ranks"]),
+        "moments": sum(rank["moment_bytes"] for rank in about["ranks"]) / len(about["ranks"]),
     }
+    shares = {kind: (bytes_held / totals[kind], fair[kind] / totals[kind]) for kind, bytes_held in held.items()}
     name, (share, limit) = max(shares.items(), key=lambda item: item[1][0] - item[1][1])
     where = ", ".join(about["placements"])
     title = f"{run.title}: largest share of a rank" + (f", {where}" if where else "")
     return within(title, share, f"a rank holds {share:.0%} of the {name}", limit + SHARD_SLACK)
-
-
-def check_ties(run: WatchedRun) -> Proof | None:
-    """Check that weights tied in transformers' own model are tied in the wrapped one; None if nothing is tied."""
-    ties = load_about(run, "loaded")["ties"]
-    if not ties["tied"]:
-        return None
-    broken = [" = ".join(names) for names in ties["broken"]]
-    num_names = sum(map(len, ties["tied"]))
-    title = f"{run.title}: {num_names} names in {len(ties['tied'])} group(s)"
-    return exact(title, len(broken), f"no longer one weight: {'; '.join(broken)}" if broken else "")
 
 
 def check_moved(run: WatchedRun) -> Proof:
@@ -246,8 +230,7 @@ def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
     before, after = load_about(run, "loaded")["frozen"], load_about(run, "trained")["frozen"]
     if not before:
         return Proof(compared=run.title, detail="nothing is frozen") if expects_frozen else None
-    changed = [name for name in before if after.get(name) != before[name]]
-    return exact(f"{run.title}: {len(before)} frozen tensors", len(changed), named(changed, "has changed"))
+    return equal(f"{run.title}: {len(before)} frozen tensors", (before, after), "has changed")
 
 
 # --- Checkpoints.
@@ -259,12 +242,11 @@ def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
     name = f"saved-{run.plan.from_step}"
     saved, title = load_tensors(of, name), f"{of.title}, step {run.plan.from_step}"
     before, after = (load_about(*record)["random"] for record in ((of, name), (run, "loaded")))
-    what = f"{len(saved)} tensors" + (f", {len(before)} random states" if len(before) == len(after) else "")
+    are_as_many = len(before) == len(after)
+    what = f"{len(saved)} tensors" + (f", {len(before)} random states" if are_as_many else "")
     proof = _same_tensors(f"{title}, loaded by {len(after)}: {what}", saved, load_tensors(run, "loaded"))
-    if proof.passed and len(before) == len(after) and before != after:
-        wrong = [f"rank {place}" for place, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
-        return exact(proof.compared, len(wrong), named(wrong, "has another random state"))
-    return proof
+    states = [{f"rank {place}": state for place, state in enumerate(of_ranks)} for of_ranks in (before, after)]
+    return equal(proof.compared, states, "has another random state") if proof.passed and are_as_many else proof
 
 
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun) -> Proof:
@@ -286,13 +268,6 @@ def compare_resumed(whole: WatchedRun, resumed: WatchedRun) -> Proof:
     if wrong := [step for step, of_step in load_rows_of_steps(resumed).items() if of_step != rows[step]]:
         return exact(title, 1.0, f"step {wrong[0]} takes other rows")
     return _same_tensors(title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
-
-
-def compare_curves(whole: WatchedRun, tolerance: float, resumed: WatchedRun) -> Proof:
-    """Compare the losses of a run with dropout that goes on under DDP, after evaluations: the same elements are dropped."""
-    steps = [line["step"] for line in load_lines(resumed, "train")]
-    title = f"{resumed.title} after step {resumed.plan.from_step}, dropout {DROPOUT}: {len(steps)} losses"
-    return within(title, *_largest_of_lines(whole, resumed, "loss"), tolerance)
 
 
 def _same_tensors(title: str, expected: Tensors, actual: Tensors) -> Proof:

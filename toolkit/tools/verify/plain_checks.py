@@ -1,53 +1,65 @@
-"""Compares runs with plain transformers: rows with their texts, step 1 and the evaluation before it a row at a time in fp64,
-buffers, and logits of long rows."""
+"""Compares runs with plain transformers and peft: rows with their texts, step 1 and the evaluation before it a row at a time in
+fp64, buffers, logits of long rows, and what was exported, its weights, logits and texts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+import warnings
+from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from toolkit.config.load import RecipeConfig
 from toolkit.data.rows.example import Example, read_examples
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
 from toolkit.distributed.device import free_memory_bytes
 from toolkit.export.compare import LOGIT_TOLERANCE
+from toolkit.files.json_lines import load_json_lines
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
+from toolkit.models.load import build_on_meta, from_files
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
-from toolkit.tools.verify import plain, records
+from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
+from toolkit.tools.verify import EXPORTED, plain, records
 from toolkit.tools.verify.checks import RELU_TOLERANCE, largest_gradient
-from toolkit.tools.verify.exports import load_plain, quantize_layers
-from toolkit.tools.verify.records import NotReached, Proof
-from toolkit.tools.verify.runs import WatchedRun
+from toolkit.tools.verify.records import NotReached, Proof, Tensors
+from toolkit.tools.verify.runs import GENERATION, NUM_STEPS, WatchedRun
 
 FP64_SHARE_OF_FREE_MEMORY = 0.5
 """fp64 is taken if 16 bytes a parameter, for weights and gradients, are at most this share of the free memory; else fp32."""
+MANY_PARAMETERS = 10**7
+"""Of a model that computes faster with several threads than with one."""
+NUM_TEXTS = 4
+"""Number of texts to generate again, on the CPU, where a large model is slow."""
 
 
-def check_plain(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, use_cpu: bool) -> list[Proof]:
-    """The rows of the checks `buffers`, `positions` and `text`: the last of the reference, with which other checks compare."""
-    reference, proofs = runs["reference"], list[Proof | None]()
-    fresh = [run for run in runs.values() if run.plan.after is None and not run.plan.flags["model.dropout"]]
-    try:
-        if (model := _load(reference, config)) is None:  # weights with new tokens, or drawn and frozen ones, are only in the run
-            return []
-        proofs += [records.prove("buffers", run, partial(_compare_buffers, model)) for run in runs.values()]
-        model = model.to("cpu" if use_cpu else "cuda")
-        proofs += [records.prove("positions", run, partial(_compare_positions, model)) for run in fresh]
-        proofs += [replace(proof, check="text") for proof in _compare_step(model, reference, config, tolerance)]
-    except NotReached as missing:
-        proofs.append(Proof(check="text", compared=reference.title, is_reached=not missing.args[0].failure))
-    except (OSError, ValueError, RuntimeError, AttributeError, TypeError) as error:  # of transformers
-        proofs.append(Proof(check="text", compared=reference.title, detail=" ".join(str(error).split())))
-    return [*filter(None, proofs)]
+def check_plain(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, on_cpu: bool) -> list[Proof]:
+    """The rows of `buffers`, `positions` and `text`, the last of the reference, with which other checks compare, and those of
+    `export` and `generation`."""
+    started = records.prove("text", runs["reference"], lambda _: _compare_starts(runs, config, tolerance, on_cpu=on_cpu))
+    return [*started, *records.prove("export", runs[EXPORTED], partial(_compare_exports, config))]
+
+
+def _compare_starts(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, on_cpu: bool) -> Iterator[Proof]:
+    reference = runs["reference"]
+    if (model := _load(reference, config)) is None:  # weights with new tokens, or drawn and frozen ones, are only in the run
+        return
+    if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
+        torch.set_num_threads(1)
+    for run in runs.values():
+        yield from records.prove("buffers", run, partial(_compare_buffers, model))
+    model, logits = model.to("cpu" if on_cpu else "cuda"), dict[bytes, torch.Tensor]()
+    for run in runs.values():
+        if run.plan.after is None and not run.plan.flags["model.dropout"]:
+            yield from records.prove("positions", run, partial(_compare_positions, model, logits))
+    yield from _compare_step(model, reference, config, tolerance)
 
 
 def _load(run: WatchedRun, config: RecipeConfig) -> Any:
@@ -70,7 +82,7 @@ def _load(run: WatchedRun, config: RecipeConfig) -> Any:
     return model
 
 
-def _compare_buffers(model: torch.nn.Module, run: WatchedRun) -> Proof | None:
+def _compare_buffers(model: nn.Module, run: WatchedRun) -> Proof | None:
     """Check that every buffer, persistent or not, is bit for bit that of plain transformers, in its dtype; None without any."""
     about = records.load_about(run, "loaded")
     quantized = {name.rpartition(".")[0] for name in about["frozen"] if name.endswith(".codes")}  # have a table of their own
@@ -78,30 +90,37 @@ def _compare_buffers(model: torch.nn.Module, run: WatchedRun) -> Proof | None:
         base_name(name) or name: value for name, value in about["buffers"].items() if name.rpartition(".")[0] not in quantized
     }
     expected = {name: [str(buffer.dtype), hash_tensor(buffer, buffer.dtype)] for name, buffer in model.named_buffers()}
-    wrong = sorted(name for name in {**expected, **held} if expected.get(name) != held.get(name))
-    return (
-        records.exact(f"{run.title}: {len(expected)} buffers", len(wrong), records.named(wrong, "is another"))
-        if expected or held
-        else None
-    )
+    proof = records.equal(f"{run.title}: {len(expected)} buffers", (expected, held), "is another")
+    return proof if expected or held else None
 
 
-@torch.no_grad()
-def _compare_positions(model: Any, run: WatchedRun) -> Proof:
-    """Compare the last logits of long rows, relative to the largest."""
+def _compare_positions(model: Any, known: dict[bytes, torch.Tensor], run: WatchedRun) -> Proof:
+    """Compare the last logits of long rows; `known` has those of plain transformers that another run needed."""
     path = run.records / "positions.safetensors"
     if not path.is_file():
         raise NotReached(run)
     looked, worst, where = load_file(path), (0.0, ""), []
     for kind in dict.fromkeys(name.partition(".")[0] for name in looked):
-        inputs = {name.partition(".")[2]: t.to(model.device) for name, t in looked.items() if name.startswith(f"{kind}.")}
-        expected = inputs.pop("logits")
-        logits = model(**inputs, use_cache=False).logits[:, -plain.NUM_LOGITS :]
-        difference = float((logits - expected).abs().max() / logits.abs().max().clamp(min=1e-6))
-        worst = max(worst, (math.inf if math.isnan(difference) else difference, f"logits of the {kind} row differ"))
+        inputs = {name.partition(".")[2]: t for name, t in looked.items() if name.startswith(f"{kind}.")}
+        of_run = inputs.pop("logits")
+        key = b"".join(t.numpy().tobytes() for t in inputs.values())
+        if key not in known:
+            known[key] = _logits(model, inputs)[:, -plain.NUM_LOGITS :]
+        worst = max(worst, (_apart(of_run, known[key]), f"logits of the {kind} row differ"))
         where.append(f"{inputs.get('position_ids', inputs['input_ids'] * 0 + inputs['input_ids'].shape[1] - 1).max() + 1:,}")
     dtype = torch.bfloat16 if run.plan.mapping["mixed_precision"] == "bf16" else torch.float32
     return records.within(f"{run.title}: logits at position {' and '.join(where)}", *worst, LOGIT_TOLERANCE[dtype])
+
+
+@torch.no_grad()
+def _logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**{name: t.to(model.device) for name, t in inputs.items()}, use_cache=False).logits.cpu()
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of logits, relative to the largest of one; infinity for NaN, which `max` would overlook."""
+    difference = float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
+    return math.inf if math.isnan(difference) else difference
 
 
 def _read_rows(run: WatchedRun, config: RecipeConfig) -> tuple[Proof, list[plain.Row], list[plain.Row], int]:
@@ -177,13 +196,120 @@ def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: 
 
 def _trained(model: Any, loaded: dict[str, Any], config: RecipeConfig) -> dict[str, torch.Tensor]:
     """The parameters of a plain model that the run trains; none for an adapter that is not LoRA on linear layers alone."""
+    from transformers.pytorch_utils import Conv1D
+
     names = [name.removeprefix("model.") for name in loaded if name.startswith("model.")]
     if not is_enabled(config.adapter):
         return {name: model.get_parameter(name) for name in names}
     layers = {name.partition(".lora_")[0] for name in names if ".lora_A." in name}
     modules = dict(model.named_modules())
-    is_plain = all(isinstance(modules.get(layer), torch.nn.Linear) for layer in layers) and len(names) == 2 * len(layers)
+    is_plain = all(isinstance(modules.get(layer), nn.Linear | Conv1D) for layer in layers) and len(names) == 2 * len(layers)
     if config.adapter.method not in ("lora", "rslora") or config.adapter.name_or_path or not is_plain:
         return {}
     scale = config.adapter.alpha / (math.sqrt(config.adapter.rank) if config.adapter.method == "rslora" else config.adapter.rank)
     return plain.add_lora(model, {name: torch.from_numpy(loaded[f"model.{name}"]) for name in names}, scale)
+
+
+# --- Exports.
+
+
+def _compare_exports(config: RecipeConfig, run: WatchedRun) -> Iterator[Proof]:
+    """Weights, logits and texts of `export/` and, for an adapter, of `merged/`, reloaded."""
+    if not (check_file := run.folder / "export_check.safetensors").is_file():
+        raise NotReached(run)
+    check = load_file(check_file)  # a forward's arguments, and the trained model's logits for them
+    of_run = check.pop("logits")
+    trained = {name.removeprefix("model."): weight for name, weight in records.load_tensors(run, "trained").items()}
+
+    def compare_logits(what: str, model: nn.Module) -> Proof:
+        detail, tolerance = "logits differ from those of the trained model", LOGIT_TOLERANCE[torch.float32]
+        return records.within(f"{run.title}: {what} reloaded, logits", _apart(of_run, _logits(model, check)), detail, tolerance)
+
+    if is_enabled(config.adapter):
+        from peft import PeftModel
+
+        base = load_plain(config, config.model.name_or_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns about transformers' names
+            adapted: Any = PeftModel.from_pretrained(base, str(run.folder / "export")).eval()
+        coded = quantize_layers(adapted.base_model.model, records.load_about(run, "trained")["frozen"], config.adapter.base_dtype)
+        yield _compare_weights(run, "adapter and base", adapted.base_model.model, trained, coded)
+        yield compare_logits("adapter", adapted)
+        model = load_plain(config, run.folder / "merged")
+        yield compare_logits("merged model", model)
+    else:
+        model = load_plain(config, run.folder / "export")
+        yield _compare_weights(run, "export", model, trained, {})
+        yield compare_logits("export", model)
+    yield from records.prove("generation", run, partial(_compare_texts, model))
+
+
+def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
+    import transformers
+
+    options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
+    if str(name_or_path) == config.model.name_or_path:
+        options["revision"] = config.model.revision or "main"
+    named = config.model.attn_implementation
+    attention = named if named in ("eager", "sdpa") else None  # others may not run on a CPU
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    auto_class: Any = getattr(transformers, config.task.auto_class)
+    options |= {"dtype": torch.float32, "attn_implementation": attention, "ignore_mismatched_sizes": False}
+    base, task = config.model, config.task
+    loaded, _ = from_files(
+        auto_class, str(name_or_path), f"model {name_or_path}", options,
+        lambda: build_on_meta(base, load_model_config(base, task), task, torch.float32),
+    )  # fmt: skip
+    return loaded.eval()
+
+
+def quantize_layers(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:
+    """Quantize in place the layers that have codes among `names`, of a model adapted or not; returns codes and scales by name."""
+    coded, weights = dict[str, torch.Tensor](), dict[str | None, nn.Parameter](model.named_parameters())  # type: ignore[arg-type]
+    for layer_name in [name.removesuffix(".codes") for name in names if kind and name.endswith(".codes")]:
+        weight = next(weights[name] for rule in (weight_name, base_name) if (name := rule(f"{layer_name}.codes")) in weights)
+        codes, scales = quantize(weight.data, str(kind)), find_scales(weight.data)
+        weight.data = dequantize(codes, scales)
+        coded |= {f"{layer_name}.codes": codes, f"{layer_name}.scales": scales}
+    return coded
+
+
+def _compare_weights(run: WatchedRun, what: str, model: nn.Module, trained: Tensors, coded: dict[str, torch.Tensor]) -> Proof:
+    """Compare weights bit for bit, frozen ones by their hash; `coded` are codes and scales of the model's quantized layers."""
+    frozen: dict[str, str] = records.load_about(run, "trained")["frozen"]
+    loaded = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)} | coded
+    differences = {
+        name: records.largest(loaded[name].numpy() if name in loaded else None, weight) for name, weight in trained.items()
+    }
+    unequal = [name for name, difference in differences.items() if difference]
+    unequal += [
+        name for name, digest in frozen.items() if name not in loaded or hash_tensor(loaded[name], loaded[name].dtype) != digest
+    ]
+    title = f"{run.title}: {what} reloaded, {len(trained) + len(frozen)} tensors"
+    return records.exact(title, max(differences.values(), default=0.0), records.named(unequal, "is not what was trained"))
+
+
+def _compare_texts(model: Any, run: WatchedRun) -> Proof | None:
+    """Check that the run generated the same texts as plain transformers does from the same prompts, and repeated no n-gram; None
+    without prompts, as in rows of plain text."""
+    from transformers import AutoTokenizer
+
+    path, rows = run.folder / f"predictions-{NUM_STEPS}.jsonl", json.loads((run.records / "texts.json").read_text())["rows"][1]
+    if not path.exists():
+        return None
+    prompts = {row["row_id"]: row["input_ids"][: row.get("prompt_length")] for row in rows}
+    tokenizer, size = AutoTokenizer.from_pretrained(run.records / "tokenizer"), GENERATION["eval.no_repeat_ngram_size"]
+    num_other = num_repeating = 0
+    for line in (lines := load_json_lines(path)[:NUM_TEXTS]):
+        prompt_1S = torch.tensor([prompts[line["row_id"]]])
+        settings = {name.partition(".")[2]: value for name, value in GENERATION.items() if name != "eval.generate"}
+        tokens_T = model.generate(prompt_1S, attention_mask=torch.ones_like(prompt_1S), do_sample=False, **settings)[0].tolist()
+        new = tokens_T if model.config.is_encoder_decoder else tokens_T[prompt_1S.shape[1] :]
+        num_other += tokenizer.decode(new, skip_special_tokens=True) != line["prediction"]
+        ngrams = [tuple(new[place : place + size]) for place in range(len(new) - size + 1)]
+        num_repeating += len(set(ngrams)) < len(ngrams)
+    detail = f"{num_other} of {len(lines)} texts are not those of plain transformers" if num_other else ""
+    detail = detail or (f"{num_repeating} of {len(lines)} texts repeat {size} tokens" if num_repeating else "")
+    title = f"{run.title}: {len(lines)} texts, {GENERATION['eval.num_beams']} beams, no {size} tokens repeated"
+    return records.exact(title, float(max(num_other, num_repeating)), detail)

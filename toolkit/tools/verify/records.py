@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,22 +79,33 @@ class Proof:
     """The tensor or step that is wrong."""
 
 
-def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | None]) -> Proof | None:
-    """The row that `work` gives for the run, or one that says that a run left no record for it."""
+def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | Iterable[Proof] | None]) -> list[Proof]:
+    """The rows that `work` gives for the run; where it fails, one says that a run left no record for it, or what went wrong."""
+    proofs: list[Proof] = []
     try:
-        proof = work(run)
+        made = work(run)
+        proofs.extend([made] if isinstance(made, Proof) else made or ())
     except NotReached as missing:
         (ended,) = missing.args
-        detail = "" if ended.failure else f"{ended.title} succeeded, but left no record to compare"
-        proof = Proof(compared=run.title, is_reached=not ended.failure, detail=detail)
+        has_ended, detail = ended.failure is None, f"{ended.title} succeeded, but left no record to compare"
+        proofs.append(Proof(compared=run.title, is_reached=has_ended, detail=detail if has_ended else ""))
     except KeyError as missing:
-        proof = Proof(compared=run.title, detail=f"{missing.args[0]} is in one record and not in another")
-    return proof and replace(proof, check=check)
+        proofs.append(Proof(compared=run.title, detail=f"{missing.args[0]} is in one record and not in another"))
+    except (OSError, ValueError, RuntimeError, AttributeError, TypeError, SafetensorError) as error:  # of transformers and peft
+        proofs.append(Proof(compared=run.title, detail=" ".join(str(error).split())))
+    return [replace(proof, check=proof.check or check) for proof in proofs]
 
 
 def exact(compared: str, difference: float, detail: str) -> Proof:
     """The row of a check that passes if nothing differs and there is no `detail`."""
     return Proof(compared=compared, difference=difference, passed=difference == 0 and not detail, detail=detail)
+
+
+def equal(compared: str, both: Iterable[dict[str, Any]], what: str) -> Proof:
+    """The row of a check that passes if both have the same values by the same names; `what` is said of a name that has not."""
+    expected, actual = both
+    wrong = sorted(name for name in {**expected, **actual} if expected.get(name) != actual.get(name))
+    return exact(compared, len(wrong), named(wrong, what))
 
 
 def within(compared: str, difference: float, detail: str, tolerance: float) -> Proof:

@@ -53,6 +53,8 @@ class Box:
     use_cpu: bool
     output: Path
     in_bf16: bool = False
+    sharded: bool = False
+    """No process holds the model alone: it is compared with FSDP2 on one process fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,7 @@ class WatchedRun:
     records: Path
     """Folder of the records that `watched_run` wrote."""
     failure: str | None
-    """The error that ended it, or that ended the run whose checkpoint it needs."""
-    failed_check: str | None
-    """The check that this error fails; None also if it is another run's error."""
+    """The error that ended it; empty if it was not started, as the run whose checkpoint it needs had failed."""
 
     @property
     def title(self) -> str:
@@ -106,14 +106,16 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     # The user's presets, the first with FSDP in front.
     processes, rows = box.num_processes, 4 * box.num_processes
     chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
-    if alone := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
+    if singles := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
         raise UserError(
-            f"--presets names {alone[0]}, which has one process: leave it out, the others are compared with one process anyway"
+            f"--presets names {singles[0]}, which has one process: leave it out, the others are compared with one process anyway"
         )
     is_sharded = [mapping["distributed_type"] == "FSDP" for _, mapping in chosen]
     main = is_sharded.index(True) if any(is_sharded) else 0
     chosen = [chosen[main], *chosen[:main], *chosen[main + 1 :]]
-    single, ddp = _adapted(box, "single", None), _adapted(box, "ddp", processes)
+    alone = ("fsdp2_full_shard", processes - 1) if box.sharded else ("single", None)
+    few, title_of_few = _adapted(box, *alone), f"FSDP2 x {processes - 1}" if box.sharded else "one process"
+    ddp, takes_ddp = _adapted(box, "ddp", processes), not box.sharded
     (main_name, main_mapping), dropout = chosen[0], _flags(box, rows=rows, micro=1, dropout=DROPOUT)
 
     def planned(
@@ -127,26 +129,27 @@ def plan_runs(box: Box) -> dict[str, PlannedRun]:
     def title(name: str) -> str:
         return f"{Path(name).stem} x {processes}"
 
-    # One process is the reference; DDP and the presets are compared with it. Most are evaluated after each step.
-    each, some = ({"eval.at_start": True, "eval.every_steps": steps} for steps in (1, 3))
-    runs = [planned("reference", "single", single, _flags(box, rows=rows, micro=4) | some)]
-    if not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
+    # One process, or few, is the reference. Where texts are generated, evaluations are few.
+    ends = {"eval.at_start": True}
+    each, some = (ends | {"eval.every_steps": steps} for steps in (1, 3))
+    runs = [planned("reference", title_of_few, few, _flags(box, rows=rows, micro=4) | ends)]
+    if takes_ddp and not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
         runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2) | each))
     for place, (name, mapping) in enumerate(chosen):
-        flags = _flags(box, rows=rows, micro=1 + place % 2) | (each if place else some)
+        flags = _flags(box, rows=rows, micro=1 + place % 2) | (each if place else ends)
         runs.append(planned(f"preset-{place}", title(name), mapping, flags))
-    # Resumes, not evaluated before the end: on one process, and with dropout on the same processes, twice.
+    # Resumes, not evaluated before the end: on few processes, and with dropout on the same processes, twice.
     moved, saved_again = _flags(box, rows=rows, micro=2), {"checkpoint.every_steps": 1}
     where = f"{title(main_name)}, resumed"
     runs += [
-        planned("resharded", f"{where} as single", single, moved, after=EXPORTED),
+        planned("resharded", f"{where} by {title_of_few}", few, moved, after=EXPORTED),
         planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout | some),
         planned("resumed", where, main_mapping, dropout | saved_again, after="dropout"),
         planned("resumed-again", f"{where} again", main_mapping, dropout, after="resumed", step=SAVED_AGAIN),
     ]
     # Under DDP the same elements are dropped, but not by compiled blocks.
-    if main_mapping["distributed_type"] == "FSDP" and not main_mapping.get("dynamo_config"):
-        runs.append(planned("ddp-dropout", f"{where} as ddp", ddp, dropout | each, after="dropout"))
+    if takes_ddp and main_mapping["distributed_type"] == "FSDP" and not main_mapping.get("dynamo_config"):
+        runs.append(planned("ddp-dropout", f"{where} by ddp, dropout {DROPOUT}", ddp, dropout | each, after="dropout"))
     # With dropout, once more without recomputation, for each preset that recomputes activations.
     for place, (name, mapping) in enumerate(chosen):
         fsdp = mapping.get("fsdp_config") or {}
@@ -165,7 +168,7 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch, launch_re
     compared bit for bit.
 
     Raises:
-        UserError: the first run, on one process, refuses the settings; that is the user's mistake and no failed check.
+        UserError: the first run refuses the settings; that is the user's mistake and no failed check.
     """
     width = max(len(plan.title) for plan in plans.values())
     failures: dict[str | None, str | None] = {}
@@ -177,14 +180,11 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch, launch_re
         print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
 
         # Launch it, unless the run whose checkpoint it loads has failed.
-        start_s = time.perf_counter()
-        failure, check = failures.get(plan.after), None
-        if failure:
-            print("not started", flush=True)
-        else:
-            if (launch_resumed if plan.name == "resumed" else launch)(preset, command, log):
-                failure, check = _failure(records, log)
-            print(f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}", flush=True)
+        start_s, failure = time.perf_counter(), None if failures.get(plan.after) is None else ""
+        if failure is None and (launch_resumed if plan.name == "resumed" else launch)(preset, command, log):
+            failure = _failure(records, log)
+        took = f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}"
+        print("not started" if failure == "" else took, flush=True)
 
         # A refusal of the first run is raised; other failures are rows of the table.
         if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").split("\n"):
@@ -192,18 +192,15 @@ def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch, launch_re
         failures[plan.name] = failure
         # Checkpoints of this run and of the one it loaded, unless needed: all together might fill the disk.
         needed = {None, *(later.after for later in list(plans.values())[number:])}
-        for name in set() if failure else {plan.name, plan.after} - needed:
+        for name in set() if failure is not None else {plan.name, plan.after} - needed:
             shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
-        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure, check)
+        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure)
 
 
-def _failure(records: Path, log: Path) -> tuple[str, str]:
-    """The error that ended a run and the check that it fails, from the rank that failed first."""
+def _failure(records: Path, log: Path) -> str:
+    """The error that ended a run: that of the rank that failed first."""
     failures = [json.loads(path.read_text(encoding="utf-8")) for path in records.glob("failed-*.json")]
-    if not failures:
-        return reason_of_failure(log), "run"
-    first = min(failures, key=lambda about: about["time_s"])
-    return first["reason"], first["check"]
+    return min(failures, key=lambda about: about["time_s"])["reason"] if failures else reason_of_failure(log)
 
 
 def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
@@ -260,4 +257,6 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
         "log_every_steps": 1,
         "log_row_ids": True,
         "run.output_dir": box.output / "runs",
+        # As several processes have; more threads would spend their time waiting in a small model.
+        "run.num_threads": config.run.num_threads or (1 if box.use_cpu else None),
     }

@@ -16,10 +16,9 @@ from toolkit.models.position_limits import num_positions
 from toolkit.tools import forks, preset_runs
 from toolkit.tools.project import SHIPPED
 from toolkit.tools.recipes import find_recipe
-from toolkit.tools.verify import EXPORTED
 from toolkit.tools.verify.checks import check_all
 from toolkit.tools.verify.records import Proof
-from toolkit.tools.verify.runs import Box, Launch, launch_all, plan_runs
+from toolkit.tools.verify.runs import Box, Launch, WatchedRun, launch_all, plan_runs
 
 DEFAULT_TOLERANCE = 1e-5
 SMALL_ROWS: Final = {
@@ -31,7 +30,6 @@ SMALL_ROWS: Final = {
     "llm": {"data.source": f"{SHIPPED}/recipes/sources/functions.py:load_rows", "data.max_length_tokens": 128},
 }
 """Data without a run YAML: docstrings of this Python."""
-TITLES = ("check", "compared with one process, or as said", "difference", "tolerance", "")
 
 
 def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch | None = None, **asked: Any) -> bool:
@@ -52,17 +50,19 @@ def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, la
     launches = (launch, launch) if launch else (forks.launch, preset_runs.launch)
     runs = {run.plan.name: run for run in launch_all(box, plans, *launches)}
 
-    # Compare what they left. This import takes seconds.
-    from toolkit.tools.verify.exports import check_exports
-    from toolkit.tools.verify.plain_checks import check_plain
+    proofs = compare(box, runs, tolerance)
+    passed = all(proof.passed for proof in proofs)
+    _show(proofs, runs["reference"].title, box.output, passed)
+    return passed
+
+
+def compare(box: Box, runs: dict[str, WatchedRun], tolerance: float) -> list[Proof]:
+    """The rows of all checks of what the runs have left."""
+    from toolkit.tools.verify.plain_checks import check_plain  # this import takes seconds
 
     expects_frozen = box.config.adapter.method != "none" or bool(box.config.model.freeze)
     proofs = check_all(runs, tolerance, box.config.optim, expects_frozen=expects_frozen)
-    proofs += check_plain(runs, box.config, tolerance, use_cpu=box.use_cpu)
-    proofs += check_exports(runs[EXPORTED], box.config)
-    passed = all(proof.passed for proof in proofs)
-    _show(proofs, box.output, passed)
-    return passed
+    return proofs + check_plain(runs, box.config, tolerance, on_cpu=box.use_cpu or box.sharded)
 
 
 def build_box(
@@ -75,6 +75,7 @@ def build_box(
     num_processes: int | None = None,
     use_cpu: bool = False,
     bf16: bool = False,
+    sharded: bool = False,
     output: Path = Path("runs/verify"),
 ) -> Box:
     """What to verify; the arguments are those of the command line, the errors those of `verify`."""
@@ -95,7 +96,7 @@ def build_box(
             f"model.attn_implementation is {attention}, which cannot compute in fp32, but verify does, to separate rounding from "
             "mistakes: add --model.attn_implementation null"
         )
-    on_cpu, chosen = _processes(num_processes, use_cpu)
+    on_cpu, chosen = _processes(num_processes, use_cpu, 3 if sharded else 2)
     return Box(
         recipe=SHIPPED / "recipes" / f"{name}.py",
         arguments=arguments,
@@ -106,19 +107,21 @@ def build_box(
         use_cpu=on_cpu,
         output=output.absolute(),
         in_bf16=bf16,
+        sharded=sharded,
     )
 
 
-def _processes(num_processes: int | None, use_cpu: bool) -> tuple[bool, int]:
+def _processes(num_processes: int | None, use_cpu: bool, fewest: int) -> tuple[bool, int]:
     """Whether to run on the CPU, and with how many processes."""
     import torch
 
     num_gpus = torch.cuda.device_count()
     on_cpu = use_cpu or num_gpus == 0
-    chosen = num_processes if num_processes is not None else (2 if on_cpu else num_gpus)
-    if chosen < 2:
+    chosen = num_processes if num_processes is not None else (fewest if on_cpu else num_gpus)
+    if chosen < fewest:
+        what = "several with one" if fewest == 2 else "them with one fewer, as --sharded asks"
         raise UserError(
-            f"--num-processes is {chosen}, but verify compares several with one: give 2 or more, with --use-cpu if need be"
+            f"--num-processes is {chosen}, but verify compares {what}: give {fewest} or more, with --use-cpu if need be"
         )
     if not on_cpu and chosen > num_gpus:
         raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
@@ -137,10 +140,11 @@ def _clear(output: Path) -> None:
         (output / "verify.json").write_text('{"passed": null}\n', encoding="utf-8")
 
 
-def _show(proofs: list[Proof], output: Path, passed: bool) -> None:
+def _show(proofs: list[Proof], reference: str, output: Path, passed: bool) -> None:
     """Print the table and write it. If all checks passed, remove the runs: they are as large as their checkpoints."""
     # The table, and a line for each cause of failures.
-    lines = align([TITLES, *(_cells(proof) for proof in proofs)], left=range(len(TITLES)))
+    titles = ("check", f"compared with {reference}, or as said", "difference", "tolerance", "")
+    lines = align([titles, *(_cells(proof) for proof in proofs)], left=range(len(titles)))
     failed = [proof for proof in proofs if proof.is_reached and not proof.passed]
     causes: dict[tuple[str, str], list[str]] = {}
     for proof in failed:
@@ -171,8 +175,7 @@ def _cells(proof: Proof) -> tuple[str, ...]:
     def number(value: float) -> str:
         if proof.check == "sharding":
             return f"{value:.1%}"
-        is_count = proof.check in ("rows", "ties", "moved", "frozen")
-        return f"{value:.0f}" if is_count or value == 0 else f"{value:.1e}"
+        return f"{value:.0f}" if value % 1 == 0 else f"{value:.1e}"  # a count, or none
 
     state = "passed" if proof.passed else ("FAILED" if proof.is_reached else "not reached")
     if proof.difference is None:

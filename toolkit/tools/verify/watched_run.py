@@ -11,7 +11,7 @@ Rank 0 writes the records into FOLDER:
     updated-1.*     after the first step
     saved-<step>.*  whenever a checkpoint is saved
     trained.*       after the last step, with what `rank_probes` saw; then a run that generates exports, and others end
-    failed-<rank>.json   the error that ended the rank, and the check that it fails
+    failed-<rank>.json   the error that ended the rank
 
 `*.safetensors` holds unsharded tensors, `*.json` what each rank holds of them. torch's own full state dict gathers them, because
 the toolkit's functions are what is being checked. Rank 0 takes everything into host memory.
@@ -27,7 +27,6 @@ import re
 import runpy
 import sys
 import time
-import traceback
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,7 @@ from toolkit.data.batch_plan import Step
 from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.errors import UserError
 from toolkit.launch.environment import launched_precision, set_unless_given
-from toolkit.models.freeze import aliases, hash_tensor
+from toolkit.models.freeze import hash_tensor
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel, forget_forwards
 from toolkit.tools.verify import EXPORTED, rank_probes
@@ -60,17 +59,6 @@ from toolkit.training import run as run_module
 from toolkit.training.run import Run, leave
 from toolkit.variables import given
 
-CHECK_OF = {
-    "toolkit.checkpoint.load.load_checkpoint": "save",
-    "toolkit.checkpoint.save": "save",
-    "toolkit.evaluation.loop": "evaluation",
-    "toolkit.export.write": "export",
-    "toolkit.training.parameter_checks.check_gradients": "gradients",
-    "toolkit.training.parameter_checks.check_moments": "moved",
-    "toolkit.training.parameter_checks.check_moved": "moved",
-    "toolkit.training.parameter_checks.check_frozen": "frozen",
-}
-"""A run checks itself: the check that fails if an error comes from this module or function."""
 WEIGHT_DECAY = re.compile(r"param_groups\.(.*)\.weight_decay")
 """A parameter's, in torch's state dict of an optimizer."""
 
@@ -152,7 +140,9 @@ def watch(folder: Path) -> None:
         seen: dict[str, list[Any]] = {kind: sum(gather_objects(getattr(probes, kind)), []) for kind in kinds}
         _record(folder / "trained", run.sharded, None, **seen, num_forwards=probes.num_forwards)
         if run.config.run.name == EXPORTED:
-            finish(run)
+            with mock.patch.object(run_module, "_tool") as tool:  # without page and picture, which take longer than the steps
+                tool.return_value.draw_curves.return_value = None
+                finish(run)
         else:
             leave(run.trackers)
 
@@ -165,12 +155,9 @@ def watch(folder: Path) -> None:
 def _note_failure(folder: Path, error: BaseException) -> None:
     """Write the error that ended the rank, with its time: peers may fail later because of it, with meaningless errors."""
     cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
-    frames = [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in traceback.walk_tb(cause.__traceback__)]
-    # The innermost one: an evaluation asks whether an earlier checkpoint could be written.
-    checks = [CHECK_OF.get(f"{module}.{function}") or CHECK_OF.get(str(module)) for module, function in reversed(frames)]
     text = " ".join(str(cause).split())
     reason = text if isinstance(cause, UserError) else f"{type(cause).__name__}: {text}"
-    about = {"check": next(filter(None, checks), "run"), "reason": reason, "time_s": time.time()}
+    about = {"reason": reason, "time_s": time.time()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"failed-{given('RANK') or 0}.json").write_text(json.dumps(about), encoding="utf-8")
 
@@ -206,7 +193,6 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
         },
         "random": gather_objects(_hash_random_state()),
         "buffers": {clean(name): [str(t.dtype), hash_tensor(t, t.dtype)] for name, t in sharded.plain.named_buffers()},
-        "ties": _ties(sharded),
         "has_relu": any(isinstance(module, torch.nn.ReLU) for module in sharded.skeleton.modules()),
         "frozen": {name: hash_tensor(t, t.dtype) for name, t in weights.items() if name in frozen},
     }
@@ -236,19 +222,6 @@ def _on_cpu(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor
     """Unsharded copies on the CPU, by clean name. Collective, where they are sharded."""
     whole = ((name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in named)
     return {clean(name).removeprefix("module."): t.detach().to("cpu", copy=True).contiguous() for name, t in whole}
-
-
-def _ties(sharded: ShardedModel) -> dict[str, list[list[str]]]:
-    """Groups of names that share one weight in the model as transformers builds it, and those that no longer share it here."""
-    with torch.device("meta"):
-        plain: Any = type(sharded.skeleton)(sharded.skeleton.config)  # type: ignore[arg-type]
-    here = {}
-    for name, parameter in sharded.plain.named_parameters(remove_duplicate=False):
-        name = clean(name)
-        if ".original_module." not in name:
-            here[name.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")] = id(parameter)
-    tied = [names for names in aliases(plain).values() if len(names) > 1]
-    return {"tied": tied, "broken": [names for names in tied if len({here.get(name, name) for name in names}) > 1]}
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None) -> None:
