@@ -215,7 +215,7 @@ NO_MUON = "it gathers every weight in full, and cannot skip an update on the dev
             "optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100",
         ),
         (["--run.name=a/b"], "run.name 'a/b' is not a plain folder name: take one without slashes"),
-        # What is no flag, or no value of one.
+        # What is not a flag, or lacks its value.
         (["--optim.lr"], "--optim.lr has no value: give one, as in --optim.lr VALUE"),
         (["--config"], "--config has no value: give one, as in --config VALUE"),
         (["--config=/"], "--config / cannot be read (Is a directory): check the path"),

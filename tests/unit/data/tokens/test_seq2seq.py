@@ -44,7 +44,7 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(
     monkeypatch.setattr(seq2seq, "train_tokenizer", lambda rows, vocab_size, prefix: trained_apart)
     elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
     assert elsewhere.fingerprint != first.fingerprint
-    # Damaged tokens are built again with the tokenizer that was trained, and a hidden file beside it is no damage.
+    # Damaged tokens are built again with the tokenizer that was trained, and a hidden file beside it does no harm.
     (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
     (folder / "tokenizer" / ".DS_Store").touch()
     for damaged in (None, folder / "about.json", next((folder / "train").glob("*.arrow"))):
