@@ -15,13 +15,19 @@ BASE = ["--model.name_or_path", "x", "--train.max_steps", "3"]
 
 
 def test_yaml_and_flags_give_the_same_plain_entries_which_are_saved_and_flattened(tmp_path):
-    (tmp_path / "run.yaml").write_text("data:\n  mix:\n  - {source: jsonl, files: a.jsonl, weight: 2}\n  - source: some/rows")
+    lines = ["{source: jsonl, files: a.jsonl, weight: 2}", "{files: [b.jsonl, c.txt], name: news}", '{"source": "some/rows"}']
+    (tmp_path / "run.yaml").write_text("data:\n  mix:\n" + "".join(f"  - {line}\n" for line in lines))
     config = load_config(LLMConfig, ["--config", str(tmp_path / "run.yaml"), *BASE])
-    assert config.data.mix == [MixEntry(source="jsonl", files="a.jsonl", weight=2.0), MixEntry(source="some/rows")]
-    assert [type(entry.weight) for entry in config.data.mix] == [float, float]
-    whole = json.dumps([{"source": "jsonl", "files": "a.jsonl", "weight": 2}, {"source": "some/rows"}])
-    by_entry = ["--data.mix", "{source: jsonl, files: a.jsonl, weight: 2}", '--data.mix=[{"source": "some/rows"}]']
-    for flags in (["--data.mix", whole], by_entry):
+    assert config.data.mix == [
+        MixEntry(source="jsonl", files="a.jsonl", weight=2.0),
+        MixEntry(files=["b.jsonl", "c.txt"], name="news"),  # read by the endings of its files
+        MixEntry(source="some/rows"),
+    ]
+    assert [type(entry.weight) for entry in config.data.mix] == [float] * 3
+    for flags in (
+        ["--data.mix", f"[{', '.join(lines)}]"],
+        ["--data.mix", lines[0], "--data.mix", lines[1], f"--data.mix=[{lines[2]}]"],
+    ):
         assert load_config(LLMConfig, [*flags, *BASE]) == config
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(LLMConfig, ["--config", str(tmp_path / "saved.yaml")]) == config

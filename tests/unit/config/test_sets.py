@@ -10,7 +10,7 @@ import pytest
 from tests.support.refusals import refusal
 from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.config.load import load_config, save_config
-from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.config.schema import SummarizationConfig
 from toolkit.config.sets import check_set_names, list_sets, name_entries
 
 BASE = ["--model.name_or_path", "x", "--train.max_steps", "3", "--data.files", "rows.csv"]
@@ -107,11 +107,3 @@ def test_files_without_names_hold_a_sets_name() -> None:
     mix = [MixEntry(source="a/news", hub_eval_split="validation"), MixEntry(source="b")]
     for files in ("news.csv", ["news"]):
         check_set_names(LLMDataConfig(mix=mix, eval_files=files), {"loss"})
-
-
-def test_an_entry_of_a_mix_is_read_by_the_endings_of_its_files() -> None:
-    argv = [*BASE[:4], "--data.mix", "[{files: a.csv, name: news}, {files: [b.jsonl, c.txt], weight: 2}]"]
-    assert load_config(LLMConfig, argv).data.mix == [
-        MixEntry(files="a.csv", name="news"),
-        MixEntry(files=["b.jsonl", "c.txt"], weight=2.0),
-    ]
