@@ -129,14 +129,17 @@ def test_a_damaged_folder_is_named_and_built_again(
     assert os.listdir(tmp_path) == ["a"] and (folder / "rows.arrow").read_text() == "some text"
 
 
-def test_two_processes_that_rebuild_one_damaged_folder_both_end_well(tmp_path: Path) -> None:
-    """The slower one found the damage before the faster one had built the folder again, and must not take that away."""
+@pytest.mark.parametrize("pause", ["at damage", "in build"])
+def test_of_two_processes_that_build_one_folder_the_slower_takes_what_is_there(tmp_path: Path, pause: str) -> None:
+    """It found the damage before the faster one had built the folder again, or is overtaken in its build."""
     folder = tmp_path / "a"
-    find_or_build("the cache", folder, fill("first"))
-    (folder / "rows.arrow").write_text("worst")
-    with another_process(tmp_path, "slower", "at damage") as slower:
+    if pause == "at damage":
+        find_or_build("the cache", folder, fill("first"))
+        (folder / "rows.arrow").write_text("worst")
+    with another_process(tmp_path, "slower", pause) as slower:
         assert find_or_build("the cache", folder, fill("faster"))["by"] == "faster"
         built = folder.stat().st_ino
+        assert len(unfinished(tmp_path)) == 1, "that of a run that is alive"
         out, _ = slower.communicate("\n", timeout=PATIENCE_S)
         assert slower.returncode == 0 and out == "has that of faster\n"
     assert folder.stat().st_ino == built and os.listdir(tmp_path) == ["a"]
@@ -161,15 +164,6 @@ def test_a_folder_that_was_built_while_its_damaged_predecessor_was_read_stands(
     monkeypatch.setattr(cache_folders, "hash_file", overtake)
     assert find_or_build("the cache", folder, fill("slower"))["by"] == "faster"
     assert (folder / "rows.arrow").read_text() == "faster" and os.listdir(tmp_path) == ["a"]
-
-
-def test_a_run_that_is_overtaken_in_its_build_takes_what_is_there(tmp_path: Path) -> None:
-    with another_process(tmp_path, "slower", "in build") as slower:
-        assert find_or_build("the cache", tmp_path / "a", fill("faster"))["by"] == "faster"
-        assert len(unfinished(tmp_path)) == 1, "that of a run that is alive"
-        out, _ = slower.communicate("\n", timeout=PATIENCE_S)
-        assert slower.returncode == 0 and out == "has that of faster\n"
-    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
