@@ -88,6 +88,7 @@ def test_attention_of_its_own_and_heads_of_two_sizes_keep_the_mask(config_class:
         ("sdpa", False, True, torch.bfloat16, DENSE.format("keeps packed rows apart"), "sdpa"),
         ("sdpa", True, False, torch.bfloat16, DENSE.format("has padding or position biases"), "sdpa"),
         ("eager", False, True, torch.bfloat16, "eager", "eager"),
+        ("flex_attention", False, True, torch.bfloat16, "flex_attention", "flex_attention"),
         ("flash_attention_2", False, True, torch.bfloat16, "flash_attention_2", "flash_attention_2"),
         (
             "documents", False, True, torch.bfloat16, BY_DOCUMENT.format("torch's varlen kernel"),
@@ -106,8 +107,3 @@ def test_a_run_says_which_attention_kernel_runs(
     assert describe_attention(model, CPU, dtype, packing=packing) == on_cpu
     assert warn_of_full_rows(model, "") is None
     assert attends_by_document(model) == (name in ("documents", "flash_attention_2"))
-
-
-def test_flex_attention_skips_what_its_mask_hides_and_is_not_warned_of() -> None:
-    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
-    assert warn_of_full_rows(model, "a reason") is None
