@@ -6,32 +6,15 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
+from tests.support.workbench import call_toolkit
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.tools import checkpoints as checkpoint_table
-from toolkit.tools.main import main
-
-
-def run_command(*arguments: object) -> int:
-    """Exit code of `python -m toolkit checkpoints …`."""
-    with patch.object(sys, "argv", ["toolkit", "checkpoints", *map(str, arguments)]):
-        try:
-            main()
-        except SystemExit as stop:
-            return int(stop.code or 0)
-    return 0
-
-
-def flip_a_byte(folder: Path) -> None:
-    content = (folder / "state" / ".metadata").read_bytes()
-    (folder / "state" / ".metadata").write_bytes(bytes([content[0] ^ 1]) + content[1:])
 
 
 def test_one_row_for_each_checkpoint_and_leftover(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -43,7 +26,7 @@ def test_one_row_for_each_checkpoint_and_leftover(tmp_path: Path, capsys: pytest
     (folder / "state" / ".metadata").write_bytes(bytes(2**20))
     for leftover in ("step-00000012.tmp", "step-00000003.old", "step-00000001.removing"):
         shutil.copytree(tmp_path / "checkpoints" / "step-00000003", tmp_path / "checkpoints" / leftover)
-    assert run_command(tmp_path) == 1
+    assert call_toolkit("checkpoints", tmp_path) == 1
     header, *rows, hint = capsys.readouterr().out.splitlines()
     assert header.split() == ["MiB", "written", "processes", "loss", "accuracy"]
     assert [row.split()[0] for row in rows] == [
@@ -58,30 +41,11 @@ def test_one_row_for_each_checkpoint_and_leftover(tmp_path: Path, capsys: pytest
     assert hint.endswith("--verify hashes them too.")
 
 
-def test_a_changed_byte_is_reported_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    make_checkpoint(tmp_path, 3)
-    flip_a_byte(make_checkpoint(tmp_path, 6))
-    assert run_command(tmp_path) == 0
-    assert "NOT VALID" not in capsys.readouterr().out
-    assert run_command(tmp_path, "--verify") == 1
-    _, whole, damaged = capsys.readouterr().out.splitlines()
-    assert whole.endswith("  valid")
-    assert damaged.endswith("NOT VALID: state/.metadata does not have the sha256 of the manifest: its content changed")
-
-
-def test_valid_ones_exit_with_0_whatever_lies_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = make_checkpoint(tmp_path, 3)
-    (folder / "state" / ".nfs0001").touch()
-    folder.with_name("step-00000006.tmp").mkdir()
-    assert run_command(tmp_path, "--verify") == 0
-    assert "valid: also holds 'state/.nfs0001', which nothing reads" in capsys.readouterr().out
-
-
 def test_json_is_strict_and_holds_all_metrics(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     make_checkpoint(tmp_path, 3, loss=float("nan"))
     (make_checkpoint(tmp_path, 6) / MANIFEST).unlink()
     make_checkpoint(tmp_path, 9).rename(tmp_path / "checkpoints" / "step-00000009.tmp")
-    assert run_command(tmp_path, "--json") == 1
+    assert call_toolkit("checkpoints", tmp_path, "--json") == 1
     nan, damaged, leftover = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (nan["step"], nan["valid"], nan["metrics"], nan["world_size"]) == (3, True, {"loss": None}, 1)
     assert (damaged["valid"], damaged["note"]) == (False, "has no manifest.json: it was never finished")
@@ -103,42 +67,39 @@ def test_json_is_strict_and_holds_all_metrics(tmp_path: Path, capsys: pytest.Cap
 def test_a_run_without_checkpoints_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture, make, sentence: str) -> None:
     run = tmp_path / "run"
     make(run)
-    assert run_command(run) == 2
+    assert call_toolkit("checkpoints", run) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence.format(run=run)}")
 
 
-def test_what_a_run_prunes_meanwhile_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_a_changed_byte_is_reported_by_verify_alone_and_valid_ones_whatever_lies_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pruned = make_checkpoint(tmp_path, 3)
-    make_checkpoint(tmp_path, 6)
+    stray = make_checkpoint(tmp_path, 3) / "state" / ".nfs0001"
+    stray.touch()
+    pruned = make_checkpoint(tmp_path, 9)
+    metadata = make_checkpoint(tmp_path, 6) / "state" / ".metadata"
+    (tmp_path / "checkpoints" / "step-00000012.tmp").mkdir()
     listed = checkpoint_table.list_checkpoints(tmp_path)
-    shutil.rmtree(pruned)
+    shutil.rmtree(pruned)  # the run goes on, which is no damage
     monkeypatch.setattr(checkpoint_table, "list_checkpoints", lambda run: listed)
-    assert run_command(tmp_path, "--verify") == 0
-    assert "step-00000003" not in capsys.readouterr().out
+    changed = "NOT VALID: state/.metadata does not have the sha256 of the manifest: its content changed"
+    for flips, flags, status, ends in ((0, ["--verify"], 0, "  valid"), (1, [], 0, "  valid"), (0, ["--verify"], 1, changed)):
+        content = metadata.read_bytes()
+        metadata.write_bytes(bytes([content[0] ^ flips]) + content[1:])
+        assert call_toolkit("checkpoints", tmp_path, *flags) == status
+        rows = capsys.readouterr().out.splitlines()
+        assert rows[1].endswith("valid: also holds 'state/.nfs0001', which nothing reads")
+        assert rows[2].endswith(ends) and not any("step-00000009" in row for row in rows)
 
 
 def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     make_checkpoint(tmp_path, 3)
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    assert run_command(tmp_path) == 0
-    assert terminal.getvalue() == "", "nothing is hashed"
-    assert run_command(tmp_path, "--verify") == 0
-    assert "hashing:   0%" in terminal.getvalue() and "0/1" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r"), "the bar is gone"
-    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
-    assert run_command(tmp_path, "--verify") == 0
-    assert file.getvalue() == ""
-
-
-def test_it_starts_without_torch() -> None:
-    code = "import sys, toolkit.tools.main, toolkit.checkpoint.find; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
+    for flags, is_terminal, said in ((["--verify"], True, "hashing:   0%"), ([], True, ""), (["--verify"], False, "")):
+        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        assert call_toolkit("checkpoints", tmp_path, *flags) == 0
+        assert said in stream.getvalue() and bool(stream.getvalue()) == bool(said)
+        assert not said or stream.getvalue().endswith("\r"), "the bar is gone"
 
 
 def test_figures_that_are_no_equals_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -147,7 +108,7 @@ def test_figures_that_are_no_equals_are_noted(tmp_path: Path, capsys: pytest.Cap
     make_checkpoint(tmp_path, 9, 0.7)
     make_checkpoint(tmp_path, 12, 0.8)
     make_checkpoint(tmp_path, 15)
-    assert run_command(tmp_path) == 0
+    assert call_toolkit("checkpoints", tmp_path) == 0
     _, *rows, _ = capsys.readouterr().out.splitlines()
     assert rows[0].endswith("valid: metrics are of other rows than step-00000012's")
     assert rows[1].endswith("valid: texts were generated or scored in another way than step-00000012's")

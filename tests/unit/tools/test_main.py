@@ -36,6 +36,11 @@ def test_a_standard_output_that_fails(tmp_path: Path, options: list[str], where:
     assert (done.returncode, done.stderr) == expected
 
 
+def test_it_starts_without_torch() -> None:
+    code = "import sys, toolkit.tools.main, toolkit.checkpoint.find; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("started", "name"), [("/env/bin/shardtune", "shardtune"), ("/toolkit/__main__.py", "python -m toolkit")]
 )

@@ -32,22 +32,16 @@ def test_presets_run_on_the_cpu_of_one_machine(name: str, tmp_path: Path) -> Non
     assert changed <= {"use_cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"}
 
 
-def test_gpu_only_preset_is_refused_by_name(tmp_path: Path) -> None:
+def test_presets_are_found_by_name_and_by_path_and_those_of_gpus_refused_on_a_cpu(tmp_path: Path) -> None:
+    assert find_preset("ddp") == find_preset("ddp.yaml") == find_preset(str(find_preset("ddp")))
+    with pytest.raises(UserError, match="preset nosuch is neither a file.*fsdp2_full_shard"):
+        find_preset("nosuch")
+    with pytest.raises(UserError, match="4 or more, not 3"):
+        adapt_preset(check_accelerate_yaml(find_preset("fsdp2_hsdp")), num_processes=3, use_cpu=True)
     for name in GPU_ONLY:
         adapted = adapt_preset(check_accelerate_yaml(find_preset(name)), num_processes=2, use_cpu=True)
         with pytest.raises(UserError, match="on CPU|on GPUs"):
             save_preset(adapted, tmp_path / f"{name}.yaml")
-
-
-def test_mesh_needs_an_even_number_of_processes() -> None:
-    with pytest.raises(UserError, match="4 or more, not 3"):
-        adapt_preset(check_accelerate_yaml(find_preset("fsdp2_hsdp")), num_processes=3, use_cpu=True)
-
-
-def test_presets_are_found_by_name_and_by_path(tmp_path: Path) -> None:
-    assert find_preset("ddp") == find_preset("ddp.yaml") == find_preset(str(find_preset("ddp")))
-    with pytest.raises(UserError, match="preset nosuch is neither a file.*fsdp2_full_shard"):
-        find_preset("nosuch")
 
 
 def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path: Path) -> None:

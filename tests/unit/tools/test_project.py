@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import UserError
+from tests.support.refusals import refusal
 from toolkit.tools.preset_runs import find_preset
 from toolkit.tools.project import SHIPPED, find_shipped, init
 
@@ -21,13 +21,8 @@ def test_a_projects_own_file_comes_first_and_else_the_toolkits(tmp_path: Path, m
     assert find_preset("ddp") == SHIPPED / "accelerate_configs" / "ddp.yaml"
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_sentence_and_a_link_to_nothing_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file cannot be made a project \(Not a directory\): name another folder$"):
-        init(tmp_path / "file", "t5")
-
-
-def test_a_link_to_nothing_is_not_written_over(tmp_path: Path) -> None:
+    assert refusal(init, tmp_path / "file", "t5").endswith("file cannot be made a project (Not a directory): name another folder")
     (tmp_path / "recipes").symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"recipes exists already: name another folder, or remove it$"):
-        init(tmp_path, "t5")
+    assert refusal(init, tmp_path, "t5").endswith("recipes exists already: name another folder, or remove it")

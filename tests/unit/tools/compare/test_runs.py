@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import yaml
 
 from tests.support.refusals import refusal
+from tests.support.workbench import call_toolkit
 from toolkit.tools.compare import runs as comparison
 from toolkit.tools.compare.runs import load_preset
-from toolkit.tools.main import main
 
 
 @pytest.fixture
@@ -41,13 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict
 
 def run(*arguments: object, recipe: str = "recipes/mnist.py") -> int:
     """Exit status of the command."""
-    with patch.object(sys, "argv", ["toolkit", "compare", *map(str, arguments), "--", recipe, "--data.source=digits"]):
-        try:
-            main()
-        except SystemExit as end:
-            assert isinstance(end.code, int)
-            return end.code
-    return 0
+    return call_toolkit("compare", *arguments, "--", recipe, "--data.source=digits")
 
 
 def test_presets_run_one_after_the_other_with_flags_of_their_own(
@@ -133,14 +125,11 @@ def test_what_is_wrong_is_reported_before_anything_runs(
 def test_the_recipe_stands_after_two_dashes(launched: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--presets", "ddp", recipe="recipes/nosuch.py") == 2
     assert "error: there is no recipe recipes/nosuch.py: give its file after --" in capsys.readouterr().err
-    for arguments in (["--presets", "ddp"], ["--presets", "ddp", "--"]):
-        with patch.object(sys, "argv", ["toolkit", "compare", *arguments]), pytest.raises(SystemExit) as end:
-            main()
-        assert end.value.code == 2
-        assert "error: compare needs a recipe after its own options: add -- recipes/t5.py" in capsys.readouterr().err
-    with patch.object(sys, "argv", ["toolkit", "compare", "--presets", "ddp", "recipes/t5.py"]), pytest.raises(SystemExit):
-        main()
-    assert "unrecognized arguments: recipes/t5.py: write the recipe and its flags after --" in capsys.readouterr().err
+    missing = "error: compare needs a recipe after its own options: add -- recipes/t5.py"
+    unknown = "unrecognized arguments: recipes/t5.py: write the recipe and its flags after --"
+    for rest, sentence in (([], missing), (["--"], missing), (["recipes/t5.py"], unknown)):
+        assert call_toolkit("compare", "--presets", "ddp", *rest) == 2
+        assert sentence in capsys.readouterr().err
     assert not launched
 
 

@@ -12,10 +12,8 @@ from toolkit.tools.compare.table import (
     Outcome,
     as_json,
     common_changes,
-    draw_comparison,
     format_comparison,
     loss_difference,
-    presets_that_ran,
     read_figures,
 )
 
@@ -43,20 +41,20 @@ def outcome(tmp_path: Path, preset: str, lines: list[dict[str, Any]], *changes: 
     return Outcome(preset, 2, "no", list(changes), read_figures(save(tmp_path / "metrics.jsonl", lines), 2))
 
 
-def test_the_first_steps_are_not_timed(tmp_path: Path) -> None:
+def test_the_first_steps_are_not_timed_and_a_save_that_training_waits_for_stands_when_it_goes_on(tmp_path: Path) -> None:
     figures = read_figures(save(tmp_path / "metrics.jsonl", LINES), 2)
     assert (figures.num_timed_steps, figures.loop_s, figures.speed, figures.unit) == (4, 2.0, 80.0, "tokens/s")
     assert list(figures.losses) == [1, 2, 3, 4, 5, 6] and figures.peak_memory_gib == 1.75
     assert figures.evaluation == {"loss": 2.5, "token_accuracy": 50.0, "rougeL": 12.5}
+    assert (figures.save_waits_s, figures.save_stands_s, figures.num_bytes) == (0.5, (1.25 + 0.75) / 2, 20)
     with pytest.raises(ValueError, match="no step after step 6"):
         read_figures(tmp_path / "metrics.jsonl", 6)
-
-
-def test_a_save_that_training_waits_for_stands_when_it_goes_on(tmp_path: Path) -> None:
-    figures = read_figures(save(tmp_path / "metrics.jsonl", LINES), 2)
-    assert (figures.save_waits_s, figures.save_stands_s, figures.num_bytes) == (0.5, (1.25 + 0.75) / 2, 20)
-    without = read_figures(save(tmp_path / "metrics.jsonl", LINES[1:7]), 2)
-    assert (without.save_waits_s, without.save_stands_s, without.evaluation) == (None, None, {})
+    # Rows of one token are counted as rows; what a run lacks has no column.
+    lines = [step(number, 1.0, 0.5, num_tokens=4) for number in range(1, 5)]
+    few = outcome(tmp_path, "ddp", lines)
+    assert few.figures is not None and (few.figures.save_waits_s, few.figures.evaluation) == (None, {})
+    head, _, row = format_comparison([few]).splitlines()
+    assert "rows/s" in head and "ROUGE" not in head and len(head.split("|")) == len(row.split("|")) == 13
 
 
 def test_the_loss_difference_is_the_largest_relative_one(tmp_path: Path) -> None:
@@ -93,32 +91,3 @@ def test_the_table_names_the_reference_the_failures_and_what_was_changed(tmp_pat
     assert len({row.rindex("|", 0, len(head) - len(" remarks |") + 1) for row in (head, rule, rows[1])}) == 1, "aligned"
     differences = [plain.get("loss_difference") for plain in as_json(outcomes)]
     assert differences == [None, 0.0, pytest.approx(0.25)]
-
-
-def test_rows_of_one_token_are_counted_as_rows_and_a_missing_metric_has_no_column(tmp_path: Path) -> None:
-    lines = [step(number, 1.0, 0.5, num_tokens=4) for number in range(1, 5)]
-    head, _, row = format_comparison([outcome(tmp_path, "ddp", lines)]).splitlines()
-    assert "rows/s" in head and "ROUGE" not in head and len(head.split("|")) == len(row.split("|")) == 13
-    failed = format_comparison([Outcome("ddp", 2, "no", [], failure="it is wrong")])
-    assert failed.endswith("| failed: it is wrong |")
-
-
-def test_the_picture_shows_the_presets_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.axes import Axes
-
-    texts: list[str] = []
-    annotate = Axes.annotate
-    monkeypatch.setattr(
-        Axes, "annotate", lambda axes, text, *args, **kw: (texts.append(text), annotate(axes, text, *args, **kw))[1]
-    )
-    nan = [line | ({"loss": None} if line["kind"] == "train" and line["step"] == 4 else {}) for line in LINES]
-    outcomes = [
-        Outcome("single", 1, "no", [], failure="it is wrong"),
-        outcome(tmp_path, "ddp", LINES),
-        outcome(tmp_path, "fsdp2:fsdp_offload_params=true", nan),
-    ]
-    draw_comparison(presets_that_ran(outcomes), "t5.py", tmp_path / "comparison.png")
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert texts == ["2", "2", "80", "80", "1.75", "1.75"]
-    draw_comparison(presets_that_ran(outcomes[:1]), "t5.py", tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()

@@ -16,12 +16,16 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
+from tests.support.workbench import call_toolkit
 from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.generate import generate as command
-from toolkit.tools.main import main
 
 POSITIONS, NEW = 64, 4
+LLAMA: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": POSITIONS, "bos_token_id": 1,
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{% if 'never' in m.content %}{{ raise_exception('never') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -35,30 +39,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     tokenizer = train_byte_level_tokenizer(["hello"], 300)
     sizes: dict[str, Any] = {"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 1}
-    llama: Any = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=POSITIONS,
-            bos_token_id=1,
-            **sizes,
-        )  # fmt: skip
-    )
+    llama: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **sizes))
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, **sizes)
     )
-    t5.save_pretrained(parent / "t5")
-    tokenizer.save_pretrained(parent / "t5")
-    llama.save_pretrained(parent / "llama")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(parent / "llama")
     adapted = get_peft_model(llama, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.peft_config["default"].base_model_name_or_path = str(parent / "llama")
-    adapted.save_pretrained(parent / "adapter")
-    tokenizer.save_pretrained(parent / "adapter")
+    for name, model in (("t5", t5), ("adapter", adapted), ("llama", adapted.unload())):
+        model.save_pretrained(parent / name)
+        tokenizer.chat_template = TEMPLATE if name != "t5" else None
+        tokenizer.save_pretrained(parent / name)
     return parent
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The rows that are read; no text is generated for them."""
+    rows: list[Any] = []
+    monkeypatch.setattr(command.Generator, "encode", lambda self, of_window, plain: rows.extend(of_window) or [])
+    monkeypatch.setattr(command, "_generate_window", lambda *_: [])
+    return rows
 
 
 @pytest.fixture
@@ -72,17 +72,12 @@ def change_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**settings, **changes}))
 
 
-def call(*arguments: object, stdin: bytes = b"") -> int:
+def call(*arguments: object, stdin: bytes | io.BytesIO = b"") -> int:
     """The exit status of `python -m toolkit generate`, in this process."""
     if "--chat" not in arguments:
         arguments = (*arguments, "--max-new-tokens", NEW)
-    argv, text = ["toolkit", "generate", *map(str, arguments)], io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
-    with patch.object(sys, "argv", argv), patch.object(sys, "stdin", text):
-        try:
-            main()
-        except SystemExit as end:
-            return int(end.code or 0)
-    return 0
+    with patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin, "utf-8")):
+        return call_toolkit("generate", *arguments)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object, stdin: bytes = b"") -> str:
@@ -172,41 +167,31 @@ def test_rows_are_read_window_by_window(folders: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command, "BATCHES_AT_ONCE", 2)
     monkeypatch.setattr(command, "append_texts", write)
-    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", str(folders / "t5"), "--file", "-", "--batch-size-rows", "2"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Lines(), "utf-8"))
-    main()
+    assert call(folders / "t5", "--file", "-", "--batch-size-rows", "2", stdin=Lines()) == 0
     assert num_written == 40
 
 
-@pytest.mark.parametrize("model", ["t5", "llama"])
-def test_what_is_no_text_is_one_sentence(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
-    def refusal(*arguments: object, stdin: bytes = b"") -> str:
-        return refused(capsys, folders / model, *arguments, stdin=stdin)
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "sentence"),
+    [
+        (("--file", "-"), b"one\nM\xfcller\n", "standard input, row 2: byte 0xfc is not valid UTF-8: give --encoding, or "),
+        (("--text", "M\udcfcller"), b"", "--text, row 1, column text: character 2 is half a surrogate pair, which is no text"),
+        (("--file", "-", "--encoding", "utf-16"), b"one", "standard input is not valid UTF-16 ("),
+    ],
+)
+def test_what_is_no_text_is_one_sentence(
+    folders: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], stdin: bytes, sentence: str
+) -> None:
+    assert refused(capsys, folders / "t5", *arguments, stdin=stdin).startswith(sentence)
+    assert call(folders / "t5", "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
 
-    assert refusal("--file", "-", stdin=b"one\nM\xfcller\n") == (
-        "standard input, row 2: byte 0xfc is not valid UTF-8: give --encoding, or convert it"
-    )
-    assert refusal("--text", "M\udcfcller") == (
-        "--text, row 1, column text: character 2 is half a surrogate pair, which is no text: write the whole character"
-    )
-    assert refusal("--file", "-", "--encoding", "utf-16", stdin=b"one").startswith("standard input is not valid UTF-16 (")
-    assert call(folders / model, "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
 
-
-def test_a_byte_order_mark_before_standard_input_is_not_text(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Windows' shells and editors write it."""
-    seen: list[Any] = []
-    monkeypatch.setattr(command.Generator, "encode", lambda self, rows, plain: seen.extend(rows) or [])
-    monkeypatch.setattr(command, "_generate_window", lambda *_: [])
+def test_a_byte_order_mark_before_standard_input_is_not_text_and_tools_and_inputs_of_late_rows_are_read(
+    folders: Path, tmp_path: Path, seen: list[Any]
+) -> None:
+    """Such a mark is what Windows' shells write; only keys of the first thousand rows were read."""
     assert call(folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
     assert [row.prompt for _, row in seen] == ["one", "\ufefftwo"]
-
-
-def test_tools_and_inputs_of_late_rows_are_read(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only keys of the first thousand rows were."""
-    seen: list[Any] = []
-    monkeypatch.setattr(command.Generator, "encode", lambda self, rows, plain: seen.extend(rows) or [])
-    monkeypatch.setattr(command, "_generate_window", lambda *_: [])
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     file = save_rows(tmp_path / "a.jsonl", [chat] * 1001 + [{**chat, "tools": [{"name": "add"}]}])
     assert call(folders / "llama", "--file", file) == 0
@@ -251,7 +236,13 @@ def test_a_folder_reaches_no_code(copies: Path, capsys: pytest.CaptureFixture[st
     assert sentence.startswith(
         f"the model {copies / 'llama'} could not be read (The repository {copies / 'llama'} contains custom"
     )
-    change_json(copies / "adapter" / "adapter_config.json", base_model_name_or_path=str(copies / "llama"))
+    # peft would import what this names.
+    change_json(copies / "adapter" / "adapter_config.json", megatron_config={"a": 1}, megatron_core="evil")
+    assert refused(capsys, copies / "adapter", "--text", "hello") == (
+        f"the adapter {copies / 'adapter'} has megatron_config {{'a': 1}} in its adapter_config.json, which is not supported"
+    )
+    changes = {"base_model_name_or_path": str(copies / "llama"), "megatron_config": None, "megatron_core": None}
+    change_json(copies / "adapter" / "adapter_config.json", **changes)
     assert refused(capsys, copies / "adapter", "--text", "hello", stdin=yes) == sentence
     assert not ran.exists()
 
@@ -289,17 +280,6 @@ def test_weights_are_those_of_the_folder(copies: Path, capsys: pytest.CaptureFix
         (folder / "model.safetensors").write_bytes(damaged)
         sentence = refused(capsys, folder, "--text", "hello")
         assert sentence.startswith(f"model.safetensors of the model {folder} cannot be read as safetensors (")
-
-
-def test_an_adapter_is_read_as_for_training(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    adapter = copies / "adapter"
-    capsys.readouterr()
-    assert call(adapter, "--text", "hello") == 0
-    assert capsys.readouterr().out.count("\n") == 1
-    change_json(adapter / "adapter_config.json", megatron_config={"a": 1}, megatron_core="evil")  # peft would import it
-    assert refused(capsys, adapter, "--text", "hello") == (
-        f"the adapter {adapter} has megatron_config {{'a': 1}} in its adapter_config.json, which is not supported"
-    )
 
 
 def test_texts_do_not_depend_on_the_batch_where_the_rope_follows_its_longest_row(folders: Path, tmp_path: Path) -> None:

@@ -42,40 +42,55 @@ def test_the_runs_own_column_is_read_and_the_others_are_named(tmp_path: Path) ->
     assert how == f"{file}: 2 rows, read as prompts, from body; not read: id, source"
 
 
-def test_a_chat_loses_the_answer_that_it_is_to_be_given(tmp_path: Path) -> None:
-    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
-    [(_, row)], _ = read_rows(write(tmp_path, "a.jsonl", json.dumps({"messages": turns})))
-    assert row.messages == turns[:2]
+PARTS = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
-def test_sharegpt_and_alpaca_are_read_as_for_training(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
-    file = write(tmp_path, "a.json", json.dumps([{"conversations": turns, "system": "be"}]))
-    [(_, row)], how = read_rows(file)
-    assert row.messages == [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
-    assert how.endswith("a.json: 1 rows, read as sharegpt, from conversations and system; no other columns")
-    file = write(tmp_path, "b.jsonl", json.dumps({"instruction": "add", "input": "1, 2", "output": "3", "history": [["a", "b"]]}))
-    [(_, row)], how = read_rows(file)
-    assert [message["content"] for message in row.messages or []] == ["a", "b", "add\n\n1, 2"]
-    assert how.endswith("read as alpaca, as chats for the chat template, from instruction, input and history; not read: output")
-    [(_, row)], _ = read_rows(file, "instruction", is_chat=False)
-    assert row.messages is None and str(row.prompt).endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
-
-
-def test_standard_input_has_a_text_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = io.TextIOWrapper(io.BytesIO("one\r\n zwei ü".encode()), "cp1252")
-    monkeypatch.setattr("sys.stdin", texts)
-    with in_own_words():
-        others: dict = {"texts": [], "plain": False, "output": None, "batch_size_rows": None, "dtype": None, "settings": {}}
-        rows = open_rows(Options(model="", file="-", column=None, **others), Usage(encoding="cp1252"))
-    assert rows.num_rows is None and [row.prompt for _, row in rows.read()] == ["one", " zwei ü"]
+@pytest.mark.parametrize(
+    ("row", "messages", "how"),
+    [
+        (
+            # As JSON text, with content in parts, with nulls as parquet has them, and without OpenAI's weights.
+            {
+                "messages": json.dumps(
+                    [{"role": "user", "content": PARTS, "name": None}, {"role": "assistant", "content": "2", "weight": 0}]
+                ),
+                "tools": json.dumps([TOOL]),
+            },
+            [("user", "1 + 1?")],
+            "messages, from messages and tools; no other columns",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "be"},
+            [("system", "be"), ("user", "hi")],
+            "sharegpt, from conversations and system; no other columns",
+        ),
+        (
+            {"instruction": "add", "input": "1, 2", "output": "3", "history": [["a", "b"]]},
+            [("user", "a"), ("assistant", "b"), ("user", "add\n\n1, 2")],
+            "alpaca, as chats for the chat template, from instruction, input and history; not read: output",
+        ),
+    ],
+)
+def test_chats_are_read_as_for_training_and_lose_the_answer_that_they_are_to_be_given(
+    tmp_path: Path, row: dict[str, Any], messages: list[tuple[str, str]], how: str
+) -> None:
+    file = write(tmp_path, "a.jsonl", json.dumps(row))
+    [(_, read)], said = read_rows(file)
+    assert read.messages == [{"role": role, "content": content} for role, content in messages]
+    assert said == f"{file}: 1 rows, read as {how}" and read.tools == ([TOOL] if "tools" in row else None)
 
 
 @pytest.mark.parametrize(("name", "given"), [("column", "body"), ("csv_delimiter", ";")])
-def test_what_only_a_file_has_is_refused_for_standard_input(name: str, given: str) -> None:
+def test_what_only_a_file_has_is_refused_for_standard_input_which_has_a_text_a_line(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was ignored."""
     with pytest.raises(UserError, match=rf"--{name.replace('_', '-')} is '{given}', but there is no --file with columns"):
         read_rows("-", **{name: given})
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("one\r\n zwei ü".encode()), "cp1252"))
+    rows, how = read_rows("-", usage=Usage(encoding="cp1252"))
+    assert [row.prompt for _, row in rows] == ["one", " zwei ü"] and how == ""
 
 
 @pytest.mark.parametrize(
@@ -84,7 +99,6 @@ def test_what_only_a_file_has_is_refused_for_standard_input(name: str, given: st
         ("a.docx", "one", None, r"--file: .*a.docx has an unknown file ending: let its name end in one of .csv"),
         ("a.csv", "source;id\na;1\n", None, r"has the columns source;id: name .* --column; its header has semicolons"),
         ("a.csv", "source,prompt\na,b\n", None, r"has the columns source, prompt: name the one to generate for as --column"),
-        ("a.csv", "a,b\nc,d\n", None, r"has the columns a, b: name the one"),
         ("a.csv", "a,b\nc,d\n", "e", r"has no column 'e' \(its columns: a, b\): correct --column"),
         ("a.csv", "text\n", None, r"has no rows"),
         ("a.jsonl", '{"text": "a"}\n{"text": ""}\n', None, r"a.jsonl, row 2 is a row with an empty prompt, which has nothing"),
@@ -95,37 +109,13 @@ def test_what_only_a_file_has_is_refused_for_standard_input(name: str, given: st
             None,
             r"row 1, message 1: roles out of order, the assistant",
         ),
-        ("a.jsonl", '{"messages": [{"role": "system", "content": "a"}]}\n', None, r"row 1 is a row without a turn to answer"),
         ("a.jsonl", '{"conversations": [{"from": "gpt", "value": "a"}]}', None, r"row 1 is a row in which the assistant speaks"),
-        ("a.jsonl", '{"conversations": "[]"}', None, r"row 1 is a row without an assistant turn"),
-        ("a.jsonl", '{"turns": [{"from": "human", "value": "a"}]}', None, r"let the column be named conversations"),
-        ("a.jsonl", '{"messages": "hello"}', None, r"row 1, column messages: not JSON"),
         ("a.csv", "text\nNaN\n", None, r"row 1 is a row with a missing prompt"),
-        ("a.jsonl", "{torn\n", None, r"a.jsonl, line 1: not JSON"),
     ],
 )
 def test_a_file_without_texts_is_refused(tmp_path: Path, name: str, text: str, column: str | None, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         read_rows(write(tmp_path, name, text), column)
-
-
-def test_a_chat_is_read_as_for_training(tmp_path: Path) -> None:
-    """As JSON text, with tools, with content in parts, with nulls as parquet has them, and without OpenAI's weights."""
-    turns: list[dict] = [{"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]}]
-    turns += [{"role": "assistant", "content": "2", "weight": 0}, {"role": "user", "content": "sure?", "name": None}]
-    tool = {"type": "function", "function": {"name": "add"}}
-    file = write(tmp_path, "a.jsonl", json.dumps({"messages": json.dumps(turns), "tools": json.dumps([tool]), "id": 1}))
-    [(_, item)], how = read_rows(file)
-    assert item.messages == [
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "sure?"},
-    ]
-    assert item.tools == [tool] and item.prompt is None
-    assert how.endswith("read as messages, from messages and tools; not read: id")
-    write(tmp_path, "a.jsonl", json.dumps({"messages": [{"role": "narrator", "content": "be brief"}, *turns]}))
-    with pytest.raises(UserError, match="row 1, message 1: 'narrator' is not a role"):
-        read_rows(file)
 
 
 def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:

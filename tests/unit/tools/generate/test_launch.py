@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from peft import LoraConfig
 
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import _build_tokenizer
-from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.launch.environment import read_launch
 from toolkit.tools.generate import generate as command
@@ -25,23 +24,25 @@ from toolkit.tools.generate.model import _choose_device, load_generator, open_mo
 from toolkit.training.run import release
 
 
-@pytest.mark.parametrize(("preset", "expected"), [("ddp_cpu", "cpu"), ("ddp", "cuda:1")])
-def test_several_processes_of_a_cpu_preset_leave_gpus_alone(monkeypatch: pytest.MonkeyPatch, preset: str, expected: str) -> None:
-    """The launcher passes use_cpu to a single process only (accelerate/utils/launch.py:133, and nothing of it below)."""
+@pytest.mark.parametrize(("preset", "expected"), [("ddp_cpu", "cpu"), ("ddp", "cuda:1"), (None, None)])
+def test_several_processes_of_a_cpu_preset_leave_gpus_alone_and_those_of_torchrun_are_connected_too(
+    monkeypatch: pytest.MonkeyPatch, preset: str | None, expected: str | None
+) -> None:
+    """The launcher passes use_cpu to a single process only (accelerate/utils/launch.py:133, and nothing of it below). Each alone,
+    processes of torchrun would all write every text into the output."""
     path = REPOSITORY / "accelerate_configs" / f"{preset}.yaml"
-    launched = {"ACCELERATE_MIXED_PRECISION": "no", "TOOLKIT_ACCELERATE_YAML": str(path), "LOCAL_RANK": "1"}
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **launched})
+    launched = (
+        {"ACCELERATE_MIXED_PRECISION": "no", "TOOLKIT_ACCELERATE_YAML": str(path)} if preset else {"WORLD_SIZE": "2", "RANK": "1"}
+    )
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "LOCAL_RANK": "1", **launched})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(command, "build_accelerator", lambda **_: read_launch())
-
-    def end(options: Any) -> None:
-        raise ConnectionAbortedError
-
-    monkeypatch.setattr(command, "_generate", end)
+    ends = Mock(side_effect=ConnectionAbortedError)
+    monkeypatch.setattr(command, "build_accelerator", (lambda **_: read_launch()) if preset else ends)
+    monkeypatch.setattr(command, "_generate", ends if preset else Mock())
     with pytest.raises(ConnectionAbortedError):
         command.generate(SimpleNamespace(model="m", output=None))  # type: ignore[arg-type]
-    assert str(_choose_device()) == expected
+    assert expected is None or str(_choose_device()) == expected
 
 
 @pytest.mark.parametrize("base", ["runs/base/export", "../base/export"])
@@ -52,42 +53,29 @@ def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path: Path, base: str) 
         open_model(str(tmp_path))
 
 
+def save_llama(folder: Path) -> None:
+    config = transformers.LlamaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    _build_tokenizer(("<pad>", "</s>")).save_pretrained(folder)
+
+
 @pytest.mark.parametrize(("asked", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)])
 def test_a_model_computes_as_its_run_did(tmp_path: Path, asked: str | None, expected: torch.dtype) -> None:
-    config = transformers.LlamaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    _build_tokenizer(("<pad>", "</s>")).save_pretrained(tmp_path)
+    save_llama(tmp_path)
     (tmp_path / "toolkit.json").write_text('{"dtype": "bfloat16"}')
     assert {weight.dtype for weight in load_generator(open_model(str(tmp_path)), asked, {}).model.parameters()} == {expected}
 
 
 def test_a_model_beyond_the_device_is_named_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = transformers.LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    train_byte_level_tokenizer(["hello"], 300).save_pretrained(tmp_path)
+    save_llama(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-
-    def fill(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
-
-    monkeypatch.setattr(model, "allocate", fill)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+    monkeypatch.setattr(model, "allocate", Mock(side_effect=full))
     sentence = r"^the model does not fit cuda:0 \(CUDA out .* 2.00 GiB.\): try --dtype bfloat16"
     with pytest.raises(UserError, match=sentence) as raised:
         load_generator(open_model(str(tmp_path)), "float32", {})
     assert raised.value.printed_by == "run"
-
-
-def test_processes_of_torchrun_are_connected_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each alone, they would all write every text into the output."""
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
-
-    def connect(**_: Any) -> None:
-        raise ConnectionAbortedError
-
-    monkeypatch.setattr(command, "build_accelerator", connect)
-    with pytest.raises(ConnectionAbortedError):
-        command.generate(SimpleNamespace(model="m", output=None))  # type: ignore[arg-type]
 
 
 def test_several_processes_are_watched_and_started_alike() -> None:

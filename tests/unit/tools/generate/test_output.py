@@ -100,7 +100,7 @@ def test_no_text_is_lost_by_kills_at_any_moment(tmp_path: Path) -> None:
     assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
 
 
-def test_what_is_there_is_never_written_again(tmp_path: Path) -> None:
+def test_what_is_there_is_never_written_again_and_an_output_that_is_removed_does_not_lose_its_first_texts(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     assert begin_output(options(output)) == 0
     append_texts(output, 0, ["one", "two\u2028"], "")
@@ -110,9 +110,13 @@ def test_what_is_there_is_never_written_again(tmp_path: Path) -> None:
     assert begin_output(options(output)) == 2
     assert output.read_bytes() == before and output.stat().st_ino == file_number
     append_texts(output, 2, ["three"], "")
-    assert rows(output.with_name("out.jsonl"))[0] == (1, "one") and output.read_bytes().startswith(before)
+    assert rows(output)[0] == (1, "one") and output.read_bytes().startswith(before)
+    output.unlink()
+    with pytest.raises(UserError, match="No such file or directory"):
+        append_texts(output, 3, ["four"], "")
+    assert not output.exists() and begin_output(options(output)) == 0
     end_output(output)
-    assert os.listdir(tmp_path) == ["out.jsonl"]
+    assert not any(tmp_path.glob("*.unfinished"))
 
 
 @pytest.mark.parametrize("line", [b'{"row": 2, "prediction": "twice"}\n', b"\0\0\0\n", b"[]\n"])
@@ -164,14 +168,3 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path) -> None:
         process.communicate()
     assert output.read_bytes().startswith(torn[: torn.rfind(b"\n") + 1])
     assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
-
-
-def test_an_output_that_is_removed_meanwhile_does_not_lose_its_first_texts(tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    begin_output(options(output))
-    append_texts(output, 0, ["one"], "")
-    output.unlink()
-    with pytest.raises(UserError, match="No such file or directory"):
-        append_texts(output, 1, ["two"], "")
-    assert not output.exists() and begin_output(options(output)) == 0
-    end_output(output)

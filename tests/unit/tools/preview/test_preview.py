@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import html.parser
 import io
 import json
 import os
@@ -14,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.support.pages import Page
 from tests.support.previews import (
     CASES,
     GOLDEN,
@@ -32,9 +33,9 @@ from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
 from toolkit.tools.preview.preview import collect, render_page
-from toolkit.tools.preview.row import CONTEXT, LOSS
+from toolkit.tools.preview.row import CONTEXT, LOSS, LOST
 from toolkit.tools.preview.terminal import _Lines, print_preview
-from toolkit.tools.preview.wording import NAMES, TOKENS_OF_A_BLOCK, Tokens, list_parts
+from toolkit.tools.preview.wording import NAMES, TOKENS_OF_A_BLOCK, Tokens, list_parts, shorten_tokens
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -52,53 +53,16 @@ def _at_the_inputs(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(inputs)
 
 
-class Page(html.parser.HTMLParser):
-    """The elements of a page, and its texts by the class of their element."""
-
-    def __init__(self, content: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self._pieces: dict[str, list[list[str]]] = {"text": [], "tokens": []}
-        self._blocks: list[str | None] = []
-        self.feed(content)
-        self.close()
-        self.texts = {kind: ["".join(pieces) for pieces in of_kind] for kind, of_kind in self._pieces.items()}
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag == "div":
-            kind = dict(attrs).get("class")
-            self._blocks.append(kind)
-            if kind in self._pieces:
-                self._pieces[kind].append([])
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "div":
-            self._blocks.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self._blocks and self._blocks[-1] in self._pieces:
-            self._pieces[self._blocks[-1]][-1].append(data)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_the_piped_view_is_the_golden_text(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_piped_view_is_the_golden_text_and_needs_no_weights_and_no_process_group(
+    case: str, inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = dict(PartialState._shared_state)  # another test's
     assert call_preview(CASES[case]) == 0
     golden = (GOLDEN / f"{case}.txt").read_text(encoding="utf-8")
     assert f"$ python -m toolkit preview {CASES[case]}\n{capsys.readouterr().out}" == golden
-    assert "\x1b" not in golden
-
-
-def test_it_needs_no_weights_and_no_process_group(inputs: Path) -> None:
-    from accelerate import PartialState
-
-    assert not [*inputs.rglob("*.safetensors")]  # the golden texts are made without
-    before = dict(PartialState._shared_state)  # another test's
-    assert call_preview(CASES["t5"]) == 0
+    assert "\x1b" not in golden and not [*inputs.rglob("*.safetensors")] and not Path("runs").exists()
     assert not torch.distributed.is_initialized() and PartialState._shared_state == before
-    assert not Path("runs").exists()
 
 
 def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,14 +79,11 @@ def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pyt
         for side in row.sides:
             tokens = "|".join(token.replace("\n", "⏎\n") for _, token in side.tokens)
             assert re.sub(r"\s", "", tokens) in re.sub(r"\s", "", plain)
-
-
-def test_only_the_marks_between_tokens_are_dim() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
     with console.capture() as shown:
         for line in _Lines(console).of(Tokens([(CONTEXT, "a"), (CONTEXT, "b"), (LOSS, "c")])):
             console.print(line)
-    assert shown.get() == "    a|b\x1b[2m|\x1b[0m\x1b[1;32mc\x1b[0m\n"
+    assert shown.get() == "    a|b\x1b[2m|\x1b[0m\x1b[1;32mc\x1b[0m\n", "only the marks between tokens are dim"
 
 
 def test_hostile_texts_stay_text_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,31 +98,34 @@ def test_hostile_texts_stay_text_in_the_terminal(capsys: pytest.CaptureFixture[s
 def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "page.html"
     assert call_preview(f"{HOSTILE_ROWS} --html {file}") == 0
-    content = file.read_text(encoding="utf-8")
-    page = Page(content)
-    assert page.tags.count("style") == 1 and not {"script", "img", "link", "iframe", "b>"}.intersection(page.tags)
+    content, page = file.read_text(encoding="utf-8"), Page(file)
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("style") == 1 and not {"script", "img", "link", "iframe", "b>"}.intersection(tags)
     allowed = {"class", "style", "title", "dir", "lang", "charset", "name", "content", "http-equiv", "tabindex"}
-    assert {name for name, _ in page.attributes} <= allowed
+    assert {name for _, attributes in page.tags for name in attributes} <= allowed
     assert not re.search(r"(?i)https?:|url\(|@import", content)
     assert not CONTROLS.search(content.replace("\n", ""))
     chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nanswer {}<|im_end|>\n"
     expected = {chat.format(visible(text), visible(text)) for text in HOSTILE}
-    assert expected == set(page.texts["text"])
+    assert expected == set(page.blocks["text"])
     # The tokens spell the same text.
-    assert {text.replace("⏎\n", "\n") for text in page.texts["tokens"]} == expected
+    assert {text.replace("⏎\n", "\n") for text in page.blocks["tokens"]} == expected
     assert not [*tmp_path.glob("*.tmp")]
 
 
 @pytest.mark.parametrize("config", ["t5.yaml", "chats.yaml"])
-def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str) -> None:
+def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str, tmp_path: Path) -> None:
     found = collect([f"--config={config}", "--run.name=<i>name"], None, None, 4, None)
     found.rows[0].sides[0].tokens.insert(1, (CONTEXT, "</s>"))  # as T5's last token
     content = render_page(found.title, list_parts(found, has_remarks=True))
+    (tmp_path / "page.html").write_text(content)
     assert found.step is not None and content.count("&lt;i&gt;name") == 2
     assert re.findall("<h3>([A-Z][a-z]+)</h3>", content) == ["Rows", "Lengths", "Tokenizer"]
     sides = [(row, side) for row in found.rows for side in row.sides]
     shown = ["".join(token for _, token in side.tokens) for _, side in sides]
-    assert [text.replace("⏎\n", "\n") for text in Page(content).texts["tokens"]] == [visible(text) for text in shown]
+    assert [text.replace("⏎\n", "\n") for text in Page(tmp_path / "page.html").blocks["tokens"]] == [
+        visible(text) for text in shown
+    ]
     kinds = []
     for row, side in sides:
         pack = found.step.find_pack(row.row_id)
@@ -182,28 +146,35 @@ def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys
     assert re.search(r"48 of [0-9]{2},[0-9]{3} tokens, [0-9]{2},[0-9]{3} lost", shown)
     assert len(re.findall(r"… [0-9,]+ tokens are not shown: --row 0 shows all …", shown)) == 1
     assert call_preview(f"{LONG_ROW} --row 0 --html {tmp_path / 'row.html'}") == 0
-    page = Page((tmp_path / "row.html").read_text(encoding="utf-8"))
-    assert all(LONG in shown.replace("⏎", "") for shown in (*page.texts["text"], *page.texts["tokens"]))
-    assert page.attributes.count(("class", "part")) == -(-page.tags.count("i") // TOKENS_OF_A_BLOCK) > 10
+    page = Page(tmp_path / "row.html")
+    assert all(LONG in shown.replace("⏎", "") for shown in (*page.blocks["text"], *page.blocks["tokens"]))
+    num_parts = sum(attributes.get("class") == "part" for _, attributes in page.tags)
+    assert num_parts == -(-sum(tag == "i" for tag, _ in page.tags) // TOKENS_OF_A_BLOCK) > 10
     print_preview(collect([*shlex.split(LONG_ROW)], None, None, 0, 0), Console())
     assert LONG in capsys.readouterr().out
+
+
+def test_the_begin_the_cuts_and_the_end_of_a_long_row_are_shown_once() -> None:
+    kinds = [(CONTEXT, 0, 10), (LOST, 10, 15), (CONTEXT, 15, 500), (LOST, 500, 1000)]
+    tokens = [(kind, str(number)) for kind, first, last in kinds for number in range(first, last)]
+    pieces = shorten_tokens(tokens, 7, is_whole=False)
+    assert [piece for piece in pieces if isinstance(piece, str)] == [
+        f"… {num} tokens are not shown: --row 7 shows all …" for num in (300, 380)
+    ]
+    shown = [token for piece in pieces if not isinstance(piece, str) for token in piece]
+    assert shown == tokens[:160] + tokens[460:540] + tokens[920:]
+    assert shorten_tokens(tokens, 7, is_whole=True) == [tokens]
 
 
 BAD: list[tuple[str, str]] = [
     ("--config chats.yaml --row 99", "--row is 99: give an id from 0 to 10"),
     ("--config t5.yaml --row 13", r"--row is 13, rows.jsonl, row 14, which is left out: the remarks above say why"),
     ("--config chats.yaml --rows -1", "--rows is -1: give 0 or more"),
-    (
-        "--config chats.yaml --html gone/page.html",
-        "--html gone/page.html cannot be written .*: give a file in a folder that exists",
-    ),
+    ("--config chats.yaml --html gone/page.html", "--html gone/page.html cannot be written .*: give a file in a folder that"),
     ("--config chats.yaml --html .", "--html . cannot be written .it is a folder.: give a file"),
-    ("--config gone.yaml", "gone.yaml cannot be read"),
     ("--config chats.yaml --optim.lrr 1", "did you mean --optim.lr"),
     ("--config chats.yaml --accelerate-config gone.yaml", "gone.yaml: there is no such accelerate config"),
-    ("--config chats.yaml --data.files gone.jsonl", "gone.jsonl"),
     ("--config t5.yaml --recipe llm", "is not a key|unknown|data.max_source_length_tokens"),
-    ("--config t5.yaml --data.target_column nothing", "nothing"),
     ("--config chats.yaml --model.name_or_path ./nowhere", "nowhere"),
     ("", "model.name_or_path"),
 ]
@@ -214,6 +185,12 @@ def test_bad_input_is_one_sentence(flags: str, sentence: str, capsys: pytest.Cap
     assert call_preview(shlex.split(flags)) == 2
     printed = capsys.readouterr().err
     assert re.search(sentence, printed) and printed.count("error: ") == 1 and "Traceback" not in printed
+
+
+def test_it_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert call_preview("--config chats.yaml") == 2
+    assert "start it without accelerate launch" in capsys.readouterr().err
 
 
 def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +204,6 @@ def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch
         preview.preview([], config=[], accelerate_config=None, recipe=None, num_rows=1, row_id=None, html=None)
         # Python flushes once more at its exit: into nothing, not into the pipe.
         assert os.path.samestat(os.fstat(closed_pipe.fileno()), os.stat(os.devnull))
-
-
-def test_it_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert call_preview("--config chats.yaml") == 2
-    assert "start it without accelerate launch" in capsys.readouterr().err
 
 
 def test_the_summary_is_plain_values() -> None:

@@ -14,7 +14,6 @@ from tests.support.tokenizer_kinds import EXACT_KINDS, draw_text
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
-from toolkit.errors import UserError
 from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Token, find_cut_row, token_texts, view_row
 from toolkit.tools.preview.wording import Tokens
 
@@ -100,17 +99,14 @@ def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None
 def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
     first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four")
     first[1]["weight"] = 0  # type: ignore[assignment]
-    rows = Rows(tmp_path, [{"messages": first}, {"prompt": first[:3], "completion": first[3:]}, {"messages": last}][:1], True)
-    assert uses(rows.view(0)) == ["context", "context, as its weight is 0", "context", "2 tokens count"]
-    rows = Rows(tmp_path, [{"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}], True)
-    assert uses(rows.view(0)) == [
-        "context",
-        "context, as a part of the prompt",
-        "context",
-        "2 tokens count",
+    of_prompt = {"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}
+    rows: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+        ({"messages": first}, {}, ["context", "context, as its weight is 0", "context", "2 tokens count"]),
+        (of_prompt, {}, ["context", "context, as a part of the prompt", "context", "2 tokens count"]),
+        ({"messages": last}, {"loss_on": "all"}, ["counts, as data.loss_on is all"] * 2),
     ]
-    rows = Rows(tmp_path, [{"messages": last}], True, loss_on="all")
-    assert {*uses(rows.view(0))} == {"counts, as data.loss_on is all"}
+    for row, settings, expected in rows:
+        assert uses(Rows(tmp_path, [row], True, **settings).view(0)) == expected
 
 
 def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Path) -> None:
@@ -123,15 +119,3 @@ def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Pa
         assert (first, second, third, end) == (kind, LOST, kind, "</s>")
         assert kept + lost == side.text and side.num_tokens == limit and side.num_lost > 0
     assert list(rows.rows.train[0]["labels"])[-1] == rows.rows.tokenizer.eos_token_id
-
-
-def test_a_row_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    rows = Rows(tmp_path, [{"text": "hello"}, {"text": ""}, {"text": "there"}], True)
-    with pytest.raises(UserError, match=r"--row is 1, .*rows.jsonl, row 2, which is left out"):
-        rows.view(1)
-    with pytest.raises(UserError, match="--row is 3: give an id from 0 to 2"):
-        rows.view(3)
-    chat = {"messages": say("it is four " * 30, "welcome")}
-    rows = Rows(tmp_path, [chat, {"messages": say("so", "it is")}], True, max_length_tokens=24)
-    with pytest.raises(UserError, match="row 1, which is left out: the remarks above say why"):
-        rows.view(0)

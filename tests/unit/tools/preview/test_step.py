@@ -23,8 +23,7 @@ def causal_rows() -> Dataset:
 
 
 def make_rows(ids: list[list[int]], labels: list[list[int]], num_tokens: list[int], num_labels: list[int]) -> Dataset:
-    names = ("input_ids", "labels", "num_tokens", "num_label_tokens")
-    columns = dict(zip(names, (ids, labels, num_tokens, num_labels), strict=True))
+    columns = {"input_ids": ids, "labels": labels, "num_tokens": num_tokens, "num_label_tokens": num_labels}
     return Dataset.from_dict({"row_id": list(range(100, 100 + len(ids))), **columns})
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.support.chats import build_chat_tokenizer
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import prepare_rows
-from toolkit.tools.preview.summary import MOST_BINS, PERCENTILES, summarize
+from toolkit.tools.preview.summary import MOST_BINS, PERCENTILES, _spread, summarize
 
 SOURCE = """
 def load_rows(config):
@@ -28,28 +29,20 @@ def test_the_summary_of_rows(tmp_path: Path) -> None:
     config = LLMDataConfig(source=f"{tmp_path}/rows.py:load_rows", cache_dir=str(tmp_path / "cache"), max_length_tokens=16)
     rows = prepare_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), 400)
     summary = summarize(rows, rows.evaluation, config, "a model")
-
-    # Splits.
     training, evaluation = summary["splits"]
     assert (training["name"], training["num_rows"], evaluation["num_rows"]) == ("training", len(rows.train), 2)
     assert training["num_tokens"] == sum(rows.train["num_tokens"])
-    # Lengths: the bins hold every row, and percentiles are lengths of rows.
+    # Percentiles are lengths of rows.
     lengths, counted = summary["lengths"]
     tokens = np.array(rows.train["num_tokens"])
     assert lengths["setting"] == "data.max_length_tokens 16" and counted["setting"] is None
-    for low, high, count in lengths["bins"]:
-        assert count == ((tokens >= low) & (tokens <= high)).sum()
-    assert sum(count for _, _, count in lengths["bins"]) == len(tokens) and len(lengths["bins"]) <= MOST_BINS
-    assert list(lengths["percentiles"]) == list(map(str, PERCENTILES)) and set(lengths["percentiles"].values()) <= set(
-        tokens.tolist()
-    )
+    assert list(lengths["percentiles"]) == list(map(str, PERCENTILES))
+    assert {*lengths["percentiles"].values()} <= {*tokens.tolist()}
     assert (lengths["percentiles"]["0"], lengths["percentiles"]["100"]) == (tokens.min(), tokens.max())
     # Duplicates, within the training rows and over both splits.
     sentences = " ".join(summary["duplicates"])
-    assert "33 of 41" in sentences and "1 of 2" in sentences
-    assert (
-        "row 7 repeats row 0; row 8 repeats row 1" in sentences and "row 41 (evaluation) is row 1 (training) again" in sentences
-    )
+    row_ids = ("row 7 repeats row 0; row 8 repeats row 1", "row 41 (evaluation) is row 1 (training) again")
+    assert all(words in sentences for words in ("33 of 41", "1 of 2", *row_ids))
     assert not set(summary["duplicates"]).intersection(summary["remarks"])
     # Special tokens, also one that a row writes.
     tokens_by_text = {token["text"]: token for token in summary["special_tokens"]}
@@ -57,12 +50,10 @@ def test_the_summary_of_rows(tmp_path: Path) -> None:
     assert "eos_token" in tokens_by_text["</s>"]["roles"]
 
 
-def test_any_lengths_fit_few_bins() -> None:
-    from toolkit.tools.preview.summary import _spread
-
-    draw = np.random.default_rng(0)
-    for largest in (1, 2, 15, 16, 17, 999, 1024, 10**6):
-        lengths = draw.integers(0, largest, size=50, endpoint=True)
-        spread = _spread("row", lengths, None)
-        assert sum(count for _, _, count in spread["bins"]) == 50 and len(spread["bins"]) <= MOST_BINS
-        assert spread["bins"][0][0] <= lengths.min() and spread["bins"][-1][1] >= lengths.max()
+@pytest.mark.parametrize("largest", [1, 2, 15, 16, 17, 999, 1024, 10**6])
+def test_any_lengths_fit_few_bins_which_hold_every_row(largest: int) -> None:
+    lengths = np.random.default_rng(0).integers(0, largest, size=50, endpoint=True)
+    bins = _spread("row", lengths, None)["bins"]
+    assert all(count == ((lengths >= low) & (lengths <= high)).sum() for low, high, count in bins)
+    assert sum(count for *_, count in bins) == 50 and len(bins) <= MOST_BINS
+    assert bins[0][0] <= lengths.min() and bins[-1][1] >= lengths.max()

@@ -1,4 +1,4 @@
-"""Each curve has the figure and the steps that it is named after."""
+"""Each curve, in the page and in the picture of a run, has the figure and the steps that it is named after."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.report_runs import evaluation, save_distinct_run, save_run, train
+from toolkit.tools.report import picture
 from toolkit.tools.report.charts import Curve, list_charts, means, table_rows
 from toolkit.tools.report.facts import describe_unlike, read_runs
 from toolkit.tools.report.page import render_page
+from toolkit.tools.report.picture import draw_curves
 from toolkit.tools.report.terminal import show_runs
 
 STEPS, EVALUATED = [1, 2, 3, 4, 5, 6], [2, 4, 6]
@@ -35,11 +37,20 @@ def test_curves_and_marks_are_those_of_their_names(tmp_path: Path) -> None:
     assert "evaluation: from 3 at step 2 to 2.75 at step 6, lowest 2.5, highest 3." in charts[0].description
 
 
-@pytest.mark.parametrize("measured_on", ["x", 5, {"sets": ["news"]}, {"sets": "news"}])
-def test_a_line_that_does_not_say_what_it_is_of_is_left_out(tmp_path: Path, measured_on: Any) -> None:
-    lines = [evaluation(0, loss=2.0), evaluation(1, loss=1.0, measured_on=measured_on)]
+WRONG: list[dict[str, Any]] = [{"measured_on": of} for of in ("x", 5, {"sets": ["news"]}, {"sets": "news"})]
+WRONG += [{"step": step} for step in (10**400, -1, True, "3", 1.5, None, [1], 2**60)]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:30])
+def test_a_line_that_does_not_say_what_it_is_of_is_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    kinds = ["train", "eval", "checkpoint", "baseline", ["train"]] if "step" in wrong else ["eval"]
+    lines = [evaluation(0, loss=2.0), train(1, grad_norm=0.0), train(2)]
+    lines += [{**evaluation(1, loss=1.0), "kind": kind, **wrong} for kind in kinds]
     (run,) = read_runs([save_run(tmp_path / "run", *lines)])
-    assert run.evaluations == lines[:1] and render_page([run])
+    assert run.evaluations == lines[:1] and run.lines[:3] == lines[:3] and render_page([run])
+    assert len(run.lines) == 3 or "measured_on" in wrong
+    [chart] = [chart for chart in list_charts([run]) if chart.title == "Gradient norm"]
+    assert not chart.is_log and "log" not in chart.unit, "it has a zero"
 
 
 def test_sets_share_the_charts_of_their_run_and_have_none_beside_other_runs(tmp_path: Path) -> None:
@@ -48,12 +59,6 @@ def test_sets_share_the_charts_of_their_run_and_have_none_beside_other_runs(tmp_
     for shown, labels in ((folders[:1], ["evaluation", "news", "mail"]), (folders, ["a: evaluation", "b: evaluation"])):
         (chart,) = list_charts(read_runs(shown))
         assert [curve.label for curve in chart.curves] == labels
-
-
-def test_zeros_are_not_on_a_log_scale(tmp_path: Path) -> None:
-    lines = [train(step, grad_norm=step - 1.0) for step in (1, 2)]
-    [chart] = [chart for chart in list_charts(read_runs([save_run(tmp_path / "run", *lines)])) if chart.title == "Gradient norm"]
-    assert not chart.is_log and "log" not in chart.unit
 
 
 def test_means_of_a_long_curve() -> None:
@@ -86,14 +91,6 @@ def test_figures_of_other_rows_share_no_axis(tmp_path: Path) -> None:
     assert describe_unlike([runs[0], runs[3]]) == describe_unlike(runs[3:]) == ""
 
 
-def test_a_line_of_no_step_is_left_out(tmp_path: Path) -> None:
-    steps, kinds = [10**400, -1, True, "3", 1.5, None, [1], 2**60], ["train", "eval", "checkpoint", "baseline"]
-    wrong = [{**evaluation(1, loss=7.0), "kind": kind, "step": step} for step in steps for kind in kinds]
-    run = save_run(tmp_path / "run", train(1), evaluation(1, loss=2.0), *wrong, *({**train(2), "kind": [kind]} for kind in kinds))
-    assert [line["step"] for line in read_runs([run])[0].lines] == [1, 1]
-    assert b"report" in render_page(read_runs([run]))
-
-
 @pytest.mark.parametrize("value", [10**400, math.nan, "2.0", True, [2.0]], ids=lambda v: str(v)[:5])
 def test_a_value_that_is_no_number_is_not_drawn(tmp_path: Path, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", train(1), train(2, value), evaluation(1, loss=2.0), evaluation(2, loss=value))
@@ -103,3 +100,49 @@ def test_a_value_that_is_no_number_is_not_drawn(tmp_path: Path, value: Any, caps
     show_runs([run])
     table = capsys.readouterr().out.split("\n\n")[1]
     assert [line.split()[-1] for line in table.splitlines()] == ["loss", "2.00", "–"]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The axes that are drawn, in order."""
+    axes: list[Any] = []
+    draw = picture.draw_chart
+    monkeypatch.setattr(picture, "draw_chart", lambda ax, chart: (axes.append(ax), draw(ax, chart)))
+    return axes
+
+
+def test_the_picture_has_the_charts_of_the_report(tmp_path: Path, drawn: list[Any]) -> None:
+    """Each curve with its own values, and each mark at its steps."""
+    [facts] = read_runs([save_distinct_run(tmp_path / "run")])
+    draw_curves(facts.lines, facts.folder / "curves.png")
+    assert (facts.folder / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    charts = list_charts([facts])
+    assert [axes.get_title() for axes in drawn] == [chart.title for chart in charts]
+    for axes, chart in zip(drawn, charts, strict=True):
+        lines = {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+        shown = {name: (list(line.get_xdata()), list(line.get_ydata())) for name, line in lines.items()}
+        means = {curve.label: picture.means(curve) if curve.is_noisy else (curve.steps, curve.values) for curve in chart.curves}
+        assert shown == means
+        assert axes.get_yscale() == ("log" if chart.is_log else "linear")
+        legend = [text.get_text() for text in axes.get_legend().get_texts()] if len(lines) > 1 else []
+        assert legend == (list(lines) if len(lines) > 1 else [])
+        marked = [[segment[0][0] for segment in lines.get_segments()] for lines in axes.collections]
+        assert marked == [[2, 4, 6], [3], [5]], "checkpoints, a skipped update, a resume"
+
+
+@pytest.mark.parametrize("name", ["costs $5 or $^$", "$\\frac{$", "\ud800\n\x1b[2J"])
+def test_names_may_have_any_text(tmp_path: Path, name: str, drawn: list[Any]) -> None:
+    baseline = {"kind": "baseline", "step": 1, "name": name, "rougeL": 2.0, "measured_on": {"rows": "a"}}
+    folder = tmp_path / "$\\run{$"
+    folder.mkdir()
+    draw_curves([evaluation(1, rougeL=1.0, **{"mine/$x^$": 2.0}), baseline], folder / "curves.png")
+    assert (folder / "curves.png").stat().st_size > 1000 and len(drawn) == 2
+
+
+def test_only_charts_with_data_and_without_what_was_not_finite_or_is_no_step(tmp_path: Path, drawn: list[Any]) -> None:
+    lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 2.0), (2, None), ("3", 2.0), (4, 0.0))]
+    draw_curves(lines, tmp_path / "curves.png")
+    assert [(axes.get_title(), axes.get_yscale()) for axes in drawn] == [("Loss", "linear")]
+    assert [list(line.get_xdata()) for line in drawn[0].get_lines()] == [[1, 4]] * 2
+    draw_curves([{"kind": "checkpoint", "step": 1}], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

@@ -5,54 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.pages import Page
+from tests.support.refusals import refusal
 from tests.support.report_runs import HOSTILE, evaluation, long_texts, save_long_run, save_run, save_whole_run, train
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import escape_controls
 from toolkit.tools.report import page as page_module
 from toolkit.tools.report.charts import NUM_BUCKETS, thinned
 from toolkit.tools.report.page import save_page, save_run_page
 
 SECTIONS = ["Summary", "Curves", "Predictions", "Data", "Checkpoints", "Memory", "Shard units", "Config", "Versions and commands"]
-
-
-class Page(HTMLParser):
-    """The texts, attributes and scripts of a page."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.scripts: list[tuple[dict[str, str | None], str]] = []
-        self._open: list[str] = [""]
-        self.feed(path.read_text(encoding="utf-8"))
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._open.append(tag)
-        if tag == "script":
-            self.scripts.append((dict(attrs), ""))
-
-    def handle_data(self, data: str) -> None:
-        if self._open[-1] == "script":
-            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
-        else:
-            self.texts.setdefault(self._open[-1], []).append(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open.append("")
-
-    def data(self, name: str) -> Any:
-        return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == f"data-{name}")
-
-    @property
-    def words(self) -> str:
-        return " ".join(part for tag, parts in self.texts.items() if tag != "style" for part in parts)
 
 
 def write(tmp_path: Path, *folders: Path) -> Page:
@@ -72,21 +38,8 @@ def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
     assert re.search(r"training: from [\d.]+ at step 1 to [\d.]+ at step 2", names[0])
     assert len(names) == len(titles) == len(page.data("charts"))
     # Baselines, marks, memory beside its plan, units, versions and commands.
-    for words in (
-        "lead sentence",
-        "17.00",
-        "skipped update",
-        "resume",
-        "rank 1",
-        "planned",
-        "3.00",
-        "T5Block",
-        "50.0%",
-        "2.13",
-        "median 7",
-        "1,234",
-    ):
-        assert words in page.words, words
+    shown = ("lead sentence", "17.00", "skipped update", "resume", "rank 1", "planned", "3.00", "T5Block", "50.0%")
+    assert [words for words in (*shown, "2.13", "median 7", "1,234") if words not in page.words] == []
     assert "accelerate launch recipes/t5.py" in page.texts["pre"] and "lr" in page.words
     # Texts are those of the files; half a surrogate pair too.
     predictions = page.data("predictions")
@@ -132,6 +85,10 @@ def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
     predictions = page.data("predictions")
     assert predictions["columns"] == ["one: after step 1", "two: after step 1"]
     assert [row["texts"] for row in predictions["rows"]] == [["a", "c"], ["b", None]]
+    # Runs of one name are shown with their paths, and one that is given twice is shown once.
+    other = save_run(tmp_path / "other" / "one", train(1), evaluation(1, loss=4.5))
+    page = write(tmp_path, one, other, one)
+    assert page.texts["h1"] == [f"{one} · {other}"] and {"2.00", "4.50"} <= set(page.texts["td"])
 
 
 def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Path) -> None:
@@ -200,21 +157,6 @@ def test_a_run_that_is_still_training_is_shown(tmp_path: Path) -> None:
     assert "not valid: has no manifest.json: it was never finished" in page.texts["td"]
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    one, other = (
-        save_run(tmp_path / place / "run", train(1), evaluation(1, loss=loss)) for place, loss in (("a", 2.0), ("b", 3.0))
-    )
-    page = write(tmp_path, one, other, one)
-    assert page.texts["h1"] == [f"{one} · {other}"] and {"2.00", "3.00"} <= set(page.texts["td"])
-
-
-def test_no_run_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a run folder"):
-        save_page([tmp_path], tmp_path / "page.html")
-    with pytest.raises(UserError, match="could not be written"):
-        save_page([save_run(tmp_path / "run", train(1))], tmp_path / "gone" / "page.html")
-
-
 def test_a_page_that_fails_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,3 +168,6 @@ def test_a_page_that_fails_does_not_end_the_run(
     (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "was not written (division by zero)" in message and message.endswith(f"python -m toolkit report {run}")
     assert (run / "report.html").read_bytes() == before
+    monkeypatch.undo()
+    assert "is not a run folder" in refusal(save_page, [tmp_path], tmp_path / "page.html")
+    assert "could not be written" in refusal(save_page, [run], tmp_path / "gone" / "page.html")

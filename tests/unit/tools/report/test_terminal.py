@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.support.report_runs import evaluation
 from toolkit.errors import UserError
 from toolkit.tools.main import main
 from toolkit.tools.plan import plan
@@ -37,10 +38,6 @@ def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | Non
         rows = [{"reference": "Return the oar.", "prediction": text} for text in texts]
         (folder / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def evaluation(step: int, **figures: Any) -> dict:
-    return {"kind": "eval", "step": step, "num_rows": 2, **figures}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[str, list[list[str]], str]:
@@ -105,11 +102,9 @@ def test_a_folder_that_is_no_runs_is_refused_and_a_young_run_is_shown(tmp_path: 
     before, table, memory = printed(capsys, save_run(tmp_path / "young", {"kind": "train", "step": 1}))
     assert before.splitlines() == ["1 steps.", "There is no evaluation."] and not table
     assert "memory.json is not in the folder" in memory
-
-
-def test_a_run_without_its_figures_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    assert printed(capsys, tmp_path)[0].startswith("metrics.jsonl is not in the folder: there are no curves and no evaluations")
+    (tmp_path / "without" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    without = printed(capsys, tmp_path / "without")[0]
+    assert without.startswith("metrics.jsonl is not in the folder: there are no curves and no evaluations")
 
 
 @pytest.fixture
@@ -186,24 +181,16 @@ def test_why_there_is_no_plan_is_reported(run_folder: Path, capsys: pytest.Captu
     assert "memory.json is not in the folder" in printed(capsys, run_folder)[2]
 
 
-def test_samples_are_printed_without_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from datasets import Dataset
-
-    title = "\x1b]0;owned\x07"
-    path = tmp_path / "predictions-1.jsonl"
-    path.write_text(json.dumps({"reference": f"b{title}", "prediction": f"c{title}\nd"}) + "\n")
-    _print_samples(path, Dataset.from_dict({"lead_text": [f"a{title}"]}))
-    escaped = r"\x1b]0;owned\x07"
-    sample = f"  text:      a{escaped}\n  reference: b{escaped}\n  generated: c{escaped}\nd\n\n"
-    assert capsys.readouterr().out == sample * 3
-
-
-@pytest.mark.parametrize("content", [None, "", '{"reference": "a", "predi'])
-def test_predictions_that_are_gone_or_changed(tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None) -> None:
+@pytest.mark.parametrize("content", [None, "", '{"reference": "a", "predi', {"reference": "b\x07", "prediction": "c\x07\nd"}])
+def test_samples_are_printed_without_control_characters_or_are_gone_or_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: Any
+) -> None:
     from datasets import Dataset
 
     path = tmp_path / "predictions-1.jsonl"
     if content is not None:
-        path.write_text(content)
-    _print_samples(path, Dataset.from_dict({"lead_text": ["a"]}))
-    assert capsys.readouterr().out == f"no samples: {path} is missing, or is not what the evaluation wrote\n\n"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    _print_samples(path, Dataset.from_dict({"lead_text": ["a\x1b]0;owned"]}))
+    sample = "  text:      a\\x1b]0;owned\n  reference: b\\x07\n  generated: c\\x07\nd\n\n" * 3
+    gone = f"no samples: {path} is missing, or is not what the evaluation wrote\n\n"
+    assert capsys.readouterr().out == (sample if isinstance(content, dict) else gone)
