@@ -33,8 +33,9 @@ def test_a_line_is_whole_json_as_soon_as_it_is_written_also_with_figures_that_js
 def test_resume_drops_later_steps_and_a_torn_line_and_goes_on(tmp_path):
     """Also of row ids; and the evaluation at its step, if that is still due: stopped in it, it was done by a run that was
     killed before its next checkpoint."""
-    path, rows = tmp_path / "metrics.jsonl", tmp_path / "rows-00001.jsonl"
-    rows.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)))
+    path, *rows = (tmp_path / f"{name}.jsonl" for name in ("metrics", "rows-00000", "rows-00001"))
+    for of_file, num_steps in zip(rows, (3, 4), strict=True):  # of the first, all stay
+        of_file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(num_steps)))
     (tmp_path / "predictions-3.jsonl").write_text("kept")
     log = MetricsLog(path, is_writer=True)
     for kind, step in (("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("checkpoint", 2)):
@@ -47,10 +48,10 @@ def test_resume_drops_later_steps_and_a_torn_line_and_goes_on(tmp_path):
     log.truncate_after(2, evaluation_due=True)
     log.write("train", 3)
     assert path.read_bytes().splitlines(keepends=True) == [before[0], before[1], before[4], before[3]]
-    assert [line["step"] for line in load_json_lines(rows, skip_torn_end=True)] == [0, 1, 2]
+    assert [[line["step"] for line in load_json_lines(of_file, skip_torn_end=True)] for of_file in rows] == [[0, 1, 2]] * 2
     log.truncate_after(-1)
     assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == {
-        "metrics.jsonl": 0, "predictions-3.jsonl": 4, "rows-00001.jsonl": 0,
+        "metrics.jsonl": 0, "predictions-3.jsonl": 4, "rows-00000.jsonl": 0, "rows-00001.jsonl": 0,
     }  # fmt: skip
 
 
@@ -123,6 +124,8 @@ def test_a_line_that_was_cut_in_two_or_is_foreign_costs_no_other_one(tmp_path, c
         file.write("# a note\n")
     log.write("train", 3)
     assert [line["step"] for line in log.load()] == [2, 3]
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not JSON"):  # others would not read on
+        load_json_lines(log.path, skip_torn_end=True)
     assert capsys.readouterr().err.endswith(
         f"WARNING: 2 lines of {log.path} were changed or added during the run and are left out\n"
     )

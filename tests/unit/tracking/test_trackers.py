@@ -74,6 +74,7 @@ def config_with(folder: Path, *log_with: str) -> SummarizationConfig:
 )
 def test_unknown_and_absent_trackers_are_refused_in_one_sentence(monkeypatch, name, sentence):
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["wandb", "aim"])
+    check_trackers(TrackingConfig())
     check_trackers(TrackingConfig(log_with=["wandb"]))
     assert sentence in refusal(check_trackers, TrackingConfig(log_with=["wandb", name]))
 
