@@ -124,7 +124,7 @@ def test_a_line_that_was_cut_in_two_or_is_foreign_costs_no_other_one(tmp_path, c
         file.write("# a note\n")
     log.write("train", 3)
     assert [line["step"] for line in log.load()] == [2, 3]
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not JSON"):  # others would not read on
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not JSON"):
         load_json_lines(log.path, skip_torn_end=True)
     assert capsys.readouterr().err.endswith(
         f"WARNING: 2 lines of {log.path} were changed or added during the run and are left out\n"
