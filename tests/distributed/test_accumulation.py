@@ -125,8 +125,8 @@ def test_the_steps_groups_reach_all_ranks_and_follow_the_runs_timeout(
     """A communicator over all ranks of its own would be one of hundreds of ranks beside the mesh's. Hybrid FSDP1's constructor
     makes its own, with torch's limit, and connects them."""
     is_hybrid = preset == "fsdp1_hybrid_shard"
-    function, args = (with_two_devices, (look_at_groups,)) if is_hybrid else (look_at_groups, ())
-    reports = run_on_ranks(function, preset=preset, overrides=overrides, args=args)
+    function: Any = with_two_devices if is_hybrid else look_at_groups
+    reports = run_on_ranks(function, preset=preset, overrides=overrides, args=(look_at_groups,) if is_hybrid else ())
     total = sum(10.0**rank for rank in range(len(reports)))
     for report in reports:
         # The control group and the checkpoint thread's wait for days by design.

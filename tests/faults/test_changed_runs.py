@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.faults.harness import TRAINED, attempt_with, check_same, run_with
-from tests.faults.signals import signal_in_phase
+from tests.faults.harness import TRAINED, attempt_with, run_with
 from tests.recipes.bad_input import OTHER_DATA, contents
 from tests.recipes.test_resume import curves, rows_by_step
 from tests.support.launch import LaunchResult
@@ -23,8 +21,6 @@ LONGER = {"train__max_steps": 6}
 CHANGED_DATA = f"the data is not what {{checkpoint}} was trained on, {OTHER_DATA}"
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "learning rate": ({"optim__lr": 0.002}, "optim.lr is 0.002, but {checkpoint} was made with 0.001"),
-    "frozen": ({"model__freeze": ["encoder.*"]}, "model.freeze is ['encoder.*'], but {checkpoint} was made with []"),
     "precision": (
         {"overrides": {"mixed_precision": "bf16"}},
         "mixed_precision is 'bf16', but {checkpoint} was made with 'no': set it back in the accelerate YAML ('no' without one)",
@@ -114,36 +110,3 @@ def test_what_is_no_part_of_the_training_may_change(bench: Workbench) -> None:
     }
     assert "step-00000002, after step 2\n" in run_with(bench, "free", **CHANGES | LONGER | free)
     check_like_six(bench, "free", evaluated=[5, 6], saved=[2, 3, 6])
-
-
-def tell_finalization() -> None:
-    """Say where a rank that ends early is left to Python's finalization, which threads of gloo may abort."""
-    from toolkit import errors
-
-    leave = errors._leave
-
-    def leave_and_print(exit_code: int) -> None:
-        leave(exit_code)
-        print("Python finalizes", flush=True)
-
-    errors._leave = leave_and_print
-
-
-# Stopped in the middle of the first epoch, between two micro-batches, and resumed with other loader workers.
-WORKERS = [(2, 2), (0, 2)]
-
-
-@pytest.mark.parametrize(("before", "after"), WORKERS)
-def test_stopped_in_mid_epoch(bench: Workbench, before: int, after: int) -> None:
-    name = f"workers-{before}-{after}"
-    stop = partial(signal_in_phase, "forward and backward", 2, [0], ["SIGTERM"], nth=2)
-    changes = CHANGES | LONGER | {"checkpoint__every_steps": 20}
-    whole = "whole-20"
-    if not (bench.runs / whole).exists():
-        run_with(bench, whole, **changes)
-    stopped = attempt_with(bench, name, stop, tell_finalization, **changes, data__num_loader_workers=before)
-    assert stopped.returncodes == [75, 75], stopped.stderr[-6000:]
-    assert "Python finalizes" not in stopped.stdout
-    assert bench.checkpoints(name) == ["step-00000003"]
-    assert "after step 3\n" in run_with(bench, name, **changes, data__num_loader_workers=after)
-    check_same(bench, name, whole, 6)
