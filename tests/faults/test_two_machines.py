@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.faults.harness import SCRIPT, arguments
-from tests.faults.test_lost_ranks import SENTENCE
+from tests.faults.test_process_ends import LOST
 from tests.faults.workers.faulty_recipe import at_step, kill, this_rank
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
@@ -107,7 +107,7 @@ def test_all_save_where_a_launcher_is_lost_and_each_machine_names_a_lost_rank(
     if lost == "launcher":
         assert "stopped by the end of its launcher after step " in printed[0] and "exitcode  : 75" in printed[0], printed[0]
     else:
-        sentence = SENTENCE.format(who="rank 3")
+        sentence = LOST.format(who="rank 3")
         assert [text.splitlines().count(sentence) for text in printed] == [1, 1], "\n\n".join(printed)
 
 
