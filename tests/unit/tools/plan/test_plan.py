@@ -6,22 +6,24 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from tests.support.launch import REPOSITORY
+from tests.support.refusals import refusal
+from tests.support.workbench import call_toolkit
 from toolkit.errors import UserError
 from toolkit.loss import summed_loss
 from toolkit.models import load as models
 from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.units import describe_units
-from toolkit.tools import main as command
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.plan import Plan, _notes, build_plan
 from toolkit.tools.plan.report import plan_as_dict, plan_as_text
@@ -39,7 +41,8 @@ from toolkit.tools.plan.trace import (
     fake_ranks,
 )
 
-PRESETS = Path(__file__).parents[4] / "accelerate_configs"
+PRESETS = REPOSITORY / "accelerate_configs"
+RUN_YAML = f"--config={REPOSITORY}/recipes/configs/llm_chat_lora.yaml"
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 256, 512, 2048, 2, 4
 LLAMA = {
     "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCAB,
@@ -143,6 +146,12 @@ def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shard
     fewer = trace(LLAMA, FSDP2, UNPACKED)
     for kind in (ACTIVATIONS, LOGITS, UNSHARDED):
         assert highest(traced, kind) == highest(fewer, kind)
+    # A row's first token has no label. Logits in bf16 and fp32, then fp32 and log-softmax, then with the gradient of that.
+    assert highest(fewer, LOGITS) == pytest.approx((TOKENS - 1) * VOCAB * 12, rel=0.01)
+    # Gradients are there from the start where they accumulate.
+    batch = ("--train.global_batch_size_rows=8", "--train.micro_batch_size_rows=1")
+    assert trace(LLAMA, FSDP2, (*UNPACKED, *batch)).peaks[0][GRADIENTS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
+    assert fewer.peaks[0][GRADIENTS] == 0
 
 
 @pytest.mark.parametrize(("num_shards", "remark"), [(3, ""), (4, ", each expert cut by rows"), (7, "")])
@@ -183,18 +192,7 @@ def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once() ->
     assert highest(traced, UNSHARDED_GRADIENTS) <= 2 * (END + BLOCK) * 1.001
 
 
-def test_doubling_the_sequence_doubles_activations_and_logits_alone() -> None:
-    short = trace(LLAMA, FSDP2, UNPACKED)
-    long = trace(LLAMA, FSDP2, (f"--data.max_length_tokens={2 * TOKENS}", "--data.packing=false"))
-    assert highest(long, ACTIVATIONS) == pytest.approx(2 * highest(short, ACTIVATIONS), rel=0.02)
-    # A row's first token has no label. Logits in bf16 and fp32, then fp32 and log-softmax, then with the gradient of that.
-    assert highest(short, LOGITS) == pytest.approx((TOKENS - 1) * VOCAB * 12, rel=0.01)
-    assert highest(long, LOGITS) == pytest.approx((2 * TOKENS - 1) * VOCAB * 12, rel=0.01)
-    assert at_the_end(long) == at_the_end(short)
-    assert (long.gathered_bytes, long.reduced_bytes) == (short.gathered_bytes, short.reduced_bytes)
-
-
-def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_by_document() -> None:
+def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_by_document(edited: Any) -> None:
     dense = (*UNPACKED[:1], "--model.attn_implementation=sdpa")
     unpacked, packed, by_document = (trace(LLAMA, FSDP2, arguments) for arguments in (UNPACKED, dense, UNPACKED[:1]))
     for kind in (ACTIVATIONS, TEMPORARIES):
@@ -204,11 +202,9 @@ def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_b
     assert highest(packed, ACTIVATIONS) - highest(unpacked, ACTIVATIONS) == pytest.approx(masks, abs=TOKENS * TOKENS)
     for attention in ("flash_attention_2", "flex_attention"):
         assert trace(LLAMA, FSDP2, (*UNPACKED[:1], f"--model.attn_implementation={attention}")).peak == unpacked.peak
-
-
-def test_why_packed_rows_keep_their_mask_is_a_note(edited: Any) -> None:
+    # A note says why.
     one_graph = edited("fsdp2_compile", "dynamo_config:", "dynamo_config:\n  dynamo_use_fullgraph: true")
-    named = plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0], "--model.attn_implementation=sdpa")
+    named = plan(LLAMA, "fsdp2_full_shard", 4, *dense)
     for planned, reason in ((named, "model.attn_implementation is sdpa"), (plan(LLAMA, one_graph, 4, UNPACKED[0]), "dynamo_use")):
         assert f"keeps packed rows apart by a dense mask, because {reason}" in plan_as_text(planned)
     assert "dense mask" not in plan_as_text(plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0]))
@@ -252,12 +248,6 @@ def test_chunked_logits_do_not_grow_beyond_a_chunk(
     short, long = (trace(model | {"vocab_size": vocab_size}, FSDP2, length) for length in lengths)
     assert 0 < highest(long, LOGITS) <= 128 * vocab_size * 12
     assert highest(long, LOGITS) == pytest.approx(highest(short, LOGITS), rel=0.02)
-
-
-def test_gradients_are_there_from_the_start_where_they_accumulate() -> None:
-    batch = ("--train.global_batch_size_rows=8", "--train.micro_batch_size_rows=1")
-    assert trace(LLAMA, FSDP2, (*UNPACKED, *batch)).peaks[0][GRADIENTS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
-    assert trace(LLAMA, FSDP2, UNPACKED).peaks[0][GRADIENTS] == 0
 
 
 @pytest.mark.parametrize(
@@ -365,18 +355,15 @@ def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived(
     assert any("derived" in note for note in planned.notes)
 
 
-def test_offloaded_shards_are_the_host_s() -> None:
-    planned = plan(LLAMA, "fsdp2_offload", 4, *UNPACKED)
-    assert planned.device_bytes[SHARDED_PARAMETERS] == planned.device_bytes[GRADIENTS] == planned.device_bytes[OPTIMIZER] == 0
-    assert planned.device_bytes[UNSHARDED] > 0
-    assert planned.host_bytes["offloaded shards"] == pytest.approx(NUM_PARAMETERS * 16 / 4, rel=0.001)
-
-
-def test_a_model_loads_piece_by_piece_but_from_scratch_and_under_fsdp1() -> None:
+def test_a_model_loads_piece_by_piece_but_from_scratch_and_under_fsdp1_and_offloaded_shards_are_the_hosts() -> None:
     for preset in ("fsdp2_full_shard", "ddp"):
         assert plan(LLAMA, preset, 4, *UNPACKED).host_bytes["while loading"] == 2 * PIECE_BYTES
     for preset, flags in (("fsdp2_full_shard", ["--model.from_scratch=true"]), ("fsdp1_full_shard", [])):
         assert plan(LLAMA, preset, 4, *UNPACKED, *flags).host_bytes["while loading"] == NUM_PARAMETERS * 4
+    planned = plan(LLAMA, "fsdp2_offload", 4, *UNPACKED)
+    assert planned.device_bytes[SHARDED_PARAMETERS] == planned.device_bytes[GRADIENTS] == planned.device_bytes[OPTIMIZER] == 0
+    assert planned.device_bytes[UNSHARDED] > 0
+    assert planned.host_bytes["offloaded shards"] == pytest.approx(NUM_PARAMETERS * 16 / 4, rel=0.001)
 
 
 @pytest.mark.parametrize(("base_dtype", "bytes_of_64"), [("nf4", 32 + 4), ("int8", 64 + 4)])
@@ -488,69 +475,50 @@ def test_units_and_ties_are_listed_and_json_has_all() -> None:
     assert min(planned.device_bytes.values()) >= 0
 
 
-def test_bad_input_is_reported_in_a_sentence(edited: Any) -> None:
-    with pytest.raises(UserError, match=r"nowhere is not a folder here"):
-        build_plan("./nowhere", PRESETS / "fsdp2_full_shard.yaml", 4, [], None, 80.0)
-    with pytest.raises(UserError, match=r"could not be read"):
-        plan({"layers": 3}, "fsdp2_full_shard", 4)
-    with pytest.raises(UserError, match=r"distributed_type NO, which starts 1"):
-        plan(LLAMA, "single", 4)
-    with pytest.raises(UserError, match=r"--num-processes is 0"):
-        plan(LLAMA, "single", 0)
-    with pytest.raises(UserError, match=r"--gpu-memory-gib is nan"):
-        plan(LLAMA, "single", 1, gib=float("nan"))
-    with pytest.raises(UserError, match=r"max_length_tokens to at most 1024"):
-        plan(LLAMA, "fsdp2_full_shard", 4, "--data.max_length_tokens=4096")
-    with pytest.raises(UserError, match=r"fsdp_forward_prefetch has no effect under FSDP2"):
-        plan(LLAMA, edited("fsdp2_full_shard", "fsdp_config:", "fsdp_config:\n  fsdp_forward_prefetch: true"), 4)
-    with pytest.raises(UserError, match=r"cannot spread evenly over its num_machines 2"):
-        load_strategy(PRESETS / "fsdp2_multi_node.yaml", 5)
+@pytest.mark.parametrize(
+    ("settings", "preset", "num_processes", "flags", "sentence"),
+    [
+        ("./nowhere", "fsdp2_full_shard", 4, [], "nowhere is not a folder here"),
+        ({"layers": 3}, "fsdp2_full_shard", 4, [], "could not be read"),
+        (LLAMA, "single", 4, [], "distributed_type NO, which starts 1"),
+        (LLAMA, "single", 0, [], "--num-processes is 0"),
+        (LLAMA, "fsdp2_full_shard", 4, ["--data.max_length_tokens=4096"], "max_length_tokens to at most 1024"),
+        (LLAMA, "fsdp2_full_shard", 4, ["prefetch"], "fsdp_forward_prefetch has no effect under FSDP2"),
+        (LLAMA, "fsdp2_multi_node", 5, [], "cannot spread evenly over its num_machines 2"),
+    ],
+)
+def test_bad_input_is_reported_in_a_sentence(
+    edited: Any, settings: Any, preset: str, num_processes: int, flags: list[str], sentence: str
+) -> None:
+    path = PRESETS / f"{preset}.yaml"
+    if flags == ["prefetch"]:
+        path, flags = edited(preset, "fsdp_config:", "fsdp_config:\n  fsdp_forward_prefetch: true"), []
+    model = settings if isinstance(settings, str) else model_folder(settings)
+    assert sentence in refusal(build_plan, model, path, num_processes, flags, None, 80.0)
+    assert "--gpu-memory-gib is nan" in refusal(build_plan, model, PRESETS / "single.yaml", 1, [], None, float("nan"))
 
 
 def test_a_hub_id_out_of_reach_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def fail(name: str, **_: Any) -> None:
-        asked.append(name)
-        raise OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your connection")
-
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
-    with pytest.raises(
-        UserError, match=r"model some/model is not a local folder .*\(We couldn't connect to 'https://huggingface.co'\)"
-    ):
-        build_plan("some/model", PRESETS / "single.yaml", 1, [], None, 80.0)
-    assert asked == ["some/model"]
+    ask = Mock(side_effect=OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your connection"))
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", ask)
+    said = refusal(build_plan, "some/model", PRESETS / "single.yaml", 1, [], None, 80.0)
+    assert said.startswith("model some/model is not a local folder ")
+    assert "(We couldn't connect to 'https://huggingface.co')" in said and ask.call_count == 1
 
 
 @pytest.mark.parametrize(
-    ("gib", "flag", "code"), [("0.2", "--data.packing=false", None), ("0.001", "", 1), ("0.2", "--data.x=1", 2)]
+    ("gib", "flag", "code"),
+    [("0.2", "--data.packing=false", 0), ("0.2", RUN_YAML, 0), ("0.001", "", 1), ("0.2", "--data.x=1", 2)],
+    ids=["fits", "run-yaml", "too-large", "unknown-flag"],
 )
-def test_the_command_s_exit_code_is_its_verdict(
-    gib: str, flag: str, code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    preset = str(PRESETS / "fsdp2_full_shard.yaml")
-    words = ["--model", model_folder(LLAMA | {"num_hidden_layers": 1}), "--accelerate-config", preset, "--num-processes", "4"]
-    flags = ["--gpu-memory-gib", gib, "--data.max_length_tokens=32", *filter(None, [flag])]
-    monkeypatch.setattr(sys, "argv", ["toolkit", "plan", *words, *flags])
-    if code is None:
-        command.main()
-    else:
-        with pytest.raises(SystemExit) as end:
-            command.main()
-        assert end.value.code == code
+def test_the_command_s_exit_code_is_its_verdict(gib: str, flag: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with a run YAML whose data is not there."""
+    preset, model = str(PRESETS / "fsdp2_full_shard.yaml"), model_folder(LLAMA | {"num_hidden_layers": 1})
+    words = ["--model", model, "--accelerate-config", preset, "--num-processes", "4", "--gpu-memory-gib", gib]
+    assert call_toolkit("plan", *words, *filter(None, [flag]), "--data.max_length_tokens=32") == code
     printed = capsys.readouterr()
-    assert {None: "\nFITS", 1: "\nDOES NOT FIT", 2: "error: "}[code] in printed.out + printed.err
-    search = "searching for "
-    done = ["building ", "tracing ", f"{search}the largest ", f"{search}a change "]
+    assert ["\nFITS", "\nDOES NOT FIT", "error: "][code] in printed.out + printed.err
+    done = ["building ", "tracing ", "searching for the largest ", "searching for a change "]
     lines = [line.removeprefix("planning: ") for line in printed.err.splitlines() if line.startswith("planning: ")]
-    assert "planning" not in printed.out
-    assert len(lines) == {None: 3, 1: 4, 2: 1}[code]
+    assert "planning" not in printed.out and len(lines) == [3, 4, 1][code]
     assert all(line.startswith(start) for line, start in zip(lines, done, strict=False))
-
-
-def test_a_run_yaml_without_data_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    run_yaml = str(PRESETS.parent / "recipes/configs/llm_chat_lora.yaml")
-    planned = plan(LLAMA | {"num_hidden_layers": 1}, "fsdp2_full_shard", 4, f"--config={run_yaml}", "--data.max_length_tokens=32")
-    assert planned.fits
-    assert planned.micro_batch_size_rows == 2
-    assert capsys.readouterr().out == ""
