@@ -43,10 +43,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, **sizes)
     )
+    llama.save_pretrained(parent / "llama")
     adapted = get_peft_model(llama, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.peft_config["default"].base_model_name_or_path = str(parent / "llama")
-    for name, model in (("t5", t5), ("adapter", adapted), ("llama", adapted.unload())):
-        model.save_pretrained(parent / name)
+    adapted.save_pretrained(parent / "adapter")
+    t5.save_pretrained(parent / "t5")
+    for name in ("t5", "adapter", "llama"):
         tokenizer.chat_template = TEMPLATE if name != "t5" else None
         tokenizer.save_pretrained(parent / name)
     return parent
@@ -225,7 +227,7 @@ def test_a_folder_reaches_no_code(copies: Path, capsys: pytest.CaptureFixture[st
     (copies / "llama" / "custom_generate" / "generate.py").write_text(code)
     arguments = (copies / "llama", "--text", "hello")
     yes = b"y\ny\ny\ny\n"
-    assert call(*arguments, stdin=yes) == 0
+    assert call(*arguments, stdin=yes) == call(copies / "adapter", "--text", "hello") == 0
     for model in ("llama", "adapter"):
         change_json(copies / model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.A", None]})
     auto_map = {"AutoConfig": "configuration.A", "AutoModelForCausalLM": "modeling.A"}
