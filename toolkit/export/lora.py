@@ -31,7 +31,7 @@ def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, bas
     Args:
         skeleton: the model with the adapter; its weights are not read.
         weights: unsharded trainable parameters by name, fp32 on the CPU.
-        base_hashes: from `lora_files.hash_base`.
+        base_hashes: `lora_files.hash_weight` of each parameter of the base.
     """
     lora: Any = copy.deepcopy(skeleton.peft_config["default"])  # type: ignore[index]
     lora.inference_mode = True
