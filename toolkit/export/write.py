@@ -205,7 +205,7 @@ def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: Place
     trained = {name for name, parameter in named.items() if parameter.requires_grad}
     known = {name for name in frozen if (name in named and named[name].dtype == torch.bfloat16) or name in sharded.stored}
     adapter: Tensors = {}
-    base_hashes = {base: frozen[name] for name in known if (base := base_name(name)) is not None}
+    base_hashes = {base: frozen[name] for name in frozen if name in known and (base := base_name(name)) is not None}
 
     def keep(name: str, whole: torch.Tensor) -> None:
         if (base := base_name(name)) is not None:
