@@ -59,7 +59,10 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixture-adapter": ("mixture", "single fsdp2", EXPERTS | PACKED),
     "adafactor": ("t5", "single fsdp2", {"optim.name": "adafactor"}),
 }  # fmt: skip
-BY_A_CLOCK = {"tokens_per_s", "tokens_per_s_per_rank", "step_time_s", "peak_memory_gib", "rows_per_s", "blocking_s", "write_s"}
+VARYING = {
+    "tokens_per_s", "tokens_per_s_per_rank", "step_time_s", "peak_memory_gib", "rows_per_s", "blocking_s", "write_s", "num_bytes"
+}  # fmt: skip
+"""Keys of metrics.jsonl that a clock, the machine or the length of a path decides."""
 MAY_DIFFER = {"README.md", "trainer_state.json"}
 """Files of an export that name the run's folder or hold times."""
 
@@ -136,9 +139,10 @@ def _run_each(argvs: list[tuple[str, list[str]]]) -> None:
 
 def _look(run: Path) -> dict[str, Any]:
     """Every number that no clock decides, and the hash of every file that has no time in it."""
-    lines = [
-        {key: value for key, value in line.items() if key not in BY_A_CLOCK} for line in load_json_lines(run / "metrics.jsonl")
-    ]
+    lines = {}
+    for line in load_json_lines(run / "metrics.jsonl"):  # the line of an asynchronous save may come before a step's or after
+        name = " ".join(str(line[key]) for key in ("kind", "name", "layer", "step") if key in line)
+        lines[name] = {key: value for key, value in line.items() if key not in VARYING}
     files = [*run.glob("predictions-*"), *run.glob("rows*.jsonl"), *run.glob("export/**/*"), *run.glob("merged/**/*")]
     hashes = {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -149,20 +153,16 @@ def _look(run: Path) -> dict[str, Any]:
 
 
 def _compare(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs, in words: the first line, and the files."""
+    """What differs, in words: of the lines the first, and all files."""
     found = []
-    for one, other in zip(recorded["lines"], now["lines"], strict=False):
-        if one != other:
-            keys = [key for key in one | other if one.get(key) != other.get(key)]
-            found.append(
-                f"{one['kind']} of step {one.get('step')}: " + ", ".join(f"{k} {one.get(k)} != {other.get(k)}" for k in keys)
-            )
+    for name, line in (recorded["lines"] | now["lines"]).items():
+        one, other = recorded["lines"].get(name, {}), now["lines"].get(name, {})
+        if keys := [key for key in line if one.get(key) != other.get(key)]:
+            found.append(f"{name}: " + ", ".join(f"{key} {one.get(key)} != {other.get(key)}" for key in keys))
             break
-    if len(recorded["lines"]) != len(now["lines"]):
-        found.append(f"{len(recorded['lines'])} lines != {len(now['lines'])}")
-    files = recorded["files"], now["files"]
-    found += [f"{path} differs" for path in files[0] | files[1] if files[0].get(path) != files[1].get(path)]
-    return found
+    return found + [
+        f"{path} differs" for path in recorded["files"] | now["files"] if recorded["files"].get(path) != now["files"].get(path)
+    ]
 
 
 if __name__ == "__main__":
