@@ -9,26 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.model_folders import CAUSAL_FAMILIES
-from tests.support.workbench import Workbench, run_without_toolkit
+from tests.support.workbench import RELOAD, Workbench, run_without_toolkit
 from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest."""
-RELOAD = """
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-for run in runs:
-    check = load_file(run / "export_check.safetensors")
-    logits = check.pop("logits")
-    model, loading = AutoModelForCausalLM.from_pretrained(run / "export", output_loading_info=True)
-    assert not any(loading.values()), loading
-    difference = (model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()
-    inputs = AutoTokenizer.from_pretrained(run / "export")("alpha beta", return_tensors="pt").input_ids
-    assert model.generate(input_ids=inputs, max_new_tokens=3, pad_token_id=0).shape[1] > inputs.shape[1]
-    found[run.name] = difference.item()
-"""
-
 BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 256}
 
 
@@ -52,7 +37,7 @@ def test_family_trains_generates_and_saves(llm_bench: Workbench, trained: dict[s
 def test_plain_transformers_reads_every_export(llm_bench: Workbench, tmp_path: Path) -> None:
     found = run_without_toolkit(RELOAD, [llm_bench.runs / family for family in CAUSAL_FAMILIES], tmp_path)
     assert found.keys() == CAUSAL_FAMILIES.keys()
-    assert all(difference <= LOGIT_TOLERANCE for difference in found.values()), found
+    assert all(about["export"] <= LOGIT_TOLERANCE for about in found.values()), found
 
 
 def test_a_model_that_cannot_tell_packed_rows_apart_trains_on_them_unpacked(llm_bench: Workbench, tmp_path: Path) -> None:

@@ -158,6 +158,40 @@ def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict[str
     return found
 
 
+RELOAD = """
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+
+for run in runs:
+    check = load_file(run / "export_check.safetensors")
+    logits = check.pop("logits")
+    kind = "AutoModelForSeq2SeqLM" if "decoder_input_ids" in check else "AutoModelForCausalLM"
+    load, export = getattr(transformers, kind).from_pretrained, run / "export"
+    about, tokenizer = found.setdefault(run.name, {}), transformers.AutoTokenizer.from_pretrained(export)
+
+    def difference(model):
+        return ((model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()).item()
+
+    if (export / "adapter_config.json").is_file():
+        base = json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"]
+        if "quantization_config" not in (pathlib.Path(base) / "config.json").read_text():
+            model = load(base)
+            if model.get_input_embeddings().weight.shape[0] < len(tokenizer):
+                model.resize_token_embeddings(len(tokenizer))
+            about["base"] = difference(model)
+            about["export"] = difference(PeftModel.from_pretrained(model, export))
+        about["merged"] = difference(load(run / "merged"))
+    else:
+        model, loading = load(export, output_loading_info=True)
+        assert not any(loading.values()), loading
+        about["export"] = difference(model)
+        inputs = tokenizer("alpha beta", return_tensors="pt").input_ids
+        assert model.generate(input_ids=inputs, max_new_tokens=3, pad_token_id=0).shape[1] > inputs.shape[1]
+"""
+"""Of each run: how far the logits of its export, merged model and base are from the trained model's, by plain libraries."""
+
+
 def call_toolkit(*words: object) -> int:
     """The exit status of `python -m toolkit WORDS`, in this process."""
     from toolkit.tools.main import main
