@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.python_in_card import python_in_card, texts_of_python
-from tests.support.workbench import FP32, Workbench, call_toolkit, run_without_toolkit
+from tests.support.workbench import FP32, RELOAD, Workbench, call_toolkit, run_without_toolkit
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|rare|>"]
 """Three rows for two ranks; the last occurs nowhere."""
@@ -37,31 +37,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora-in-free-rows": ("llama", LORA),
 }
 
-RELOAD = """
-import torch, transformers
-from peft import PeftModel
-from safetensors.torch import load_file
-
-for run in runs:
-    check = load_file(run / "export_check.safetensors")
-    logits = check.pop("logits")
-    kind = "AutoModelForSeq2SeqLM" if "decoder_input_ids" in check else "AutoModelForCausalLM"
-    load = getattr(transformers, kind).from_pretrained
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "export")
-
-    def difference(model):
-        return ((model.eval()(**check, use_cache=False).logits - logits).abs().max() / logits.abs().max()).item()
-
-    about = found[run.name] = {"ids": tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|rare|>"])}
+LOOK_AT_TOKENS = """
+    about["ids"] = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|rare|>"])
     about["text"] = tokenizer.decode(tokenizer("<|im_start|>alpha<|im_end|>")["input_ids"], skip_special_tokens=True)
-    if (run / "export" / "adapter_config.json").is_file():
-        base = load(json.loads((run / "export" / "adapter_config.json").read_text())["base_model_name_or_path"])
-        if base.get_input_embeddings().weight.shape[0] < len(tokenizer):
-            base.resize_token_embeddings(len(tokenizer))
-        about["export"] = difference(PeftModel.from_pretrained(base, run / "export"))
-        about["merged"] = difference(load(run / "merged"))
-    else:
-        about["export"] = difference(load(run / "export"))
 """
 
 
@@ -86,9 +64,9 @@ def trained(chats: Workbench) -> Workbench:
     return chats
 
 
-def run_each(chats: Workbench, end: str = "", *, num_processes: int = 2, **changes: Any) -> None:
-    """All `RUNS` in one launch, with `end` behind their names."""
-    runs = {f"{name}{end}": {"model": model} | settings | changes for name, (model, settings) in RUNS.items()}
+def run_each(chats: Workbench, end: str = "", num_processes: int = 2, names: tuple[str, ...] = tuple(RUNS)) -> None:
+    """Some of `RUNS` in one launch, with `end` behind their names."""
+    runs = {f"{name}{end}": {"model": RUNS[name][0]} | RUNS[name][1] for name in names}
     chats.run_all(runs, overrides=FP32 | {"num_processes": num_processes})
 
 
@@ -173,20 +151,22 @@ def test_two_ranks_train_what_plain_libraries_train(trained: Workbench, name: st
 def test_plain_libraries_give_the_trained_models_logits(trained: Workbench, tmp_path: Path) -> None:
     changes = {key: value for key, value in CHATS.items() if key != "data__chat_template"}
     replace(trained, recipe="t5", rows="rows.jsonl", changes=changes).run("t5-lora", model="small_t5", **LORA)
-    found = run_without_toolkit(RELOAD, [trained.runs / name for name in (*RUNS, "t5-lora")], tmp_path)
+    found = run_without_toolkit(RELOAD + LOOK_AT_TOKENS, [trained.runs / name for name in (*RUNS, "t5-lora")], tmp_path)
     for name, about in found.items():
         assert max(about["export"], about.get("merged", 0.0)) <= 1e-5, (name, about)
         assert about["ids"] == sorted(about["ids"]) and about["text"].strip() == "alpha"
 
 
-@pytest.mark.parametrize(("num_processes", "tolerance"), [(2, 0.0), (3, 1e-5)])
-def test_a_resume_is_the_same_run(trained: Workbench, num_processes: int, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("num_processes", "tolerance", "names"), [(2, 0.0, tuple(RUNS)), (3, 1e-5, ("full-tied", "lora-untied"))]
+)
+def test_a_resume_is_the_same_run(trained: Workbench, num_processes: int, tolerance: float, names: tuple[str, ...]) -> None:
     end = f"-on-{num_processes}"
-    for name in RUNS:
+    for name in names:
         later = shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export", "merged")
         shutil.copytree(trained.runs / name, trained.runs / f"{name}{end}", ignore=later)
-    run_each(trained, end, num_processes=num_processes)
-    for name in RUNS:
+    run_each(trained, end, num_processes, names)
+    for name in names:
         expected, found = (trained.lines(run, "train") for run in (name, f"{name}{end}"))
         assert [line["step"] for line in trained.lines(f"{name}{end}", "resume")] == [2]
         assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=tolerance)
