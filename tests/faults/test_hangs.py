@@ -54,19 +54,9 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: flo
     ("way", "sentence", "sleeper"),
     [
         (
-            "sleep_in_compute",
-            "rank 1 did not arrive: in step 4, forward and backward, for … s, at hanging_ranks.py:… in sleepy_compute",
-            1,
-        ),
-        (
             "sleep_before_new_group",
             "rank 1 did not arrive: in step 1, start, for … s, at hanging_ranks.py:… in sleepy_compute",
             1,
-        ),
-        (
-            "sleep_in_fsdp_forward",
-            "rank 0 did not arrive: in step 3, forward and backward, for … s, at hanging_ranks.py:… in sleepy_compute",
-            0,
         ),
         (
             "wait_for_each_other",
@@ -74,7 +64,7 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: flo
             None,
         ),
     ],
-    ids=["sleep_in_compute", "sleep_before_new_group", "sleep_in_fsdp_forward", "wait_for_each_other"],
+    ids=["sleep_before_new_group", "wait_for_each_other"],
 )
 def test_a_rank_that_does_not_arrive(way: str, sentence: str, sleeper: int | None, tmp_path: Path) -> None:
     with hang(way, tmp_path) as running:
@@ -161,21 +151,6 @@ def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: s
     return start(waiting_recipe.__file__, argv, preset="fsdp2_cpu", overrides=FP32)
 
 
-@pytest.mark.parametrize("phase", ["forward and backward", "evaluation", "saving"])
-def test_a_rank_that_sleeps_in_the_loop(phase: str, inputs: Path) -> None:
-    name = phase.replace(" ", "_")
-    with hold_up(inputs, name, [(phase, 1, "sleep")]) as running:
-        result = running.wait(2 * END_S)
-    # The thread that writes a checkpoint sleeps while training goes on, up to the save at the end.
-    where = (
-        "step 5, saving, for … s, at …"
-        if phase == "saving"
-        else f"step {STEP}, {phase}, for … s, at waiting_recipe.py:… in sleep"
-    )
-    check_hang(result, inputs / "runs" / name, f"rank 1 did not arrive: in {where}", timeout_s=waiting_recipe.TIMEOUT_S)
-    assert "in sleep" in hang_file(inputs / "runs" / name, 1).read_text()
-
-
 @pytest.fixture(scope="module")
 def slow_run(inputs: Path) -> Path:
     """A run that its ranks waited for much longer than the patience, while rank 0 computed and, later, wrote slowly."""
@@ -190,21 +165,26 @@ def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
     assert (slow_run / "export" / "config.json").exists() and list(slow_run.glob("hang-rank-*")) == []
 
 
-@pytest.mark.parametrize(
-    ("place", "rank"),
-    [("tokenizing", 0), ("loading the model", 1), ("loading the checkpoint", 1), ("export", 0)],
-)
-def test_a_rank_that_sleeps_outside_the_loop(place: str, rank: int, inputs: Path, request: pytest.FixtureRequest) -> None:
-    name, cache = place.replace(" ", "_"), "cache"
-    if place == "tokenizing":
-        cache = name  # not done yet
-    elif place == "loading the checkpoint":
+PLACES = {
+    "evaluation": (1, f"step {STEP}, evaluation, for … s, at waiting_recipe.py:… in sleep"),
+    "saving": (1, "step 5, saving, for … s, at …"),  # the thread that writes sleeps while training goes on, up to the last save
+    "tokenizing": (0, "tokenizing, for … s, at waiting_recipe.py:… in sleep"),
+    "loading the checkpoint": (1, "loading the checkpoint, for … s, at waiting_recipe.py:… in sleep"),
+    "export": (0, "export, for … s, at waiting_recipe.py:… in sleep"),
+}
+"""By where a rank sleeps: which one, and what is said of it."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_sleeps_is_named_with_its_place(place: str, inputs: Path, request: pytest.FixtureRequest) -> None:
+    (rank, where), name = PLACES[place], place.replace(" ", "_")
+    cache = {"tokenizing": name, "loading the checkpoint": "slow"}.get(place, "cache")  # not done yet, done
+    if place == "loading the checkpoint":
         request.getfixturevalue("slow_run").rename(inputs / "runs" / name)
-        cache = "slow"
     with hold_up(inputs, name, [(place, rank, "sleep")], cache) as running:
         result = running.wait(2 * END_S)
-    sentence = f"rank {rank} did not arrive: in {place}, for … s, at waiting_recipe.py:… in sleep"
-    check_hang(result, inputs / "runs" / name, sentence, timeout_s=waiting_recipe.TIMEOUT_S)
+    check_hang(result, inputs / "runs" / name, f"rank {rank} did not arrive: in {where}", timeout_s=waiting_recipe.TIMEOUT_S)
+    assert "in sleep" in hang_file(inputs / "runs" / name, rank).read_text()
 
 
 def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(inputs: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from toolkit.distributed.watchdog import Watchdog
 
@@ -38,20 +37,6 @@ def sleep_before_new_group(watchdog: Watchdog, rank: int) -> None:
 
 def sleepy_compute() -> None:
     time.sleep(FOREVER_S)
-
-
-def sleep_in_fsdp_forward(watchdog: Watchdog, rank: int) -> None:
-    """Rank 0 sleeps in a block; rank 1 waits for the parameters of the next one."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    for step in range(1, 4):
-        watchdog.at("loading rows", step)
-        if step == 3 and rank == 0:
-            model[1].forward = lambda hidden: sleepy_compute()  # type: ignore[method-assign,assignment]
-        watchdog.at("forward and backward", step)
-        model(torch.ones(2, 4)).sum().backward()
 
 
 def stop_rank(stopped: int) -> Callable[[Watchdog, int], None]:
@@ -113,7 +98,6 @@ def hang_alone(watchdog: Watchdog, rank: int) -> None:
 WAYS: dict[str, Callable[[Watchdog, int], None]] = {
     "sleep_in_compute": sleep_in_compute,
     "sleep_before_new_group": sleep_before_new_group,
-    "sleep_in_fsdp_forward": sleep_in_fsdp_forward,
     "stop_rank_0": stop_rank(0),
     "stop_rank_1": stop_rank(1),
     "wait_for_each_other": wait_for_each_other,

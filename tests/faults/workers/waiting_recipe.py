@@ -24,7 +24,7 @@ from toolkit.data.tokens import prepare
 from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.export.model_files import ModelFiles
-from toolkit.training import model, setup
+from toolkit.training import setup
 
 TIMEOUT_S = 4
 """Of the watchdog."""
@@ -37,7 +37,6 @@ PLACES: dict[str, tuple[Any, str]] = {
     "connecting the devices": (setup, "connect_devices"),  # which rank 1 never calls
     "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
     "after tokenizing": (prepare, "on_all_ranks"),  # where rank 1 has nothing to tokenize
-    "loading the model": (model, "open_weights"),
     "loading the checkpoint": (checkpoint, "load_tensors"),
     "saving": (checkpoint_writer, "describe_files"),  # in the thread that writes the first checkpoint
     "export": (ModelFiles, "add"),  # on rank 0 alone, between two gathers
