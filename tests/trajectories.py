@@ -142,7 +142,8 @@ def _look(run: Path) -> dict[str, Any]:
     lines = {}
     for line in load_json_lines(run / "metrics.jsonl"):  # the line of an asynchronous save may come before a step's or after
         name = " ".join(str(line[key]) for key in ("kind", "name", "layer", "step") if key in line)
-        lines[name] = {key: value for key, value in line.items() if key not in VARYING}
+        if line["kind"] != "resume":
+            lines[name] = {key: value for key, value in line.items() if key not in VARYING}
     files = [*run.glob("predictions-*"), *run.glob("rows*.jsonl"), *run.glob("export/**/*"), *run.glob("merged/**/*")]
     hashes = {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
