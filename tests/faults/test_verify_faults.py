@@ -26,6 +26,8 @@ CHECKS = {
     "export", "generation", "bf16", "recomputation", "modes", "positions", "text",
 }  # fmt: skip
 NF4 = "--adapter.base_dtype=nf4"
+NEW_TOKENS = "--model.add_tokens=" + json.dumps([f"<|{number}|>" for number in range(200)])
+"""More than the Llama has rows for."""
 CASES = [(recipe, name) for name, fault in FAULTS.items() for recipe in fault.verify]
 if not os.environ.get("ALL_FAULTS"):
     CASES = [*{frozenset(FAULTS[name].verify[recipe][0]): (recipe, name) for recipe, name in reversed(CASES)}.values()]
@@ -98,12 +100,18 @@ def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: s
     assert any(detail in proof.detail for proof in failed)
 
 
-@pytest.mark.parametrize("how", [{}, {"sharded": True, "num_processes": 3}], ids=["beside one process", "sharded"])
-def test_an_adapter_without_a_fault_passes(benches: dict[str, Workbench], tmp_path: Path, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [([], {}), ([NEW_TOKENS], {"sharded": True, "num_processes": 3})],
+    ids=["beside one process", "new rows, sharded"],
+)
+def test_an_adapter_without_a_fault_passes(
+    benches: dict[str, Workbench], tmp_path: Path, more: list[str], how: dict[str, Any]
+) -> None:
     bench = benches["llm"]
-    proofs = run_part({"reference", "preset-0", "dropout"}, tmp_path, flags_of(bench), model=model_of(bench), **how)
+    proofs = run_part({"reference", "preset-0", "dropout"}, tmp_path, flags_of(bench, *more), model=model_of(bench), **how)
     assert all(proof.passed for proof in proofs), proofs
-    assert {proof.check for proof in proofs} >= {"gradients", "update", "dropout", "evaluation", "generation"}
+    assert {proof.check for proof in proofs} >= {"text", "gradients", "update", "dropout", "evaluation", "export", "generation"}
 
 
 def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from toolkit.export.compare import LOGIT_TOLERANCE
 from toolkit.files.json_lines import load_json_lines
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.load import build_on_meta, from_files
+from toolkit.models.load import build_on_meta, from_files, grow_vocabulary
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
@@ -49,7 +49,7 @@ def check_plain(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: fl
 
 def _compare_starts(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, on_cpu: bool) -> Iterator[Proof]:
     reference = runs["reference"]
-    if (model := _load(reference, config)) is None:  # weights with new tokens, or drawn and frozen ones, are only in the run
+    if (model := _load(reference, config)) is None:  # frozen weights that were drawn are only in the run
         return
     if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
         torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def _compare_starts(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance
 def _load(run: WatchedRun, config: RecipeConfig) -> Any:
     """The model that a run starts with, by plain transformers in fp32 on the CPU; None if it cannot be had without the run."""
     frozen = records.load_about(run, "loaded")["frozen"]
-    if config.model.add_tokens or (config.model.from_scratch and frozen):
+    if config.model.from_scratch and frozen:
         return None
     if not config.model.from_scratch:
         model = load_plain(config, config.model.name_or_path)
@@ -245,6 +245,7 @@ def _compare_exports(config: RecipeConfig, run: WatchedRun) -> Iterator[Proof]:
 
 
 def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
+    """The model of a folder in fp32; the base with rows of `model.add_tokens` too, the mean of the others in bf16."""
     import transformers
 
     options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
@@ -261,6 +262,9 @@ def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
         auto_class, str(name_or_path), f"model {name_or_path}", options,
         lambda: build_on_meta(base, load_model_config(base, task), task, torch.float32),
     )  # fmt: skip
+    known = {name: weight.detach() for name, weight in loaded.named_parameters(remove_duplicate=False)}
+    for name in grow_vocabulary(loaded, base) if "revision" in options else ():
+        loaded.get_parameter(name).data[len(known[name]) :] = known[name].bfloat16().double().mean(dim=0).float()
     return loaded.eval()
 
 

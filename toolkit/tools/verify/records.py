@@ -91,7 +91,7 @@ def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | Iter
         proofs.append(Proof(compared=run.title, is_reached=has_ended, detail=detail if has_ended else ""))
     except KeyError as missing:
         proofs.append(Proof(compared=run.title, detail=f"{missing.args[0]} is in one record and not in another"))
-    except (OSError, ValueError, RuntimeError, AttributeError, TypeError, SafetensorError) as error:  # of transformers and peft
+    except (OSError, ValueError, RuntimeError, AttributeError, TypeError, IndexError, SafetensorError) as error:  # of libraries
         proofs.append(Proof(compared=run.title, detail=" ".join(str(error).split())))
     return [replace(proof, check=proof.check or check) for proof in proofs]
 
