@@ -208,7 +208,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(bugs.weights_drawn_again, verify={"t5": ({"text", "positions"}, "differ")}, only_in_ranks=True),
         Fault(bugs.buffers_in_bf16, verify={"llm": ({"buffers", "text"}, "is another")}, only_in_ranks=True),
-        Fault(bugs.frozen_trains, verify={"llm": ({"frozen", "sharding", "update", "export"}, "has changed")}),
+        Fault(bugs.frozen_trains, verify={"llm": ({"run", "frozen", "sharding", "update", "export", "text"}, "has changed")}),
         Fault(bugs.adapter_lost_in_a_merge, verify={"llm": ({"run", "export"}, "")}),
     )
 }
