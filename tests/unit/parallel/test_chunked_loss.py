@@ -58,6 +58,15 @@ def test_loss_and_gradients_are_those_of_whole_logits(family: str, smoothing: fl
             assert difference < 1e-4, name
 
 
+def check_loss_is_that_of_its_own_logits(model: Any) -> None:
+    rows = build_rows()
+    all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
+    expected = sum(summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:]) for ids_BT in all_ids)
+    chunked_loss.install(model)
+    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
 def test_a_forward_may_call_the_stack_inside_its_backbone() -> None:
     """As those of OPT and of decoders of BART's kin do."""
     import transformers
@@ -66,12 +75,7 @@ def test_a_forward_may_call_the_stack_inside_its_backbone() -> None:
         vocab_size=VOCAB_SIZE, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4
     )
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    rows = build_rows()
-    all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
-    expected = sum(summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:]) for ids_BT in all_ids)
-    chunked_loss.install(model)
-    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    check_loss_is_that_of_its_own_logits(model)
 
 
 def test_a_backbone_that_is_not_where_the_class_says_leaves_all_logits() -> None:
@@ -82,12 +86,7 @@ def test_a_backbone_that_is_not_where_the_class_says_leaves_all_logits() -> None
     heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Llama4TextConfig(vocab_size=VOCAB_SIZE, pad_token_id=0, **sizes, **heads)
     model: Any = transformers.Llama4ForCausalLM(config).eval()
-    rows = build_rows()
-    all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
-    expected = sum(summed_cross_entropy(model(input_ids=ids_BT).logits[:, :-1], ids_BT[:, 1:]) for ids_BT in all_ids)
-    chunked_loss.install(model)
-    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    check_loss_is_that_of_its_own_logits(model)
 
 
 def test_the_head_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
