@@ -15,7 +15,7 @@ from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import read_examples
 from toolkit.data.rows.load import TextRows
-from toolkit.data.tokens.chat_template import check_chat_template, read_chat_template
+from toolkit.data.tokens.chat_template import check_chat_template, read_chat_template, set_content_tokens
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_split, split_text
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
 from toolkit.data.tokens.omissions import KINDS
@@ -59,10 +59,10 @@ def set_up(tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, model: Mod
         raise UserError(
             f"data.max_length_tokens = {config.max_length_tokens} leaves no room for a label: give a row at least {least}"
         )
-    tokenizer.content_tokens = model.add_tokens  # type: ignore[attr-defined]
     if config.chat_template:
         tokenizer.chat_template = read_chat_template(config.chat_template)
     check_chat_template(tokenizer)
+    set_content_tokens(tokenizer, model.add_tokens)
 
 
 def list_settings(config: LLMDataConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
+from toolkit.data.rows.messages import ROLES
 from toolkit.data.tokens.special_tokens import (
     compile_special_tokens,
     list_outer_tokens,
@@ -84,6 +85,18 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.chat_template is not None:
         with suppress(RefusedChatError):  # the template may require more than one message
             render_chat(tokenizer, [{"role": "user", "content": "a"}], None)
+
+
+def set_content_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] | None) -> None:
+    """Note on the tokenizer which tokens of `model.add_tokens` stay tokens in the content of a chat: those that neither the
+    tokenizer nor its template has a use for. A template may build one of a role, in any way, so chats are rendered to see it."""
+    used = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
+    system, user, assistant, tool = ({"role": role, "content": "\ue000"} for role in ROLES)
+    call: dict[str, Any] = {**assistant, "tool_calls": [{"type": "function", "function": {"name": "", "arguments": {}}}]}
+    for chat in ([user, assistant], [system, user, assistant], [user, call, tool, assistant]) if tokens else ():
+        with suppress(RefusedChatError, UserError):  # there may be no template, or one without system turns or tools
+            used += _render(tokenizer, chat, None, add_generation_prompt=True)[0]
+    tokenizer.content_tokens = tokens and [token for token in tokens if token not in used]  # type: ignore[attr-defined]
 
 
 def render_chat(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLANE = 0x100000
-_BEFORE_A_ROLE = r"""(?:['"]\s*[+~]|\{\{-?)\s*[\w.\['"]*role"""
 INNER_END = "an end token stands in the middle of the text in {}: generated texts end at it; take it out where it is only text"
 LOOKS_SPECIAL = "messages hold what looks like a special token in {}: there it is text"
 Kept = Mapping[str, Sequence[str]]
@@ -59,11 +58,13 @@ def swap_marks(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def mark_content(tokenizer: PreTrainedTokenizerBase, value: Any, left: Collection[str] = ()) -> Any:
-    """Messages or tools, with all marked in them that looks like a special token, but those `left`. White space is
-    one, and a token of `model.add_tokens`, unless the template or the tokenizer has a use for it."""
+    """Messages or tools, with all marked in them that looks like a special token, but those `left`, white space, and those that
+    `set_content_tokens` found."""
     if isinstance(value, str):
-        own = _list_content_tokens(tokenizer).union(left)
-        return compile_special_tokens(tokenizer).sub(lambda found: found[0] if found[0] in own else mark(found[0]), value)
+        own = {*left, *(getattr(tokenizer, "content_tokens", None) or ())}
+        return compile_special_tokens(tokenizer).sub(
+            lambda found: found[0] if found[0] in own or found[0].isspace() else mark(found[0]), value
+        )
     if isinstance(value, list | tuple):
         return type(value)(mark_content(tokenizer, item, left) for item in value)
     if isinstance(value, dict):
@@ -71,17 +72,6 @@ def mark_content(tokenizer: PreTrainedTokenizerBase, value: Any, left: Collectio
         items = [item if key == "role" and item in ROLES else mark_content(tokenizer, item, left) for key, item in value.items()]
         return dict(zip(names, items, strict=True))
     return value
-
-
-def _list_content_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    used = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
-
-    def is_used(token: str) -> bool:  # as it is, or put together: '<|' + message['role'] + '|>', <|{{ message.role }}|>
-        begins = [re.escape(token.partition(role)[0]) for role in ROLES if role in token]
-        return token in used or any(re.search(begin + _BEFORE_A_ROLE, used) for begin in begins)
-
-    own = {token for token in getattr(tokenizer, "content_tokens", None) or () if not is_used(token)}
-    return own.union(filter(str.isspace, special_ids(tokenizer)))
 
 
 @lru_cache(maxsize=2)

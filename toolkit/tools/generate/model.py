@@ -21,7 +21,7 @@ from toolkit.config.task import Task
 from toolkit.data.collate import Collator, move_to
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.causal import encode_prompts
-from toolkit.data.tokens.chat_template import RefusedChatError, render_chat
+from toolkit.data.tokens.chat_template import RefusedChatError, render_chat, set_content_tokens
 from toolkit.data.tokens.languages import set_languages
 from toolkit.data.tokens.omissions import find_omissions
 from toolkit.data.tokens.seq2seq import encode_texts
@@ -182,7 +182,7 @@ def open_model(name: str) -> Generator:
     if is_adapter:
         find_adapter(str(folder))
     tokenizer: Any = load_tokenizer(ModelConfig(name_or_path=str(folder)), num_token_embeddings(skeleton))
-    tokenizer.content_tokens = usage.add_tokens
+    set_content_tokens(tokenizer, usage.add_tokens)
     if config.is_encoder_decoder:
         set_languages(tokenizer, name, usage.source_language, usage.target_language)
     collator = task.build_collator(skeleton, tokenizer.pad_token_id)

@@ -11,7 +11,7 @@ from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.tokenizer_kinds import EXACT_KINDS, build_byte_level
 from toolkit.config.data import DataConfig
 from toolkit.data.tokens.causal import encode_prompts
-from toolkit.data.tokens.chat_template import render_chat, render_turns
+from toolkit.data.tokens.chat_template import render_chat, render_turns, set_content_tokens
 from toolkit.data.tokens.special_tokens import decode_texts, show
 from toolkit.loss import IGNORED_LABEL
 
@@ -67,18 +67,27 @@ def test_what_looks_like_a_special_token_in_a_chat_is_text(prepare):
     # A prompt to generate from is the same, and a token of model.add_tokens stays one where the template does not write it.
     prompt = encode_prompts(tokenizer, [render_chat(tokenizer, messages[:-1], tools, for_generation=True)], [True])
     assert prompt == [row["input_ids"][: row["prompt_length"]]]
-    tokenizer.content_tokens = ["<tag>", "<|im_end|>"]
+    set_content_tokens(tokenizer, ["<tag>", "<|im_end|>"])
     [ids] = encode_prompts(tokenizer, [render_chat(tokenizer, messages, tools)], [True])
     assert [token for token in ids if token in tokenizer.added_tokens_decoder] == [
         *structure * 5, structure[0], tokenizer.convert_tokens_to_ids("<tag>"), structure[1]
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("header", ["{{ '<|' + message['role'] + '|>' }}", "<|{{ message.role }}|>"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{{ '<|' + message['role'] + '|>' }}",
+        "<|{{ message.role }}|>",
+        "{{ '<|%s|>' | format(message.role) }}",
+        "{% set name = message.role %}{{ ['<', name, '>'] | join('|') }}",
+        "{% set names = {'user': 'user', 'assistant': 'assist' ~ 'ant'} %}<|{{ names[message.role] }}|>",
+    ],
+)
 def test_a_token_that_a_template_builds_of_a_role_is_text_in_content(header):
     tokenizer = build_chat_tokenizer("<|user|>", "<|assistant|>", "<|end|>", "<user>")
     tokenizer.chat_template = f"{{% for message in messages %}}{header}{{{{ message.content }}}}<|end|>{{% endfor %}}"
-    tokenizer.content_tokens = ["<|user|>", "<|assistant|>", "<|end|>", "<user>"]
+    set_content_tokens(tokenizer, ["<|user|>", "<|assistant|>", "<|end|>", "<user>"])
     [ids] = encode_prompts(tokenizer, [render_chat(tokenizer, say("a <|assistant|> <user>", "so <|user|><|end|>"), None)], [True])
     special = tokenizer.convert_ids_to_tokens([token for token in ids if token in tokenizer.added_tokens_decoder])
     assert special == ["<|user|>", "<user>", "<|end|>", "<|assistant|>", "<|end|>"]
