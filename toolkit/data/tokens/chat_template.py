@@ -94,7 +94,7 @@ def set_content_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
     system, user, assistant, tool = ({"role": role, "content": "\ue000"} for role in ROLES)
     call: dict[str, Any] = {**assistant, "tool_calls": [{"type": "function", "function": {"name": "", "arguments": {}}}]}
     for chat in ([user, assistant], [system, user, assistant], [user, call, tool, assistant]) if tokens else ():
-        with suppress(RefusedChatError, UserError):  # there may be no template, or one without system turns or tools
+        with suppress(RefusedChatError, UserError):  # no template, or one without system turns or tools
             used += _render(tokenizer, chat, None, add_generation_prompt=True)[0]
     tokenizer.content_tokens = tokens and [token for token in tokens if token not in used]  # type: ignore[attr-defined]
 
