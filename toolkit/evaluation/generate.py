@@ -18,9 +18,8 @@ from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import compute_figures
-from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
+from toolkit.evaluation.rouge import PIECE, ROUGE_KEYS, Tokenizer, mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.evaluation.words import PIECE, Tokenizer
 from toolkit.files.json_lines import save_json_lines
 from toolkit.models.generation import list_end_ids
 from toolkit.parallel.gather import generation_ready

@@ -15,7 +15,7 @@ from toolkit.config.paths import replace_local_paths
 from toolkit.errors import escape_controls, one_line
 from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import OUR_FIGURES
-from toolkit.evaluation.sets import hashes_of_sets, list_by_set
+from toolkit.evaluation.rows import hashes_of_sets, list_by_set
 from toolkit.export.run_data import RunData
 from toolkit.launch.same_run import installed_versions
 from toolkit.models.lora import is_enabled

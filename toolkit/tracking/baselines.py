@@ -17,9 +17,8 @@ import numpy as np
 from toolkit.distributed.comm import rank
 from toolkit.evaluation.generate import BASELINE
 from toolkit.evaluation.loop import figures_of
-from toolkit.evaluation.rouge import mean_scores, rouge_scores
+from toolkit.evaluation.rouge import choose_tokenizer, mean_scores, rouge_scores, split_sentences
 from toolkit.evaluation.rows import EvaluationRows, even_places
-from toolkit.evaluation.words import choose_tokenizer, split_sentences
 from toolkit.loss import IGNORED_LABEL
 from toolkit.tracking.metrics_log import MetricsLog
 

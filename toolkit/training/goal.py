@@ -11,8 +11,7 @@ from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import try_metrics
 from toolkit.evaluation.rouge import ROUGE_KEYS
-from toolkit.evaluation.rows import EvaluationRows
-from toolkit.evaluation.sets import split_metric
+from toolkit.evaluation.rows import EvaluationRows, split_metric
 
 TEXT_METRICS = (*ROUGE_KEYS, "exact_match", "percent_distinct")
 LOSS_METRICS = ("loss", "perplexity", "bits_per_byte", "token_accuracy")

@@ -7,11 +7,13 @@ import random
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from toolkit.evaluation.rouge import ROUGE_KEYS, mean_scores, rouge_scores
-from toolkit.evaluation.words import (
+from toolkit.evaluation.rouge import (
+    ROUGE_KEYS,
     ROUGE_SCORE_WORDS,
     UNICODE_WORDS,
     choose_tokenizer,
+    mean_scores,
+    rouge_scores,
     split_sentences,
     unicode_tokens,
 )

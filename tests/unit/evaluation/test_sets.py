@@ -11,8 +11,7 @@ from tests.support.refusals import refusal
 from tests.unit.evaluation.test_loop import ROWS
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator
-from toolkit.evaluation.rows import EvaluationRows
-from toolkit.evaluation.sets import list_by_set, of_all_rows, split_metric
+from toolkit.evaluation.rows import EvaluationRows, list_by_set, of_all_rows, split_metric
 from toolkit.training.goal import build_goal, check_metric, check_metric_on_rows
 
 SETS = {"news": "1", "mail": "2"}

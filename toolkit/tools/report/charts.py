@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.evaluation.rows import even_places
-from toolkit.evaluation.sets import split_metric
+from toolkit.evaluation.rows import even_places, split_metric
 from toolkit.tools.report.facts import RunFacts, group_alike
 from toolkit.tools.report.parts import Table
 

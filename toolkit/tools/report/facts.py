@@ -13,8 +13,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE, FLAWS
-from toolkit.evaluation.rows import even_places
-from toolkit.evaluation.sets import hashes_of_sets, of_all_rows, split_metric
+from toolkit.evaluation.rows import even_places, hashes_of_sets, of_all_rows, split_metric
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.checkpoints import Entry, read_entries
 from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE

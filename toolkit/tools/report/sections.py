@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from toolkit.distributed.device import GIB
 from toolkit.distributed.progress import readable_duration
 from toolkit.evaluation.generate import describe_flaws
-from toolkit.evaluation.sets import list_by_set, split_metric
+from toolkit.evaluation.rows import list_by_set, split_metric
 from toolkit.tools.report.charts import speed_unit
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, RunFacts, describe_unlike, group_alike, is_number, name_step
 from toolkit.tools.report.parts import Histogram, Lines, Table, describe_data
