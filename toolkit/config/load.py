@@ -21,8 +21,7 @@ from toolkit.config.schema import RecipeConfig as RecipeConfig
 from toolkit.config.validate import check_config
 from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
-from toolkit.optimizers import with_defaults
-from toolkit.optimizers.settings import OptimizerSettings
+from toolkit.optimizers import OptimizerSettings, with_defaults
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

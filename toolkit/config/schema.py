@@ -21,7 +21,7 @@ from jsonargparse.typing import (
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.facts import stated
 from toolkit.config.task import Task
-from toolkit.optimizers.settings import OptimizerSettings
+from toolkit.optimizers import OptimizerSettings
 
 HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
 NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])

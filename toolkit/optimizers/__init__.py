@@ -1,13 +1,36 @@
-"""The optimizers by name. Another one is a file like `lion.py`, an entry here, and a value of `OptimizerSettings.name`."""
+"""The settings of all optimizers, and the optimizers by name. Another one is a file like `lion.py`, and its name here, twice.
+torch is not imported here."""
 
 import dataclasses
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
+
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
 
 from toolkit.errors import UserError
 from toolkit.optimizers import adafactor, adamw, adamw_8bit, lion
-from toolkit.optimizers.settings import OptimizerSettings
 from toolkit.optimizers.state import Layout, Shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Settings that an optimizer does not have are None, or refused."""
+
+    name: Literal["adamw", "adamw_8bit", "adafactor", "lion"] = "adamw"
+    """`adamw`; `adamw_8bit` (its moments in 8 bits); `adafactor` (T5's: row and column statistics in place of moments); `lion`
+    (one moment, steps of one size). docs/configuration.md says which to take."""
+    lr: PositiveFloat = 1e-3  # type: ignore[valid-type]
+    """Peak learning rate."""
+    beta1: ClosedUnitInterval | None = None  # type: ignore[valid-type]
+    """Decay rate of the first moment. If unset, 0.9; `adafactor` has none."""
+    beta2: ClosedUnitInterval | None = None  # type: ignore[valid-type]
+    """Decay rate of the second moment, or of Lion's one. If unset, 0.999, for `lion` 0.99; `adafactor` has its own."""
+    eps: PositiveFloat | None = None  # type: ignore[valid-type]
+    """Term added to the root of the second moment. If unset, 1e-8; `adafactor` and `lion` have none."""
+    weight_decay: NonNegativeFloat = 0.0  # type: ignore[valid-type]
+    """Decoupled weight decay. Norms and biases are excluded."""
+    scale_by_weight: bool = False
+    """Of `adafactor`: multiply the learning rate by the root mean square of each weight, as T5's papers do."""
 
 
 class Optimizer(Protocol):
