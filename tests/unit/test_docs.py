@@ -182,7 +182,8 @@ def check_recipe(script: str, flags: list[str]) -> None:
 def check_toolkit(words: list[str]) -> None:
     job = words[0] if words else "--help"
     if len(words) < 2 or words[1:] == ["--help"]:
-        assert job == "--help" or hasattr(cli, f"_add_{job}"), f"no command {job}"  # a mention
+        with pytest.raises(SystemExit, match="0"):  # a mention
+            cli.build_parser().parse_args([job, "--help"])
         return
     module = Mock()  # records what `main` would call the command's function with
     with pytest.MonkeyPatch.context() as patch:

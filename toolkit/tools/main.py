@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,13 @@ from toolkit.tools.project import recipes
 WITH_RUN_FLAGS = ("export", "plan", "preview", "train", "verify")
 """Commands that also take the dotted flags of a recipe."""
 
+AddCommand = Callable[..., Any]
+"""Adds a command: its name, the `module:function` of `toolkit.tools` that it calls, and its help; returns its parser."""
+
 
 def main() -> None:
     """Read the command line and run the command: a function that takes its options by name, after the recipe's flags."""
-    prog = "shardtune" if Path(sys.argv[0]).name == "shardtune" else "python -m toolkit"
-    parser = argparse.ArgumentParser(prog=prog, description="Commands beside a training run.")
-    jobs = parser.add_subparsers(dest="job", required=True)
-    adds = (_add_check, _add_checkpoints, _add_compare, _add_export, _add_generate, _add_init, _add_ls)
-    for add in (*adds, _add_plan, _add_preview, _add_report, _add_train, _add_verify):
-        add(jobs)
-    argv = sys.argv[1:]
+    parser, argv = build_parser(), sys.argv[1:]
     # argparse would interpret `compare`'s `--` itself.
     place = argv.index("--") if argv[:1] == ["compare"] and "--" in argv else len(argv)
     arguments, run_flags = parser.parse_known_args(argv[:place])
@@ -49,65 +47,75 @@ def main() -> None:
         raise SystemExit(1)  # what `checkpoints`, `plan`, `compare` or `verify` checks is not well
 
 
-def _add_parser(jobs: Any, name: str, do: str, **about: Any) -> argparse.ArgumentParser:
-    """A command; `do` is the `module:function` of `toolkit.tools`, imported when it runs: torch takes seconds."""
-    parser: argparse.ArgumentParser = jobs.add_parser(name, allow_abbrev=False, **about)
-    parser.set_defaults(do=do)
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    prog = "shardtune" if Path(sys.argv[0]).name == "shardtune" else "python -m toolkit"
+    parser = argparse.ArgumentParser(prog=prog, description="Commands beside a training run.")
+    jobs = parser.add_subparsers(dest="job", required=True)
+
+    def add_command(name: str, do: str, about: str, **more: Any) -> argparse.ArgumentParser:
+        command = jobs.add_parser(name, allow_abbrev=False, help=about, **more)
+        command.set_defaults(do=do)  # imported when it runs: torch takes seconds
+        return command
+
+    _add_before_a_run(add_command)
+    _add_beside_a_run(add_command)
+    _add_comparisons(add_command)
     return parser
 
 
-def _add_check(jobs: Any) -> None:
+def _add_before_a_run(add_command: AddCommand) -> None:
     about = "check an accelerate YAML for unknown keys, wrong values and ignored keys"
-    _add_parser(jobs, "check", "main:_check", help=about).add_argument("file", type=Path, help="the accelerate YAML")
+    add_command("check", "main:_check", about).add_argument("file", type=Path, help="the accelerate YAML")
+
+    add = add_command(
+        "init", "project:init", "copy a recipe, its configs and the presets into a project of your own"
+    ).add_argument
+    add("folder", type=Path, metavar="DIR", help="the project's folder; it may exist")
+    add("--recipe", choices=recipes(), default="t5", help="which recipe (default: t5)")
+
+    add_command("ls", "project:list_shipped", "list the recipes, configs and presets that come with the toolkit")
+
+    about = "predict each rank's memory, without a GPU; also takes a recipe's dotted flags"
+    add = add_command("plan", "plan.report:show_plan", about).add_argument
+    add("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
+    add("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch")
+    add("--num-processes", type=_at_least(1), required=True, help="number of ranks, one per GPU")
+    add("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of the recipe's default length)")
+    add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    add("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
+    add("--json", dest="as_json", action="store_true", help="print the memory plan as JSON")
+
+    about = "show the rows of a run as the model will see them; also takes a recipe's dotted flags"
+    add = add_command("preview", "preview.preview:preview", about).add_argument
+    add("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
+    add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    launch = "accelerate YAML of the launch, for its number of processes"
+    add("--accelerate-config", type=Path, metavar="PRESET.yaml", help=launch)
+    add("--rows", dest="num_rows", type=_at_least(0), default=3, metavar="N", help="rows to show (default: 3)")
+    add("--row", dest="row_id", type=int, metavar="ID", help="show this row alone, in full length")
+    add("--html", type=Path, metavar="FILE", help="write a page instead of printing")
+
+    about = "choose a preset that fits this machine's GPUs, and start the recipe; also takes its dotted flags"
+    add = add_command("train", "train:train", about).add_argument
+    add("config", metavar="RUN.yaml", help="the run YAML")
+    add("--preset", metavar="NAME", help="name in accelerate_configs/ or a file (default: the fastest that fits)")
+    add("--recipe", choices=["llm", "t5"], help="recipe to start (default: the run YAML's, else by the model)")
+    processes = "number of ranks (default: one per GPU; with --preset on a CPU, its own)"
+    add("--num-processes", type=_at_least(1), metavar="N", help=processes)
+    _add_precision(add, "the run (default: the preset's)")
+    add("--dry-run", action="store_true", help="print the `accelerate launch` line, and start nothing")
 
 
-def _check(file: Path) -> None:
-    from toolkit.launch.environment import slow_bf16
-
-    slow = slow_bf16(check_accelerate_yaml(file))
-    print(one_line(f"{file} is fine{f', but slow here: {slow}' if slow else ''}"))
-
-
-def _add_checkpoints(jobs: Any) -> None:
+def _add_beside_a_run(add_command: AddCommand) -> None:
     about = "list a run's checkpoints; exits 1 if one is not valid"
-    add = _add_parser(jobs, "checkpoints", "checkpoints:show_checkpoints", help=about).add_argument
+    add = add_command("checkpoints", "checkpoints:show_checkpoints", about).add_argument
     add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_functions")
     add("--verify", action="store_true", help="also hash every file, instead of only comparing sizes")
     add("--json", dest="as_json", action="store_true", help="print a JSON list instead of the table")
 
-
-def _add_compare(jobs: Any) -> None:
-    add = _add_parser(
-        jobs,
-        "compare",
-        "compare.runs:compare",
-        help="run a recipe under several presets, one after the other; writes a table and a picture",
-        usage="%(prog)s --presets A,B,C [options] -- RECIPE.py --config RUN.yaml …",
-        description="compare sets the recipe's run folder, length and log_every_steps. Write its other flags after --.",
-    ).add_argument
-    add(
-        "--presets",
-        required=True,
-        type=lambda names: [name for name in names.split(",") if name],
-        metavar="A,B,C",
-        help="names in accelerate_configs/ or files, optionally with changes: fsdp2_size_wrap:fsdp_min_num_params=50000",
-    )
-    add("--num-processes", type=int, metavar="N", help="number of ranks (default: each preset's, at most the GPUs)")
-    add("--use-cpu", action="store_true", help="run GPU presets on CPU processes too")
-    _add_precision(add, "all runs (default: each preset's)")
-    add("--steps", dest="num_steps", type=int, default=20, metavar="N", help="optimizer updates per run (default: 20)")
-    add("--warmup-steps", type=int, default=5, metavar="N", help="first steps that are not timed (default: 5)")
-    new = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
-    add("--output", type=Path, default=new, metavar="FOLDER", help="a new folder (default: runs/compare-DATE-TIME)")
-
-
-def _add_precision(add: Any, of: str) -> None:
-    add("--mixed_precision", "--mixed-precision", choices=["no", "bf16"], help=f"precision of {of}")
-
-
-def _add_export(jobs: Any) -> None:
     about = "write a checkpoint as a Hugging Face folder; also under accelerate launch -m"
-    add = _add_parser(jobs, "export", "export:export", help=about).add_argument
+    add = add_command("export", "export:export", about).add_argument
     add("run_folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, as in runs/t5_functions")
     add("--checkpoint", metavar="STEP|best|last", help="which one (default: as the run's export.weights)")
     add("--merge", action="store_true", help="the model with the adapter merged into it, not the adapter")
@@ -116,10 +124,8 @@ def _add_export(jobs: Any) -> None:
     add("--push-to-hub", metavar="NAMESPACE/NAME", help="upload it to this repository of the Hugging Face hub")
     add("--private", action="store_true", help="with --push-to-hub: a private repository")
 
-
-def _add_generate(jobs: Any) -> None:
     about = "write summaries or answers with a trained model; also under accelerate launch -m"
-    parser = _add_parser(jobs, "generate", "generate.generate:run", help=about)
+    parser = add_command("generate", "generate.generate:run", about)
     add, add_text = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
     add("model", metavar="MODEL_OR_RUN", help="a run's folder, an export, or a folder or id of transformers")
     add_text("--file", metavar="FILE", help="a file of a kind that runs read; - for standard input, one text per line")
@@ -130,54 +136,74 @@ def _add_generate(jobs: Any) -> None:
     add("--encoding", metavar="NAME", help="of --file (default: UTF-8 if the file is that, else the run's)")
     add("--plain", action="store_true", help="a text is the prompt itself, not a user's turn of a chat")
     add("--output", type=Path, metavar="OUT.jsonl", help="file of the texts (default: print them)")
-    add("--batch-size-rows", type=int, metavar="N", help="rows at once (default: the run's evaluations')")
-    add("--max-new-tokens", type=int, metavar="N", help="longest text (default: the run's)")
-    add("--num-beams", type=int, metavar="N", help="beams (default: the run's)")
+    add("--batch-size-rows", type=_at_least(1), metavar="N", help="rows at once (default: the run's evaluations')")
+    add("--max-new-tokens", type=_at_least(1), metavar="N", help="longest text (default: the run's)")
+    add("--num-beams", type=_at_least(1), metavar="N", help="beams (default: the run's)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the model (default: the run's)")
 
-
-def _add_init(jobs: Any) -> None:
-    about = "copy a recipe, its configs and the presets into a project of your own"
-    add = _add_parser(jobs, "init", "project:init", help=about).add_argument
-    add("folder", type=Path, metavar="DIR", help="the project's folder; it may exist")
-    add("--recipe", choices=recipes(), default="t5", help="which recipe (default: t5)")
-
-
-def _add_ls(jobs: Any) -> None:
-    _add_parser(jobs, "ls", "project:list_shipped", help="list the recipes, configs and presets that come with the toolkit")
-
-
-def _add_plan(jobs: Any) -> None:
-    about = "predict each rank's memory, without a GPU; also takes a recipe's dotted flags"
-    add = _add_parser(jobs, "plan", "plan.report:show_plan", help=about).add_argument
-    add("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
-    add("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch")
-    add("--num-processes", type=int, required=True, help="number of ranks, one per GPU")
-    add("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of the recipe's default length)")
-    add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
-    add("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
-    add("--json", dest="as_json", action="store_true", help="print the memory plan as JSON")
-
-
-def _add_preview(jobs: Any) -> None:
-    about = "show the rows of a run as the model will see them; also takes a recipe's dotted flags"
-    add = _add_parser(jobs, "preview", "preview.preview:preview", help=about).add_argument
-    add("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
-    add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
-    add(
-        "--accelerate-config", type=Path, metavar="PRESET.yaml", help="accelerate YAML of the launch, for its number of processes"
-    )
-    add("--rows", dest="num_rows", type=int, default=3, metavar="N", help="rows to show (default: 3)")
-    add("--row", dest="row_id", type=int, metavar="ID", help="show this row alone, in full length")
-    add("--html", type=Path, metavar="FILE", help="write a page instead of printing")
-
-
-def _add_report(jobs: Any) -> None:
     about = "write a page that shows a run, or several beside each other; --text prints its tables"
-    add = _add_parser(jobs, "report", "main:_report", help=about).add_argument
+    add = add_command("report", "main:_report", about).add_argument
     add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs' folders, as in runs/t5_functions")
     add("--text", action="store_true", help="print first and last evaluations and planned beside measured memory, write no page")
     add("--output", type=Path, metavar="FILE.html", help="the page (default: report.html, in the folder of one run)")
+
+
+def _add_comparisons(add_command: AddCommand) -> None:
+    add = add_command(
+        "compare",
+        "compare.runs:compare",
+        "run a recipe under several presets, one after the other; writes a table and a picture",
+        usage="%(prog)s --presets A,B,C [options] -- RECIPE.py --config RUN.yaml …",
+        description="compare sets the recipe's run folder, length and log_every_steps. Write its other flags after --.",
+    ).add_argument
+    changes = "names in accelerate_configs/ or files, optionally with changes: fsdp2_size_wrap:fsdp_min_num_params=50000"
+    add("--presets", required=True, type=_listed, metavar="A,B,C", help=changes)
+    processes = "number of ranks (default: each preset's, at most the GPUs)"
+    add("--num-processes", type=_at_least(1), metavar="N", help=processes)
+    add("--use-cpu", action="store_true", help="run GPU presets on CPU processes too")
+    _add_precision(add, "all runs (default: each preset's)")
+    add("--steps", dest="num_steps", type=_at_least(1), default=20, metavar="N", help="optimizer updates per run (default: 20)")
+    add("--warmup-steps", type=_at_least(0), default=5, metavar="N", help="first steps that are not timed (default: 5)")
+    new = Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    add("--output", type=Path, default=new, metavar="FOLDER", help="a new folder (default: runs/compare-DATE-TIME)")
+
+    about = "prove on this machine what a run relies on; also takes a recipe's dotted flags"
+    add = add_command("verify", "verify.verify:verify", about).add_argument
+    add("--model", metavar="FOLDER_OR_ID", help="model to verify with (default: that of --config, else a small T5)")
+    add("--config", metavar="RUN.yaml", help="run YAML (default: rows of docstrings)")
+    add("--recipe", choices=["llm", "t5"], help="recipe to run (default: by the model)")
+    presets = "names or paths of presets, in addition to DDP (default: fsdp2_full_shard)"
+    add("--presets", type=_listed, metavar="A,B", help=presets)
+    add("--num-processes", type=_at_least(1), help="number of ranks (default: the GPUs of this machine, else 2)")
+    add("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    add("--bf16", action="store_true", help="add a run in bf16, compared with fp32 to 5 %%")
+    add("--sharded", action="store_true", help="for a model that no process holds alone: compare with FSDP2 on one process fewer")
+    add("--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)")
+    add("--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="folder of the table (default: runs/verify)")
+
+
+def _add_precision(add: Any, of: str) -> None:
+    add("--mixed_precision", "--mixed-precision", choices=["no", "bf16"], help=f"precision of {of}")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"it is {text}: give a whole number, {least} or more")
+        return int(text)
+
+    return read
+
+
+def _listed(names: str) -> list[str]:
+    return [name for name in names.split(",") if name]
+
+
+def _check(file: Path) -> None:
+    from toolkit.launch.environment import slow_bf16
+
+    slow = slow_bf16(check_accelerate_yaml(file))
+    print(one_line(f"{file} is fine{f', but slow here: {slow}' if slow else ''}"))
 
 
 def _report(run_folders: list[Path], text: bool, output: Path | None) -> None:
@@ -192,34 +218,3 @@ def _report(run_folders: list[Path], text: bool, output: Path | None) -> None:
     path = output or (run_folders[0] / REPORT_FILE if len(run_folders) == 1 else Path(REPORT_FILE))
     save_page(run_folders, path)
     print(one_line(f"{path} shows {', '.join(map(str, run_folders))}: open it in a browser"))
-
-
-def _add_train(jobs: Any) -> None:
-    about = "choose a preset that fits this machine's GPUs, and start the recipe; also takes its dotted flags"
-    add = _add_parser(jobs, "train", "train:train", help=about).add_argument
-    add("config", metavar="RUN.yaml", help="the run YAML")
-    add("--preset", metavar="NAME", help="name in accelerate_configs/ or a file (default: the fastest that fits)")
-    add("--recipe", choices=["llm", "t5"], help="recipe to start (default: the run YAML's, else by the model)")
-    add("--num-processes", type=int, metavar="N", help="number of ranks (default: one per GPU; with --preset on a CPU, its own)")
-    _add_precision(add, "the run (default: the preset's)")
-    add("--dry-run", action="store_true", help="print the `accelerate launch` line, and start nothing")
-
-
-def _add_verify(jobs: Any) -> None:
-    about = "prove on this machine what a run relies on; also takes a recipe's dotted flags"
-    add = _add_parser(jobs, "verify", "verify.verify:verify", help=about).add_argument
-    add("--model", metavar="FOLDER_OR_ID", help="model to verify with (default: that of --config, else a small T5)")
-    add("--config", metavar="RUN.yaml", help="run YAML (default: rows of docstrings)")
-    add("--recipe", choices=["llm", "t5"], help="recipe to run (default: by the model)")
-    add(
-        "--presets",
-        type=lambda names: names.split(","),
-        metavar="A,B",
-        help="names or paths of presets, in addition to DDP (default: fsdp2_full_shard)",
-    )
-    add("--num-processes", type=int, help="number of ranks (default: the GPUs of this machine, else 2)")
-    add("--use-cpu", action="store_true", help="run on the CPU even if there are GPUs")
-    add("--bf16", action="store_true", help="add a run in bf16, compared with fp32 to 5 %%")
-    add("--sharded", action="store_true", help="for a model that no process holds alone: compare with FSDP2 on one process fewer")
-    add("--tolerance", type=float, default=1e-5, help="largest relative difference of losses and gradients (default: 1e-5)")
-    add("--output", type=Path, default=Path("runs/verify"), metavar="FOLDER", help="folder of the table (default: runs/verify)")

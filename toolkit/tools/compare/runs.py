@@ -100,10 +100,6 @@ def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None
         raise UserError("--presets is empty: give names in accelerate_configs/, as in ddp_cpu,fsdp2_cpu")
     if twice := next((preset for preset in presets if presets.count(preset) > 1), None):
         raise UserError(f"--presets names {twice} twice: give each once")
-    if conditions.num_processes is not None and conditions.num_processes < 1:
-        raise UserError(f"--num-processes is {conditions.num_processes}: give 1 or more")
-    if conditions.warmup_steps < 0:
-        raise UserError(f"--warmup-steps is {conditions.warmup_steps}: give 0 or more")
     if conditions.num_steps <= conditions.warmup_steps:
         raise UserError(
             f"--steps {conditions.num_steps} leaves no step to time after --warmup-steps {conditions.warmup_steps}: give more"

@@ -41,12 +41,9 @@ BATCHES_AT_ONCE = 64
 
 
 def run(*, is_chat: bool, max_new_tokens: int | None, num_beams: int | None, **options: Any) -> None:
-    """The command, with the errors of `generate` and `chat`; a number below 1 is a `UserError`."""
-    numbers = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "batch_size_rows": options["batch_size_rows"]}
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {number}: give at least 1")
-    given = {name: numbers[name] for name in ("max_new_tokens", "num_beams") if numbers[name] is not None}
+    """The command, with the errors of `generate` and `chat`."""
+    settings = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
+    given = {name: number for name, number in settings.items() if number is not None}
     if is_chat:
         chat(options["model"], options["dtype"], given)
     else:

@@ -59,8 +59,6 @@ def load_strategy(
 ) -> Strategy:
     """Read an accelerate YAML for `num_processes` on GPUs of this memory; `mixed_precision` replaces the file's. A file that is
     not valid, or whose mesh has another number of ranks, is a `UserError`."""
-    if num_processes < 1:
-        raise UserError(f"--num-processes is {num_processes}: it must be at least 1")
     mapping = check_accelerate_yaml(path, mixed_precision)
     num_machines = mapping.get("num_machines", 1)
     if num_processes % num_machines:

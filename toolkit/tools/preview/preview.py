@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rich.console import Console
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS
 from toolkit.data.batch_plan import check_global_batch_size
-from toolkit.errors import UserError, one_line, plural
+from toolkit.errors import UserError, one_line, plural, refusal_named
 from toolkit.evaluation.metrics import load_text_metrics
 from toolkit.files.durable import written_beside
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
@@ -26,48 +25,64 @@ from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton
 from toolkit.parallel.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
-from toolkit.tools.preview.row import find_cut_row, view_row
-from toolkit.tools.preview.step import view_step
+from toolkit.tools.preview.row import RowView, describe_row, find_cut_row, view_row
+from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES, Legend, StepView, describe_step, view_step
 from toolkit.tools.preview.summary import summarize
-from toolkit.tools.preview.terminal import print_preview
-from toolkit.tools.preview.wording import NAMES, Preview, list_parts
+from toolkit.tools.preview.terminal import print_parts
 from toolkit.tools.recipes import find_recipe
-from toolkit.tools.report.parts import load_template
+from toolkit.tools.report.parts import Heading, Lines, describe_data, load_template
 from toolkit.training.data import num_steps, prepare_data
 from toolkit.variables import num_launched
 
 
-def preview(
-    run_arguments: list[str],
-    *,
-    config: list[str],
-    accelerate_config: Path | None,
-    recipe: str | None,
-    num_rows: int,
-    row_id: int | None,
-    html: Path | None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What is shown."""
+
+    title: str
+    processes: str
+    """How many processes the step is for, and why."""
+    summary: dict[str, Any] | None
+    """Of `summarize`. None, as `step`, for a single row, which is shown in full length."""
+    step: StepView | None
+    rows: list[RowView]
+
+
+def preview(run_arguments: list[str], *, config: list[str], html: Path | None, **options: Any) -> None:
     """Print the view, or write it as a page, with the arguments of the command line.
 
     Raises:
         UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
     """
-    run_arguments = [*(f"--config={file}" for file in config), *run_arguments]
     if num_launched() > 1:
         raise UserError(
             "preview runs as several processes: start it without accelerate launch, and give its YAML as --accelerate-config"
         )
-    if num_rows < 0:
-        raise UserError(f"--rows is {num_rows}: give 0 or more")
-    if html is not None and (html.is_dir() or not html.parent.is_dir() or not os.access(html.parent, os.W_OK)):
-        reason = "it is a folder" if html.is_dir() else f"{html.parent} is not a folder that can be written"
-        raise UserError(f"--html {html} cannot be written ({reason}): give a file in a folder that exists")
-    found = collect(run_arguments, accelerate_config, recipe, num_rows, row_id)
+    found = collect([*(f"--config={file}" for file in config), *run_arguments], **options)
     if html is None:
-        return print_preview(found, Console())
-    with written_beside(html) as beside:
+        return print_parts(list_parts(found, has_remarks=False), Console())
+    with (
+        refusal_named(f"--html {html} cannot be written", "give a file in a folder that exists"),
+        written_beside(html.absolute()) as beside,
+    ):
         beside.write_text(render_page(found.title, list_parts(found, has_remarks=True)), encoding="utf-8")
     print(one_line(f"the page is {html}"))
+
+
+def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
+    """The view from top to bottom; `has_remarks` as in `describe_data`."""
+    yield Heading(preview.title, 1)
+    yield Lines([preview.processes], "quiet")
+    if preview.summary:
+        yield from [Heading("Data", 2)] * has_remarks
+        yield from describe_data(preview.summary, has_remarks=has_remarks)
+    if preview.step:
+        yield from describe_step(preview.step)
+    if preview.rows:
+        yield Heading("Rows as the model will see them", 2)
+        yield Legend((LOSS, CONTEXT, LOST))
+    for row in preview.rows:
+        yield from describe_row(row, preview.step, is_whole=preview.step is None)
 
 
 def render_page(title: str, parts: Iterable[Any]) -> str:
@@ -83,7 +98,13 @@ def collect(
 ) -> Preview:
     """Prepare the data as the run does, and collect what is shown; arguments and errors of `preview`."""
     config: RecipeConfig = load_config(CONFIGS[find_recipe(run_arguments, recipe)], run_arguments)
-    launch, processes = _read_launch(accelerate_config)
+    if accelerate_config is None:
+        on_cpu = asked_for_cpu() or not torch.cuda.is_available()
+        launch = Strategy(kind="single", num_shards=1, num_replicas=1, num_machines=1, compute_dtype=torch.float32, is_cpu=on_cpu)
+        processes = "1 process; --accelerate-config PRESET.yaml shows the step of a launch"
+    else:
+        launch = load_strategy(accelerate_config, check_accelerate_yaml(accelerate_config).get("num_processes") or 1)
+        processes = f"{plural(launch.num_processes, 'process')}, as in {accelerate_config}"
     check_global_batch_size(config.train, launch.num_processes)
     # The run's own phases, without its accelerator: the model on the meta device, then its rows and its batch plan.
     model_config, skeleton = _build_skeleton(config, launch)
@@ -92,26 +113,16 @@ def collect(
     rows, plan, evaluation = prepare_data(config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path
     title = f"{config.run.name}: {name}, {'an encoder-decoder' if model_config.is_encoder_decoder else 'a causal model'}"
-    first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]] if row_id is None else [row_id]
-    shown = [view_row(rows, config.data, config.model, row_id) for row_id in first]
     if row_id is not None:
-        return Preview(title=title, processes=processes, summary=None, step=None, rows=shown)
+        row = view_row(rows, config.data, config.model, row_id)
+        return Preview(title=title, processes=processes, summary=None, step=None, rows=[row])
+    first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]]
+    shown = [view_row(rows, config.data, config.model, of_step) for of_step in first]
     if num_rows and not any(side.num_lost for row in shown for side in row.sides):
-        cut = find_cut_row(rows, config.data, config.model)
-        shown += [cut] if cut else []
+        shown += filter(None, [find_cut_row(rows, config.data, config.model)])
     step = view_step(plan, rows.train, evaluation.collator, num_steps(config, plan))
     summary = summarize(rows, evaluation.rows, config.data, name)
     return Preview(title=title, processes=processes, summary=summary, step=step, rows=shown)
-
-
-def _read_launch(accelerate_config: Path | None) -> tuple[Strategy, str]:
-    """How the run will be launched, and that in words; without an accelerate YAML, one process on this machine."""
-    if accelerate_config is None:
-        on_cpu = asked_for_cpu() or not torch.cuda.is_available()
-        one = Strategy(kind="single", num_shards=1, num_replicas=1, num_machines=1, compute_dtype=torch.float32, is_cpu=on_cpu)
-        return one, "1 process; --accelerate-config PRESET.yaml shows the step of a launch"
-    num = check_accelerate_yaml(accelerate_config).get("num_processes") or 1
-    return load_strategy(accelerate_config, num), f"{plural(num, 'process')}, as in {accelerate_config}"
 
 
 def _build_skeleton(config: RecipeConfig, launch: Strategy) -> tuple[Any, Any]:

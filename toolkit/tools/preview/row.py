@@ -1,11 +1,12 @@
-"""One row as the model will see it: its text, its tokens and what each is for, its turns, and what a limit has cut off."""
+"""One row as the model will see it: its text, its tokens and what each is for, its turns, what a limit has cut off."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,19 +20,36 @@ from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.data.tokens.special_tokens import show
 from toolkit.errors import UserError, plural
 from toolkit.loss import IGNORED_LABEL
+from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, PADDING, StepView, name_rows
+from toolkit.tools.report.parts import Heading, Lines, percent
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-LOSS, CONTEXT, PADDING, LOST = "loss", "context", "padding", "lost"
-"""What a token is for: it counts in the loss, is context, is padding; or it was cut off."""
-_NO_LIMIT = 2**31
-_MOST_TOKENS_OF_A_CHARACTER = 16
-
+MOST_CHARACTERS, MOST_TOKENS, TOKENS_AT_A_CUT = 1200, 240, 40
+"""How much of a long text is shown: two thirds from its start, one third from its end; and tokens before and after a cut."""
+TOKENS_OF_A_BLOCK = 2000
+"""A browser's time to lay out a block grows with the square of its elements: a megabyte in one block did not open in 30 s."""
+_NO_LIMIT, _MOST_TOKENS_OF_A_CHARACTER = 2**31, 16
 
 Token = tuple[str, str]
 """What a token is for: `LOSS`, `CONTEXT` or `LOST`. And its text, see `token_texts`."""
+
+
+class Tokens(NamedTuple):
+    """Tokens of a row, each with what it is for."""
+
+    tokens: list[Token]
+
+    def by_kind(self) -> Iterator[tuple[str, list[str]]]:
+        """Neighbours of one kind, and their texts."""
+        for kind, group in itertools.groupby(self.tokens, key=lambda token: token[0]):
+            yield kind, [text for _, text in group]
+
+    def blocks(self) -> Iterator[Iterator[tuple[str, list[str]]]]:
+        """At most `TOKENS_OF_A_BLOCK` at once, by kind."""
+        for first in range(0, len(self.tokens), TOKENS_OF_A_BLOCK):
+            yield Tokens(self.tokens[first : first + TOKENS_OF_A_BLOCK]).by_kind()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +112,7 @@ def view_row(rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) 
         raise UserError(f"--row is {row_id}, {where}, which is left out: the remarks above say why")
     name, row = found[0], {column: values[0] for column, values in found[1].items()}
     (example,) = read_examples(given[1])
-    num_pieces = int((_ids(getattr(rows, name)) % ROW_IDS_OF_A_PIECE == text_id).sum())
+    num_pieces = int((getattr(rows, name).with_format("numpy")["row_id"][:] % ROW_IDS_OF_A_PIECE == text_id).sum())
     turns: list[str] = []
     if example.text is not None:  # a text loses nothing; each of its rows has its own part of it
         full = row
@@ -150,23 +168,12 @@ def _find(splits: TokenizedRows | TextRows, row_id: int) -> tuple[str, dict[str,
     """The split of a row, and its columns, as a batch of one row; None if it was left out."""
     for name in SIDES:
         part = getattr(splits, name)
-        if len(found := np.flatnonzero(_ids(part) == row_id)):
+        if len(found := np.flatnonzero(part.with_format("numpy")["row_id"][:] == row_id)):
             return name, part[int(found[0]) : int(found[0]) + 1]
     return None
 
 
-def _ids(part: Dataset) -> np.ndarray:
-    return part.with_format("numpy")["row_id"][:]
-
-
-def _build_side(
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    text: str,
-    row: dict[str, Any],
-    full: dict[str, Any],
-    config: Any,
-) -> Side:
+def _build_side(tokenizer: Any, name: str, text: str, row: dict[str, Any], full: dict[str, Any], config: Any) -> Side:
     """Compare the tokens that are kept, in `row`, with those without a limit, in `full`: what the kept ones leave out is lost."""
     column = "labels" if name == "target" else "input_ids"
     kept, ids = row[column], [int(token) for token in full[column]]
@@ -203,3 +210,54 @@ def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept:
             says = "context, as its weight is 0" if i in example.weight_0 else "context, as a part of the prompt"
         turns.append(f"{message['role']}: {plural(len(message.get('content') or ''), 'character')}, {says}")
     return turns
+
+
+def describe_row(row: RowView, step: StepView | None, *, is_whole: bool) -> Iterator[Any]:
+    """The row in words and tokens, and where it is in the step; shortened unless `is_whole`."""
+    yield Heading(
+        f"Row {row.row_id} ({row.where}), {row.split}: {plural(row.num_tokens, 'token')}, {row.num_label_tokens:,} count "
+        f"in the loss ({percent(row.num_label_tokens, row.num_tokens)})"
+    )
+    lines = []
+    if row.piece:
+        lines.append(f"piece {row.piece[0]:,} of {row.piece[1]:,} of a long text; the pieces hold every token")
+    pack = step.find_pack(row.row_id) if step else None
+    if pack:
+        others = [other for other in pack.row_ids if other != row.row_id]
+        beside = f", in one pack with {name_rows(others)}" if others else ""
+        lines.append(f"in step 1: process {pack.rank}, micro-batch {pack.micro_batch + 1}{beside}")
+    lines += [f"turn {number}, {turn}" for number, turn in enumerate(row.turns, start=1)]
+    yield Lines(lines, "quiet")
+    for side in row.sides:
+        given, lost = side.num_tokens + side.num_lost, side.num_lost
+        length = f"cut to {side.num_tokens:,} of {given:,} tokens, {lost:,} lost ({percent(lost, given)})"
+        length = length if lost else f"{plural(given, 'token')}, at most {side.limit:,}"
+        yield Heading(f"{side.name.capitalize()}: {length}", 4)
+        if is_whole or (num_hidden := len(side.text) - MOST_CHARACTERS) <= 0:
+            yield Lines([side.text], "text")
+        else:
+            head = 2 * MOST_CHARACTERS // 3
+            yield Lines([side.text[:head]], "text")
+            yield Lines([f"… {num_hidden:,} characters are not shown: --row {row.row_id} shows all …"], "quiet")
+            yield Lines([side.text[num_hidden + head :]], "text")
+        yield Lines(["as tokens"], "quiet")
+        pieces = shorten_tokens(side.tokens, row.row_id, is_whole=is_whole)
+        yield from (Lines([piece], "quiet") if isinstance(piece, str) else Tokens(piece) for piece in pieces)
+        if pack and pack.row_ids[-1] == row.row_id and (padding := pack.padding[side.name]):
+            yield Lines([f"{plural(padding, 'token')} of padding"], PADDING)
+
+
+def shorten_tokens(tokens: list[Token], row_id: int, *, is_whole: bool) -> list[list[Token] | str]:
+    """The tokens; or their start, those around cuts and their end, and remarks on what is not shown between them."""
+    if is_whole or len(tokens) <= MOST_TOKENS:
+        return [tokens]
+    head, is_shown = 2 * MOST_TOKENS // 3, np.zeros(len(tokens), dtype=bool)
+    is_shown[:head] = is_shown[head - MOST_TOKENS :] = True
+    is_lost = np.array([kind == LOST for kind, _ in tokens])
+    for cut in np.flatnonzero(np.diff(is_lost, prepend=False) & is_lost):
+        is_shown[max(0, cut - TOKENS_AT_A_CUT) : cut + TOKENS_AT_A_CUT] = True
+    pieces: list[list[Token] | str] = []
+    for shown, group in itertools.groupby(zip(is_shown, tokens, strict=True), key=lambda pair: bool(pair[0])):
+        some = [token for _, token in group]
+        pieces.append(some if shown else f"… {len(some):,} tokens are not shown: --row {row_id} shows all …")
+    return pieces

@@ -1,21 +1,28 @@
-"""The first step's rows as the ranks get them: which pack each is in, and how much of it is padding."""
+"""The first step's rows as the ranks get them: which pack each is in, how much of it is padding, and that in words and bars."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from toolkit.data.batch_plan import BatchPlan, MicroBatch
 from toolkit.data.collate import Batch, Collator, load_micro_batches
+from toolkit.errors import plural
 from toolkit.loss import IGNORED_LABEL
-from toolkit.tools.preview.row import CONTEXT, LOSS, PADDING
+from toolkit.tools.report.parts import Heading, Lines, percent
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+LOSS, CONTEXT, PADDING, LOST = "loss", "context", "padding", "lost"
+"""What a token is for: it counts in the loss, is context, is padding; or it was cut off."""
+NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
+MOST_PACKS = 24
+"""Packs of the step that are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +62,26 @@ class StepView:
         return next((pack for pack in self.packs if row_id in pack.row_ids), None)
 
 
+class Legend(NamedTuple):
+    """The kinds of tokens, or of parts of bars."""
+
+    kinds: Sequence[str]
+    is_of_bars: bool = False
+
+
+class Bar(NamedTuple):
+    """A pack, as long as its share of the longest one that is shown."""
+
+    pack: Pack
+    longest: int
+    label: str
+
+
 def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int) -> StepView:
     """The first step of the training `rows`, through the run's own plan, loader and collator."""
-    step = plan.step(1)
-    row_ids = rows.with_format("numpy")["row_id"][:]
-    packs: list[Pack] = []
+    row_ids, packs = rows.with_format("numpy")["row_id"][:], list[Pack]()
     num_fill = num_tensor_rows = 0
-    of_ranks = [plan.micro_batches(step, rank) for rank in range(plan.world_size)]
+    of_ranks = [plan.micro_batches(plan.step(1), rank) for rank in range(plan.world_size)]
     for rank, micro_batches in enumerate(of_ranks):
         for micro_batch, batch in load_micro_batches(rows, micro_batches, collator, num_workers=0, pin_memory=False):
             if micro_batch.is_dummy:
@@ -72,14 +92,8 @@ def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int
     positions = {LOSS: 0, CONTEXT: 0, PADDING: num_fill}
     for kind, num in (part for pack in packs for part in pack.parts):
         positions[kind] += num
-    return StepView(
-        plan=plan,
-        num_steps=num_steps,
-        positions=positions,
-        num_micro_batches=len(of_ranks[0]),
-        num_tensor_rows=num_tensor_rows,
-        packs=packs,
-    )
+    counts = {"num_steps": num_steps, "num_micro_batches": len(of_ranks[0]), "num_tensor_rows": num_tensor_rows}
+    return StepView(plan=plan, positions=positions, packs=packs, **counts)
 
 
 def _view_packs(micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: np.ndarray, rank: int) -> Iterator[Pack]:
@@ -91,11 +105,14 @@ def _view_packs(micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: n
         begins = []
         for row in pack:
             begins.append(len(parts))
-            parts += [(CONTEXT, len(rows[row]["input_ids"]))] if is_pair else _runs(rows[row]["labels"])
-        num_tokens = sum(num for _, num in parts)
-        is_alone = num_rows == len(micro_batch.packs)
-        padding = {"source" if is_pair else "row": width - num_tokens if is_alone else 0}
-        parts += [(PADDING, num) for num in padding.values()]
+            if is_pair:
+                parts.append((CONTEXT, len(rows[row]["input_ids"])))
+                continue
+            for is_counted, group in itertools.groupby(label != IGNORED_LABEL for label in rows[row]["labels"]):
+                parts.append((LOSS if is_counted else CONTEXT, len(list(group))))
+        num_padding = width - sum(num for _, num in parts) if num_rows == len(micro_batch.packs) else 0
+        padding = {"source" if is_pair else "row": num_padding}
+        parts.append((PADDING, num_padding))
         if is_pair:
             num_labels = len(rows[pack[0]]["labels"])
             padding["target"] = batch["decoder_input_ids"].shape[1] - num_labels
@@ -110,7 +127,32 @@ def _view_packs(micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: n
         )
 
 
-def _runs(labels: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Neighbouring labels that count, or do not, with their number."""
-    for is_counted, group in itertools.groupby(label != IGNORED_LABEL for label in labels):
-        yield LOSS if is_counted else CONTEXT, len(list(group))
+def describe_step(step: StepView) -> Iterator[Any]:
+    """The step, with its packs as bars."""
+    first, num_processes = step.plan.step(1), step.plan.world_size
+    yield Heading(f"Step 1 of {step.num_steps:,} ({step.plan.steps_per_epoch:,} an epoch)")
+    total = sum(step.positions.values())
+    shares = ", ".join(f"{percent(num, total)} {NAMES[kind].replace('counts', 'count')}" for kind, num in step.positions.items())
+    rows = f"{plural(step.num_tensor_rows, 'row')} of the tensors"
+    drawn = step.packs[:MOST_PACKS]
+    if any(len(pack.row_ids) > 1 for pack in step.packs):
+        rows = f"{plural(len(step.packs), 'pack')} in {rows}"
+    yield Lines(
+        [
+            f"{plural(len(first.rows), 'row')}; the loss is divided by N = {plural(first.num_label_tokens, 'label token')}",
+            f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(num_processes, 'process')}, {rows}; of "
+            f"{total:,} positions {shares}",
+        ]
+    )
+    yield Legend((LOSS, CONTEXT, PADDING), is_of_bars=True)
+    longest = max(sum(num for _, num in pack.parts) for pack in drawn)
+    for (rank, micro_batch), packs in itertools.groupby(drawn, key=lambda pack: (pack.rank, pack.micro_batch)):
+        yield Heading(f"Process {rank}, micro-batch {micro_batch + 1}", 4)
+        yield from (Bar(pack, longest, name_rows(pack.row_ids)) for pack in packs)
+    if more := len(step.packs) - len(drawn):
+        yield Lines([f"{plural(more, 'more pack')} {'is' if more == 1 else 'are'} not drawn"], "quiet")
+
+
+def name_rows(row_ids: Sequence[int]) -> str:
+    """Rows by their ids."""
+    return f"{'row' if len(row_ids) == 1 else 'rows'} {', '.join(map(str, row_ids))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import starmap
 from typing import Any
 
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from toolkit.errors import align, visible
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, PADDING
-from toolkit.tools.preview.wording import NAMES, Bar, Legend, Preview, Tokens, list_parts
+from toolkit.tools.preview.row import Tokens
+from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES, PADDING, Bar, Legend
 from toolkit.tools.report.parts import Heading, Histogram, Lines, Table
 
 STYLES = {LOSS: "bold green", CONTEXT: "", PADDING: "dim", LOST: "strike red"}
@@ -22,10 +22,10 @@ BARS = {LOSS: "█", CONTEXT: "▒", PADDING: "·"}
 BAR_WIDTH = 60
 
 
-def print_preview(preview: Preview, console: Console) -> None:
-    """Print the view. Its lines are `Text`, in which rich interprets nothing."""
+def print_parts(parts: Iterable[Any], console: Console) -> None:
+    """Print the parts of the view. Their lines are `Text`, in which rich interprets nothing."""
     lines = _Lines(console)
-    for part in list_parts(preview, has_remarks=False):
+    for part in parts:
         for line in lines.of(part):
             console.print(line, soft_wrap=True)
 

@@ -32,10 +32,10 @@ from tests.support.previews import (
 from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
-from toolkit.tools.preview.preview import collect, render_page
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST
-from toolkit.tools.preview.terminal import _Lines, print_preview
-from toolkit.tools.preview.wording import NAMES, TOKENS_OF_A_BLOCK, Tokens, list_parts, shorten_tokens
+from toolkit.tools.preview.preview import collect, list_parts, render_page
+from toolkit.tools.preview.row import TOKENS_OF_A_BLOCK, Tokens, shorten_tokens
+from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES
+from toolkit.tools.preview.terminal import _Lines, print_parts
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -68,7 +68,8 @@ def test_the_piped_view_is_the_golden_text_and_needs_no_weights_and_no_process_g
 def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pytest.CaptureFixture[str]) -> None:
     found = collect(["--config=chats.yaml"], None, None, 4, None)
     written = io.StringIO()
-    print_preview(found, Console(file=written, force_terminal=True, color_system="truecolor", width=60, no_color=False))
+    console = Console(file=written, force_terminal=True, color_system="truecolor", width=60, no_color=False)
+    print_parts(list_parts(found, has_remarks=False), console)
     assert "\x1b[" in written.getvalue()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
     assert "[[" not in plain and "~~" not in plain
@@ -150,7 +151,7 @@ def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys
     assert all(LONG in shown.replace("⏎", "") for shown in (*page.blocks["text"], *page.blocks["tokens"]))
     num_parts = sum(attributes.get("class") == "part" for _, attributes in page.tags)
     assert num_parts == -(-sum(tag == "i" for tag, _ in page.tags) // TOKENS_OF_A_BLOCK) > 10
-    print_preview(collect([*shlex.split(LONG_ROW)], None, None, 0, 0), Console())
+    print_parts(list_parts(collect([*shlex.split(LONG_ROW)], None, None, 0, 0), has_remarks=False), Console())
     assert LONG in capsys.readouterr().out
 
 
@@ -169,9 +170,9 @@ def test_the_begin_the_cuts_and_the_end_of_a_long_row_are_shown_once() -> None:
 BAD: list[tuple[str, str]] = [
     ("--config chats.yaml --row 99", "--row is 99: give an id from 0 to 10"),
     ("--config t5.yaml --row 13", r"--row is 13, rows.jsonl, row 14, which is left out: the remarks above say why"),
-    ("--config chats.yaml --rows -1", "--rows is -1: give 0 or more"),
+    ("--config chats.yaml --rows=-1", "argument --rows: it is -1: give a whole number, 0 or more"),
     ("--config chats.yaml --html gone/page.html", "--html gone/page.html cannot be written .*: give a file in a folder that"),
-    ("--config chats.yaml --html .", "--html . cannot be written .it is a folder.: give a file"),
+    ("--config chats.yaml --html .", "--html . cannot be written .Is a directory.: give a file"),
     ("--config chats.yaml --optim.lrr 1", "did you mean --optim.lr"),
     ("--config chats.yaml --accelerate-config gone.yaml", "gone.yaml: there is no such accelerate config"),
     ("--config t5.yaml --recipe llm", "is not a key|unknown|data.max_source_length_tokens"),
@@ -197,11 +198,11 @@ def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as closed_pipe:
-        monkeypatch.setattr(preview, "collect", lambda *_: None)
-        monkeypatch.setattr(preview, "print_preview", lambda _, console: console.print("a line"))
+        monkeypatch.setattr(preview, "collect", lambda _: None)
+        monkeypatch.setattr(preview, "print_parts", lambda _, console: console.print("a line"))
         monkeypatch.setattr("sys.stdout", closed_pipe)
         start_logging()
-        preview.preview([], config=[], accelerate_config=None, recipe=None, num_rows=1, row_id=None, html=None)
+        preview.preview([], config=[], html=None)
         # Python flushes once more at its exit: into nothing, not into the pipe.
         assert os.path.samestat(os.fstat(closed_pipe.fileno()), os.stat(os.devnull))
 

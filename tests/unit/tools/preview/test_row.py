@@ -14,8 +14,8 @@ from tests.support.tokenizer_kinds import EXACT_KINDS, draw_text
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
-from toolkit.tools.preview.row import CONTEXT, LOSS, LOST, RowView, Token, find_cut_row, token_texts, view_row
-from toolkit.tools.preview.wording import Tokens
+from toolkit.tools.preview.row import RowView, Token, Tokens, find_cut_row, token_texts, view_row
+from toolkit.tools.preview.step import CONTEXT, LOSS, LOST
 
 
 class Rows:

@@ -10,8 +10,7 @@ from datasets import Dataset
 from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.collate import CausalCollator, SummarizationCollator
-from toolkit.tools.preview.row import CONTEXT, LOSS, PADDING
-from toolkit.tools.preview.step import StepView, view_step
+from toolkit.tools.preview.step import CONTEXT, LOSS, PADDING, StepView, view_step
 
 LENGTHS = [9, 4, 7, 3, 8, 5, 6]
 
