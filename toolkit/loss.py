@@ -21,7 +21,7 @@ def summed_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`summed_cross_entropy` of the model's logits, and the number of labels with top logits. Collective under FSDP.
 
-    The model computes it in its forward (`parallel.chunked_loss.install`).
+    The model computes it in its forward (`models.patches.chunked_loss.install`).
 
     Args:
         batch: a collator's output, on the device.

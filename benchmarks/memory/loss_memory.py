@@ -58,7 +58,7 @@ def chunked_loss(model: PreTrainedModel, input_ids_BT: torch.Tensor) -> Callable
     """Ours."""
     from toolkit.data.collate import CausalCollator
     from toolkit.loss import summed_loss
-    from toolkit.parallel.chunked_loss import install
+    from toolkit.models.patches.chunked_loss import install
 
     install(model)
     rows = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in input_ids_BT.tolist()]

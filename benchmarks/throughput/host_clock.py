@@ -89,7 +89,7 @@ def kernels() -> Iterator[Clock]:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    from toolkit.parallel import chunked_loss
+    from toolkit.models.patches import chunked_loss
     from toolkit.tools.plan import kernels as stand_ins
     from toolkit.tools.plan.kernels import kernels_of_cuda
     from toolkit.training import loop

@@ -170,7 +170,7 @@ def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.loss import summed_loss
-    from toolkit.parallel import chunked_loss
+    from toolkit.models.patches import chunked_loss
     from toolkit.parallel.wrap import shard_model
 
     chunked_loss.MAX_LOGITS_AT_ONCE = 4 * 256

@@ -1,6 +1,6 @@
 """A training step reads nothing back from the device: on a GPU the host would wait there, and the device for the host after it.
 
-Without `toolkit.parallel.masks` transformers reads. The same steps show that the recorder sees it, and where.
+Without `toolkit.models.patches.masks` transformers reads. The same steps show that the recorder sees it, and where.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READS_OF_TRANSFORMERS = {
     "gemma2 packed eager": {FIND_PACKED: 2},
     "gpt2 sdpa": {FIND_PACKED: 1, LOOK_FOR_PADDING: 1},
 }
-"""By model, what a micro-batch read before `toolkit.parallel.masks`."""
+"""By model, what a micro-batch read before `toolkit.models.patches.masks`."""
 READS_OF_A_LOG_LINE = {f"tracking/step_log.py:flush {what}": 1 for what in ("cpu", "tolist", "_local_scalar_dense")}
 """`StepLog.flush` reads the figures of the steps since the last one, every `log_every_steps`. The scalar is the host's memory."""
 READS_OF_A_FIRST_STEP = {"training/parameter_checks.py:_check tolist": 3, "training/parameter_checks.py:check tolist": 1}
@@ -66,7 +66,7 @@ def reads_of_all_models(folder: Path) -> dict[str, tuple[dict[str, int], ...]]:
     from unittest.mock import patch
 
     from toolkit.launch.accelerator import build_accelerator
-    from toolkit.parallel import masks
+    from toolkit.models.patches import masks
 
     accelerator = build_accelerator()
     found = {}
@@ -120,7 +120,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import world_size
     from toolkit.evaluation.rows import EvaluationRows
-    from toolkit.models.documents import BY_DOCUMENT
+    from toolkit.models.patches.documents import BY_DOCUMENT
     from toolkit.parallel.wrap import shard_model
     from toolkit.tracking.metrics_log import MetricsLog
     from toolkit.tracking.trackers import Trackers
@@ -168,7 +168,7 @@ def build_model(family: str, attention: str, adapter: Any) -> Any:
 
     from tests.support.adapter_models import with_adapter
     from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
-    from toolkit.models import documents
+    from toolkit.models.patches import documents
 
     documents.register()
     config_class, settings = {**FAMILIES, **CAUSAL_FAMILIES, **MIXTURES}[family]

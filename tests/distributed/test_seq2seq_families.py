@@ -65,7 +65,7 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
     from toolkit.data.collate import labels_at_positions
     from toolkit.loss import summed_loss
     from toolkit.models.config import load_model_config
-    from toolkit.parallel import chunked_loss
+    from toolkit.models.patches import chunked_loss
     from toolkit.tasks import seq2seq
 
     rows = [

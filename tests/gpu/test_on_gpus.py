@@ -154,11 +154,11 @@ def report_backends() -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
 def test_the_varlen_kernel_computes_what_a_dense_mask_does(family: str) -> None:
     """In bf16, with grouped queries, and with windows shorter than the documents."""
-    from tests.unit.models.test_documents import LENGTHS, build
-    from tests.unit.parallel.test_chunked_loss import build_rows
+    from tests.unit.models.patches.test_chunked_loss import build_rows
+    from tests.unit.models.patches.test_documents import LENGTHS, build
     from toolkit.data.collate import CausalCollator, move_to
     from toolkit.loss import summed_loss
-    from toolkit.models.documents import BY_DOCUMENT
+    from toolkit.models.patches.documents import BY_DOCUMENT
 
     device, found = torch.device("cuda", 0), []
     rows = build_rows(LENGTHS)

@@ -44,7 +44,7 @@ def recomputation_with_other_masks(patch: MonkeyPatch) -> None:
 
 def one_mask_for_all_documents(patch: MonkeyPatch) -> None:
     """Each document of a packed row draws its dropout from the same random state."""
-    from toolkit.models import documents
+    from toolkit.models.patches import documents
 
     keep = ("outputs = []", "outputs, state = [], torch.get_rng_state()")
     change(patch, documents.attend_by_document, keep, ("mask = None", "mask = torch.set_rng_state(state)"))
@@ -52,21 +52,21 @@ def one_mask_for_all_documents(patch: MonkeyPatch) -> None:
 
 def dropout_in_the_first_document_only(patch: MonkeyPatch) -> None:
     """The other documents of a packed row have none."""
-    from toolkit.models import documents
+    from toolkit.models.patches import documents
 
     change(patch, documents.attend_by_document, ("dropout=dropout", "dropout=0.0 if outputs else dropout"))
 
 
 def document_of_one_token_seen(patch: MonkeyPatch) -> None:
     """A document starts where positions fall; after a single token they do not."""
-    from toolkit.parallel import masks
+    from toolkit.models.patches import masks
 
     change(patch, masks.known_masks, ("prepend=before_B1) != 1)", "prepend=before_B1) < 0)"))
 
 
 def bidirectional_windows_ignored(patch: MonkeyPatch) -> None:
     """A mask without padding is left out, although it has a window."""
-    from toolkit.parallel import masks
+    from toolkit.models.patches import masks
 
     right = "padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)"
     change(patch, masks.known_masks, (right, "padding_mask is None"))

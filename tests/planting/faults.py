@@ -12,8 +12,8 @@ from tests.planting import update_faults as update
 from tests.planting.plant import Patch
 
 ABSOLUTE = "tests/distributed/test_absolute.py::test_run_is_that_of_plain_pytorch"
-DENSE = "tests/unit/models/test_documents.py::test_loss_and_gradients_are_those_of_a_dense_mask"
-ONE_BY_ONE = "tests/unit/models/test_documents.py::test_documents_are_those_of_sdpa_one_after_the_other"
+DENSE = "tests/unit/models/patches/test_documents.py::test_loss_and_gradients_are_those_of_a_dense_mask"
+ONE_BY_ONE = "tests/unit/models/patches/test_documents.py::test_documents_are_those_of_sdpa_one_after_the_other"
 LANGUAGES = "tests/unit/data/tokens/test_languages.py::test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved"
 ORDER = "tests/unit/data/test_batch_plan.py::test_steps_come_neither_in_the_order_of_the_rows_nor_of_their_lengths"
 PRECISION = "tests/distributed/test_precision.py::test_in_bf16_what_trains_and_sums_of_gradients_are_fp32"
@@ -127,7 +127,7 @@ FAULTS: dict[str, Fault] = {
         Fault(lines.document_of_one_token_seen, f"{DENSE}[llama-sdpa a document]", "not close"),
         Fault(
             lines.bidirectional_windows_ignored,
-            "tests/unit/parallel/test_masks.py::test_a_window_to_both_sides_masks_what_is_beyond_it[8]",
+            "tests/unit/models/patches/test_masks.py::test_a_window_to_both_sides_masks_what_is_beyond_it[8]",
             "mask is None",
         ),
         Fault(lines.alpha_cut_to_a_whole_number, LORA, "0.625"),

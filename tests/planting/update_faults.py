@@ -42,7 +42,7 @@ def windows_one_too_wide(patch: MonkeyPatch) -> None:
     """Attention by document counts the token itself beside its window."""
     import dataclasses
 
-    from toolkit.models import documents
+    from toolkit.models.patches import documents
 
     attend = documents._varlen
 

@@ -104,7 +104,7 @@ def _argv(folder: Path, name: str, flags: list[str]) -> list[str]:
 
 def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
     """On every rank: the recipe as it stands, with a look at the gradients of step 1 before they are clipped."""
-    from toolkit.parallel import chunked_loss
+    from toolkit.models.patches import chunked_loss
     from toolkit.training import loop
 
     recorded: dict[str, np.ndarray] = {}

@@ -51,8 +51,8 @@ class SummarizationCollator:
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
         """Inputs of `toolkit.loss.summed_loss`: `model_inputs`, `label_positions` and `labels`. Packs hold one row each.
 
-        There is no attention mask where it would mask nothing, which a model would have to read it to see (`parallel/masks.py`).
-        T5Gemma then takes padding ids for padding, so a source that holds one keeps its mask.
+        There is no attention mask where it would mask nothing, which a model would have to read it to see
+        (`models/patches/masks.py`). T5Gemma then takes padding ids for padding, so a source that holds one keeps its mask.
 
         Args:
             is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
@@ -101,7 +101,7 @@ class CausalCollator:
     pad_token_id: int
     one_row: bool = False
     """Concatenate all packs of a micro-batch into one row, and say where its documents lie: for an attention that computes
-    document by document (`toolkit/models/attention.py`). They then cost no padding and no attention across documents."""
+    document by document (`toolkit/models/patches/documents.py`). They then cost no padding and no attention across documents."""
     multiples: tuple[int, ...] = (1,)
     """Rows are padded up to multiples of this, except with `one_row`,"""
     longest: tuple[int, ...] = (0,)

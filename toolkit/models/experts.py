@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.private import private
+from toolkit.models.patches.experts import router_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,38 +25,6 @@ def expert_counts(model: nn.Module) -> set[int]:
 
     config: Any = getattr(model, "config", None)
     return find(config.to_dict()) if config is not None else set()
-
-
-@contextlib.contextmanager
-def experts_by_token(model: PreTrainedModel) -> Iterator[None]:
-    """Compute the experts of each token by products of its own (`batched_mm`), for few tokens: each copies the weights of its
-    experts. Grouped products change size with the routing of other tokens, which changes last bits; on the meta device they are
-    in bf16 only.
-    """
-    before = private("_experts_implementation", model.config)
-    model.config._experts_implementation = "batched_mm"
-    try:
-        yield
-    finally:
-        model.config._experts_implementation = before
-
-
-def router_scores(model: PreTrainedModel) -> dict[type, str]:
-    """What makes scores of logits, `softmax` or `sigmoid`, by the class of the routers: those whose first output, the logits,
-    transformers records; weights and experts of each token follow. Empty where the code of one does not tell."""
-    from transformers import PreTrainedModel
-    from transformers.utils.output_capturing import OutputRecorder
-
-    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    recorders = [(private("_can_record_outputs", owner) or {}).get("router_logits") for owner in owners]
-    classes: list[Any] = [each.target_class for each in recorders if isinstance(each, OutputRecorder) and each.index == 0]
-    present = {type(module) for module in model.modules()}
-    sources = {each: inspect.getsource(each.forward) for each in classes if each in present}
-    found = {each: re.findall("softmax|sigmoid", source) for each, source in sources.items()}
-    # Gemma 4's first output are probabilities; Zaya sends the tokens that skip the experts to expert 0.
-    are_logits = all(re.search(r"return \(?\s*\w*logits", source) and "skip" not in source for source in sources.values())
-    is_known = are_logits and all(len(set(words)) == 1 for words in found.values())
-    return {each: words[0] for each, words in found.items()} if is_known else {}
 
 
 def check_routers(model: PreTrainedModel, setting: str, name: str) -> None:

@@ -5,25 +5,19 @@ Both replace the block's forward in place, inside FSDP's hooks, in the same way 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from types import MethodType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.models.experts import router_scores
 from toolkit.parallel.units import repeated_blocks
 
 logger = logging.getLogger("toolkit")
 
-Route = tuple[torch.Tensor, torch.Tensor]
-"""Of a router: scores (tokens, experts), which add up to 1, and the experts that each token is sent to, int64."""
 RECOMPILE_LIMIT = 64
 """Graphs of one class of blocks. T5's are of four kinds, each with a graph for the first shapes, for changing lengths and for
 changing numbers of rows: beyond torch's limit of 8, blocks would run uncompiled, without an error."""
@@ -74,48 +68,6 @@ def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> 
     for block in repeated_blocks(model).values():
         block.forward = functools.partial(_checkpointed, block, block.forward)
     plugin.activation_checkpointing = False  # otherwise `prepare_model` does it again
-
-
-@contextlib.contextmanager
-def routes_noted(model: PreTrainedModel, *, notes: bool) -> Iterator[dict[str, list[Route]]]:
-    """Around compilation and checkpointing of repeated blocks: a block returns its routers' routes inside of both, and notes them
-    outside, those of its last forward, in what this yields. So a recomputation neither notes them nor keeps their graph."""
-    noted: dict[str, list[Route]] = {}
-    blocks, scores = repeated_blocks(model) if notes else {}, router_scores(model) if notes else {}
-
-    def note(name: str, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-        output, noted[name] = forward(*args, **inputs)
-        return output
-
-    for block in blocks.values():
-        # peft keeps the original of a router that it trains (`modules_to_save`), and never calls it.
-        named = {name: m for name, m in block.named_modules() if type(m) in scores}
-        routers: list[Any] = [m for name, m in named.items() if "original_module" not in name.split(".")]
-        setattr(block, "routers", routers)  # noqa: B010  # no field that mypy knows
-        for router in routers:
-            router.forward, router.scores = MethodType(_keeping_route, router), scores[type(router)]
-        block.forward = MethodType(_returning_routes, block)
-    yield noted
-    for name, block in blocks.items():
-        block.forward = functools.partial(note, name, block.forward)
-
-
-def _returning_routes(block: nn.Module, *args: Any, **inputs: Any) -> tuple[Any, list[Route]]:
-    """A method, of one code for all blocks: compiled ones share their graphs."""
-    routers: Any = block.routers
-    try:
-        return type(block).forward(block, *args, **inputs), [router.route for router in routers]
-    finally:  # a recomputation ends by an exception
-        for router in routers:
-            router.route = None
-
-
-def _keeping_route(router: Any, *args: Any, **inputs: Any) -> Any:
-    output = type(router).forward(router, *args, **inputs)
-    logits_TE = output[0].float()
-    is_softmax = router.scores == "softmax"
-    router.route = logits_TE.softmax(-1) if is_softmax else F.normalize(logits_TE.sigmoid(), p=1.0, dim=-1), output[2]
-    return output
 
 
 def _compiled(block: nn.Module, forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **inputs: Any) -> Any:

@@ -18,9 +18,9 @@ from toolkit.distributed.device import free_memory_bytes
 from toolkit.distributed.watchdog import moved
 from toolkit.launch.accelerator import compute_dtype, cudnn_attention, fsdp_version
 from toolkit.models.freeze import aliases
+from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.quantized import dequantize_layers, dequantized, is_quantized
 from toolkit.models.tensor_reader import copy_on_meta
-from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, forget_forwards

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
+from toolkit.models.patches.chunked_loss import called_once, find_head
 from toolkit.models.quantized import num_weights
-from toolkit.parallel.chunked_loss import called_once, find_head
 from toolkit.parallel.float8 import plain
 from toolkit.private import private
 

@@ -30,11 +30,12 @@ from toolkit.distributed.device import smallest_gpu_bytes
 from toolkit.distributed.watchdog import at, working
 from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
 from toolkit.models.experts import expert_counts
+from toolkit.models.patches import chunked_loss, masks
+from toolkit.models.patches.experts import Route, leave_casts_to_autocast, routes_noted
 from toolkit.models.tensor_reader import TensorReaders, allocate, copy_on_meta, fill_parameters
-from toolkit.parallel import chunked_loss, masks
-from toolkit.parallel.blocks import Route, checkpoint_activations, compile_blocks, routes_noted
+from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
 from toolkit.parallel.float8 import choose_linears, convert
-from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends
+from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends, repeated_blocks
 from toolkit.private import VIEW_RETURNED, private
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def shard_model(
     masks.install(model)
     if version:
         check_ties(model, units)
-    with routes_noted(model, notes=notes) as routes:
+    with routes_noted(model, repeated_blocks(model) if notes else {}) as routes:
         compile_blocks(accelerator, model)
         if version:
             checkpoint_activations(accelerator, model)
@@ -131,7 +132,7 @@ def shard_model(
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.forward_sync_buffers = False  # training does not change buffers
         if version is None and compute_dtype(accelerator) != torch.float32:
-            _leave_casts_to_autocast(model)
+            leave_casts_to_autocast(model)
     named = dict(skeleton.named_parameters())
     stored = {name: reader for name, reader in (readers or {}).items() if name not in named}
     return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, routes)
@@ -176,30 +177,6 @@ def forget_forwards(model: Any) -> None:
     encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change."""
     if isinstance(model, FSDPModule) and private("_is_root", private("_get_fsdp_state", model)()):  # None: no forward yet
         model.reset_iter_state()
-
-
-def _leave_casts_to_autocast(model: nn.Module) -> None:
-    """Make LoRA layers take bf16 inputs as they are: peft would cast each to fp32, its weights' dtype, and autocast back. DoRA
-    keeps the casts, because it computes norms.
-
-    Let experts compute in autocast's dtype, which does not know grouped products: on CUDA, those in fp32 read the sizes of the
-    groups on the host (ATen/native/GroupedMMUtils.h:124).
-    """
-
-    def cast(experts: nn.Module, forward: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device)
-        own = dict(experts.named_parameters())
-        if not torch.is_autocast_enabled(device) or all(parameter.dtype == dtype for parameter in own.values()):
-            return forward(hidden, *args)
-        weights = {name: parameter.to(dtype) for name, parameter in own.items()}
-        return torch.func.functional_call(experts, weights, (hidden, *args))
-
-    for module in model.modules():
-        if hasattr(module, "lora_A") and private("cast_input_dtype_enabled", module) and not private("lora_variant", module):
-            setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no field that mypy knows
-        if hasattr(module, "is_transposed") and not hasattr(module, "parameter_name"):
-            module.forward = functools.partial(cast, module, module.forward)
 
 
 def _num_shards(accelerator: Accelerator) -> int:

@@ -9,7 +9,7 @@ from toolkit.data.collate import CausalCollator
 from toolkit.data.rows.columns import choose_columns
 from toolkit.data.tokens import causal
 from toolkit.errors import UserError
-from toolkit.models.attention import attends_by_document
+from toolkit.models.patches.documents import attends_by_document
 from toolkit.private import private
 from toolkit.training.model_checks import check_causal_model
 

@@ -21,8 +21,8 @@ import torch
 
 from toolkit.data.collate import Collator, move_to
 from toolkit.loss import IGNORED_LABEL, summed_loss
-from toolkit.models.experts import experts_by_token
-from toolkit.parallel import chunked_loss, masks
+from toolkit.models.patches import chunked_loss, masks
+from toolkit.models.patches.experts import experts_by_token
 from toolkit.parallel.gather import plain_copy
 from toolkit.parallel.wrap import ShardedModel
 

@@ -23,18 +23,19 @@ from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.launch.same_run import compare_ranks
 from toolkit.models import load
-from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
+from toolkit.models.attention import describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
 from toolkit.models.experts import check_experts, check_routers
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as
 from toolkit.models.generation import choose_generation
 from toolkit.models.lora import add_adapter, is_enabled, text_part
+from toolkit.models.patches.chunked_loss import has_own_forward, holds_all_logits
+from toolkit.models.patches.documents import attends_by_document, choose_packed_attention
+from toolkit.models.patches.masks import choose_packing
 from toolkit.models.quantized import choose_kernel
 from toolkit.models.tensor_reader import TensorReaders
 from toolkit.models.weights import complete_readers, hash_frozen, open_weights
 from toolkit.optimizers import check_sharding, state_bytes
-from toolkit.parallel.chunked_loss import has_own_forward, holds_all_logits
-from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.private import private
 from toolkit.training.optim import build_optimizer

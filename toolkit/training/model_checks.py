@@ -16,8 +16,8 @@ from toolkit.errors import UserError, refused
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import summed_cross_entropy, summed_loss
-from toolkit.models.experts import experts_by_token
-from toolkit.parallel.chunked_loss import has_own_forward
+from toolkit.models.patches.chunked_loss import has_own_forward
+from toolkit.models.patches.experts import experts_by_token
 from toolkit.parallel.float8 import no_float8
 from toolkit.parallel.gather import evaluation_model, generation_ready
 from toolkit.parallel.wrap import ShardedModel

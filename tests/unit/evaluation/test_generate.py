@@ -16,7 +16,7 @@ import torch
 
 from tests.support import seq2seq_families
 from tests.unit.evaluation.test_loop import rows_for
-from tests.unit.parallel.test_chunked_loss import one_process
+from tests.unit.models.patches.test_chunked_loss import one_process
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import CausalCollator
 from toolkit.evaluation import generate, loop

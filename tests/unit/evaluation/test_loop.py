@@ -13,7 +13,7 @@ import torch
 
 from tests.support import seq2seq_families
 from tests.support.model_folders import FAMILIES, _build_tokenizer
-from tests.unit.parallel.test_chunked_loss import one_process
+from tests.unit.models.patches.test_chunked_loss import one_process
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import SummarizationCollator

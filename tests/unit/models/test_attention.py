@@ -10,7 +10,8 @@ import torch
 
 from tests.support.model_folders import CAUSAL_FAMILIES
 from toolkit.launch.accelerator import cudnn_attention
-from toolkit.models.attention import attends_by_document, choose_packed_attention, describe_attention, warn_of_full_rows
+from toolkit.models.attention import describe_attention, warn_of_full_rows
+from toolkit.models.patches.documents import attends_by_document, choose_packed_attention
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 DENSE = "sdpa with a dense mask, which {}: no flash kernel, but the memory-efficient one"

@@ -20,11 +20,10 @@ from transformers.integrations import moe
 from tests.support.adapter_models import adapter_config, logits, randomize, with_adapter
 from tests.support.model_folders import MIXTURES, SMALL_EXPERTS
 from toolkit.errors import UserError
-from toolkit.models.experts import experts_by_token
 from toolkit.models.lora import check_adapter_config
 from toolkit.models.lora_files import base_name
+from toolkit.models.patches.experts import experts_by_token, leave_casts_to_autocast
 from toolkit.parallel.units import find_blocks
-from toolkit.parallel.wrap import _leave_casts_to_autocast
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 ALL_LINEAR: dict[str, set[str]] = dict.fromkeys(MIXTURES, ATTENTION) | {
@@ -169,7 +168,7 @@ def test_under_autocast_experts_compute_in_its_dtype_with_gradients_in_fp32(monk
 
     grouped = moe._grouped_mm
     monkeypatch.setattr(moe, "_grouped_mm", note)
-    _leave_casts_to_autocast(model)
+    leave_casts_to_autocast(model)
     with torch.autocast("cpu", torch.bfloat16):
         model(**INPUTS, use_cache=False).logits.float().square().sum().backward()
     assert dtypes == [torch.bfloat16] * 4

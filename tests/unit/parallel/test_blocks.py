@@ -16,11 +16,13 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
-from tests.unit.parallel.test_chunked_loss import build_rows, one_process
+from tests.unit.models.patches.test_chunked_loss import build_rows, one_process
 from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_loss
+from toolkit.models.patches.experts import routes_noted
 from toolkit.parallel import wrap
-from toolkit.parallel.blocks import checkpoint_activations, compile_blocks, routes_noted
+from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
+from toolkit.parallel.units import repeated_blocks
 
 NUM_STEPS = 10
 NUM_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -91,7 +93,7 @@ def gradients_of_routes(family: str, *, compiles: bool, checkpoints: bool) -> di
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(**plugins))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    with routes_noted(model, notes=True) as noted:
+    with routes_noted(model, repeated_blocks(model)) as noted:
         compile_blocks(accelerator, model)
         checkpoint_activations(accelerator, model)
     for length in (9, 12):
@@ -136,7 +138,7 @@ def test_a_router_that_an_adapter_trains_in_full_has_one_route() -> None:
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(vocab_size=256, **settings))
     lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp.gate"])
     inject_adapter_in_model(lora, model)
-    with routes_noted(model, notes=True) as noted:
+    with routes_noted(model, repeated_blocks(model)) as noted:
         pass
     for _ in range(2):
         model(input_ids=torch.arange(9)[None], use_cache=False)

@@ -15,11 +15,11 @@ from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
 from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_loss
-from toolkit.models.experts import experts_by_token
 from toolkit.models.freeze import freeze
+from toolkit.models.patches import chunked_loss
+from toolkit.models.patches.experts import experts_by_token
 from toolkit.models.quantized import quantize_layers
 from toolkit.models.tensor_reader import copy_on_meta
-from toolkit.parallel import chunked_loss
 from toolkit.tracking.flops import count_per_term, find_peak_tflops, seconds_at_peak
 
 LENGTHS = np.array([30, 7, 12]), np.array([9, 3, 11])

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.parallel.test_chunked_loss import build_model
+from tests.unit.models.patches.test_chunked_loss import build_model
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
-from toolkit.parallel import chunked_loss, float8
+from toolkit.models.patches import chunked_loss
+from toolkit.parallel import float8
 from toolkit.training import model_checks
 
 

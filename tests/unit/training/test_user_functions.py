@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.parallel.test_chunked_loss import build_model
+from tests.unit.models.patches.test_chunked_loss import build_model
 from toolkit import UserError, load_config
 from toolkit.data.collate import CausalCollator
 from toolkit.evaluation.metrics import describe_code
 from toolkit.loss import IGNORED_LABEL, summed_cross_entropy, summed_loss
-from toolkit.parallel import chunked_loss
+from toolkit.models.patches import chunked_loss
 from toolkit.training.user_functions import Own, check_own, check_own_loss, summed_own_loss
 
 NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "some/rows"}

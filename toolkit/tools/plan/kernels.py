@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from toolkit.models import documents
+from toolkit.models.patches import documents
 
 MASK_MULTIPLE = 16
 """The memory-efficient kernel pads an attention bias to a multiple of this many columns."""

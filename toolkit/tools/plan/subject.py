@@ -15,15 +15,15 @@ from toolkit.config.python import CONFIGS
 from toolkit.config.validate import check_config
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
-from toolkit.models.attention import choose_packed_attention
 from toolkit.models.config import load_model_config
 from toolkit.models.experts import check_experts
 from toolkit.models.freeze import cast_frozen, freeze
 from toolkit.models.load import build_skeleton
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
+from toolkit.models.patches.documents import choose_packed_attention
+from toolkit.models.patches.masks import choose_packing
 from toolkit.models.position_limits import check_positions
 from toolkit.optimizers import check_sharding
-from toolkit.parallel.masks import choose_packing
 from toolkit.parallel.units import repeated_blocks
 from toolkit.tools.plan.strategy import Strategy, planned_frozen_dtype
 from toolkit.tools.recipes import find_recipe

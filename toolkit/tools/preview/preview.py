@@ -20,10 +20,10 @@ from toolkit.evaluation.metrics import load_text_metrics
 from toolkit.files.durable import written_beside
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.environment import asked_for_cpu
-from toolkit.models.attention import choose_packed_attention
 from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton
-from toolkit.parallel.masks import choose_packing
+from toolkit.models.patches.documents import choose_packed_attention
+from toolkit.models.patches.masks import choose_packing
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.preview.row import RowView, describe_row, find_cut_row, view_row
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES, Legend, StepView, describe_step, view_step

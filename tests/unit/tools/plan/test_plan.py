@@ -21,8 +21,8 @@ from tests.support.workbench import call_toolkit
 from toolkit.errors import UserError
 from toolkit.loss import summed_loss
 from toolkit.models import load as models
+from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.tensor_reader import PIECE_BYTES
-from toolkit.parallel import chunked_loss, masks
 from toolkit.parallel.units import describe_units
 from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, trace_rank
 from toolkit.tools.plan.plan import Plan, _notes, build_plan

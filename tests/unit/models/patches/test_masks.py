@@ -14,15 +14,15 @@ from tests.support.host_reads import recorded
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL
 from tests.support.seq2seq_families import IN_PROCESS, build_collator
 from tests.support.seq2seq_families import build_model as build_seq2seq
-from tests.unit.parallel.test_chunked_loss import build_model as build_causal
-from tests.unit.parallel.test_chunked_loss import build_rows
+from tests.unit.models.patches.test_chunked_loss import build_model as build_causal
+from tests.unit.models.patches.test_chunked_loss import build_rows
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import AdapterConfig, LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.loss import summed_loss
 from toolkit.models.lora import add_adapter
-from toolkit.parallel import chunked_loss, masks
+from toolkit.models.patches import chunked_loss, masks
 
 LED = "led/modeling_led.py:"
 LEFT: dict[str, dict[str, int]] = {

@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from tests.support.model_folders import CAUSAL_FAMILIES
-from tests.unit.parallel.test_chunked_loss import build_model, build_rows
+from tests.unit.models.patches.test_chunked_loss import build_model, build_rows
 from toolkit.data.collate import CausalCollator, move_to
 from toolkit.loss import summed_loss
-from toolkit.models import documents
-from toolkit.parallel import chunked_loss, masks
+from toolkit.models.patches import chunked_loss, documents, masks
 
 LENGTHS = (5, 9, 14, 1, 20, 3)
 """The windows of the families are 8 tokens; after a document of one token, positions start again without falling."""

@@ -15,7 +15,8 @@ from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from toolkit.data.collate import CausalCollator, labels_at_positions
 from toolkit.loss import summed_cross_entropy, summed_loss
-from toolkit.parallel import chunked_loss, gather, wrap
+from toolkit.models.patches import chunked_loss
+from toolkit.parallel import gather, wrap
 
 LENGTHS = (5, 9, 14, 3)
 VOCAB_SIZE = 256

@@ -1,9 +1,12 @@
-"""Lets transformers make its attention masks without reading the device, for which the host would wait in every micro-batch.
+"""Attention masks that are made without reading the device, for which the host would wait in every micro-batch.
 
-transformers leaves out a mask that masks nothing, and looks for packed rows; for both it reads tensors back. The collators know
-both: they hand over positions only where rows are packed, and a mask only where a row is padded. They also know where the
-documents of a packed row lie, which attention by document (`toolkit/models/documents.py`) takes in place of a mask, and flash
-attention in place of a search in every block.
+Replaces: what `transformers.masking_utils` asks of tensors' values, and calls of its mask functions without positions.
+Why: transformers leaves out a mask that masks nothing, and looks for packed rows; for both it reads tensors back. The collators
+know both: they hand over positions only where rows are packed, and a mask only where a row is padded. They also know where the
+documents of a packed row lie, which attention by document (`documents.py`) takes in place of a mask, and flash attention in place
+of a search in every block.
+
+Until: transformers' masks read nothing and take the documents of a packed row (5.24 reads).
 
 Shapes: `B` rows, `T` positions, `N` documents.
 """
@@ -22,8 +25,8 @@ import torch
 
 from toolkit.config.schema import RecipeConfig
 from toolkit.errors import UserError
-from toolkit.models.documents import Documents
-from toolkit.models.experts import experts_by_token
+from toolkit.models.patches.documents import Documents
+from toolkit.models.patches.experts import experts_by_token
 from toolkit.private import private
 
 if TYPE_CHECKING:

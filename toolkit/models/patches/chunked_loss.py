@@ -1,6 +1,9 @@
 """Makes a model's forward return the summed loss, computed in chunks of label tokens without holding all logits.
 
-The loss is computed inside the forward because, under FSDP, the output head's weights are gathered only there.
+Replaces: the forward of a model that gets `label_positions`, and that of its head while the loss is computed.
+Why: under FSDP the head's weights are gathered only inside the forward of the root, so the loss is computed there. transformers
+makes all logits, of prompts and padding too, and divides by a micro-batch's tokens (transformers#47688).
+Until: transformers sums a loss over given positions by chunks (5.24 does not).
 
 Shapes: `B` rows, `T` positions (those of the decoder), `D` hidden size, `V` vocabulary, `N` label tokens, `n` label tokens of
 one chunk.
