@@ -230,8 +230,7 @@ def save_weights(sharded: ShardedModel, path: Path) -> dict[str, float]:
     from toolkit.distributed.comm import on_rank_0, rank
     from toolkit.distributed.watchdog import working
     from toolkit.errors import UserError
-    from toolkit.files.durable import written_beside
-    from toolkit.files.modes import give_usual_mode
+    from toolkit.files.durable import give_usual_mode, written_beside
     from toolkit.parallel.gather import whole_parameters
 
     start_s = time.perf_counter()

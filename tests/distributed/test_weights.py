@@ -224,7 +224,7 @@ def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str
 
 def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Load as a recipe does; returns what a run can see of the model, whole, and what was read to make its shards."""
-    from toolkit.checkpoint.init_from import find_weights
+    from toolkit.checkpoint.load import find_weights
     from toolkit.config.load import load_config
     from toolkit.config.schema import LLMConfig, SummarizationConfig
     from toolkit.launch.accelerator import frozen_dtype

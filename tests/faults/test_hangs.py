@@ -17,7 +17,7 @@ from tests.faults.workers.waiting_recipe import STEP
 from tests.support.launch import LaunchResult, Running, start
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.small_run import write_inputs
-from toolkit.distributed.hang_report import hang_file
+from toolkit.distributed.rank_status import hang_file
 from toolkit.errors import EXIT_HANG
 
 FP32 = {"mixed_precision": "no"}

@@ -26,8 +26,7 @@ def load_after_save() -> None:
 
     from toolkit.checkpoint import load as checkpoint
     from toolkit.checkpoint import save as checkpoint_writer
-    from toolkit.checkpoint.folders import step_folder
-    from toolkit.checkpoint.manifest import read_checkpoint
+    from toolkit.checkpoint.manifest import read_checkpoint, step_folder
     from toolkit.distributed.rng import capture_random_state, seed_all
 
     save = checkpoint_writer.CheckpointWriter.save

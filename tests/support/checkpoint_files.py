@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, newest_valid, prune, rank_checkpoints, whole_checkpoints
-from toolkit.checkpoint.folders import checkpoints_folder, list_checkpoints, step_folder
-from toolkit.checkpoint.manifest import MANIFEST, commit
+from toolkit.checkpoint.manifest import MANIFEST, checkpoints_folder, commit, list_checkpoints, step_folder
 from toolkit.files.durable import describe_files, seal
 
 LOSS = Goal("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.checkpoint.folders import (
+from toolkit.checkpoint.manifest import (
     REMOVING,
     REPLACED,
+    Checkpoint,
+    Unread,
     checkpoints_folder,
     list_checkpoints,
     list_leftovers,
+    read_checkpoint,
     remove_folder,
     step_folder,
 )
-from toolkit.checkpoint.manifest import Checkpoint, Unread, read_checkpoint
 from toolkit.errors import UserError
-from toolkit.files.durable import fsync_path
-from toolkit.files.modes import denials_named
+from toolkit.files.durable import denials_named, fsync_path
 
 
 def newest_valid(run_folder: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, refusal_named, refused
-from toolkit.files.durable import describe_files, fsync_names, fsync_path, hash_file, list_files, save_json, seal
-from toolkit.files.modes import denials_named
+from toolkit.files.durable import denials_named, describe_files, fsync_names, fsync_path, hash_file, list_files, save_json, seal
 
 logger = logging.getLogger("toolkit")
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
 from toolkit.errors import UserError
-from toolkit.files.modes import give_usual_mode
+from toolkit.files.durable import give_usual_mode
 
 
 def capture_random_state() -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ this rank has been idle for half of `timeout_s`, it also reads the places of the
 store. The other thread talks to nobody, keeps the time and ends the process.
 
 A job hangs when none of its answering ranks makes progress for `timeout_s`: waiting for a slow rank is not a hang. The first rank
-that sees the hang writes the sentence into the store, so that all print the same one; `toolkit.distributed.hang_report` finds the
+that sees the hang writes the sentence into the store, so that all print the same one; `toolkit.distributed.rank_status` finds the
 ranks that did not arrive. If a thread holds the GIL forever, the watchdog of that process is blocked too: the other ranks name
 it, and the launcher has to kill it.
 
@@ -39,8 +39,19 @@ import torch.distributed as dist
 
 from toolkit.distributed.activity import MIN_IO_BYTES_PER_S, Activity
 from toolkit.distributed.comm import rank, world_size
-from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, line_of_main_thread, named, num_collectives
-from toolkit.distributed.rank_status import ANSWER_S, LOOK_S, Peers, store_bytes_per_s
+from toolkit.distributed.rank_status import (
+    ANSWER_S,
+    LOOK_S,
+    Peers,
+    Place,
+    Verdict,
+    explain,
+    hang_file,
+    line_of_main_thread,
+    named,
+    num_collectives,
+    store_bytes_per_s,
+)
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.store import LINGER_S
 from toolkit.errors import EXIT_HANG, RankLost

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint.folders import put_in_place
+from toolkit.checkpoint.manifest import put_in_place
 from toolkit.config.load import RecipeConfig
 from toolkit.distributed.comm import on_rank_0, rank
 from toolkit.errors import UserError, refusal_named
-from toolkit.files.durable import fsync_tree
-from toolkit.files.modes import give_usual_mode
+from toolkit.files.durable import fsync_tree, give_usual_mode
 from toolkit.models.lora import is_enabled
 
 

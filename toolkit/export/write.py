@@ -26,11 +26,9 @@ from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, 
 from toolkit.export.model_files import Cast, ModelFiles, cast_on_meta, name_of
 from toolkit.export.old_spelling import spell_config, spell_tokenizer
 from toolkit.export.places import Places, replaced, write_on_rank_0
-from toolkit.export.run_data import cut_check_rows
-from toolkit.export.trainer_state import save_trainer_state
+from toolkit.export.run_data import cut_check_rows, save_trainer_state
 from toolkit.export.usage import copy_processors, save_usage, set_generation, write_python
-from toolkit.files.durable import written_beside
-from toolkit.files.modes import give_usual_mode
+from toolkit.files.durable import give_usual_mode, written_beside
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_enabled, text_part
 from toolkit.models.lora_files import base_name, hash_weight

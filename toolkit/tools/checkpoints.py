@@ -14,16 +14,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from toolkit.checkpoint.folders import (
+from toolkit.checkpoint.manifest import (
+    MANIFEST,
     REMOVING,
     REPLACED,
     UNFINISHED,
+    Unread,
+    check_files,
     checkpoints_folder,
     list_checkpoints,
     list_leftovers,
+    read_manifest,
     step_of_name,
 )
-from toolkit.checkpoint.manifest import MANIFEST, Unread, check_files, read_manifest
 from toolkit.errors import UserError, align, one_line
 
 _METRICS = ("loss", "bits_per_byte", "token_accuracy", "rouge1", "rougeL", "exact_match")

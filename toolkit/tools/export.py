@@ -16,10 +16,8 @@ import torch
 import yaml
 
 from toolkit.checkpoint.find import newest_valid, whole_checkpoints
-from toolkit.checkpoint.folders import list_checkpoints, step_folder, step_of_name
-from toolkit.checkpoint.init_from import find_weights
-from toolkit.checkpoint.load import best_of_run, check_identity, load_weights
-from toolkit.checkpoint.manifest import Checkpoint, read_checkpoint
+from toolkit.checkpoint.load import best_of_run, check_identity, find_weights, load_weights
+from toolkit.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_folder, step_of_name
 from toolkit.config.facts import facts_of
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.checkpoint.init_from import open_checkpoint
-from toolkit.checkpoint.load import check_settings
+from toolkit.checkpoint.load import check_settings, open_checkpoint
 from toolkit.checkpoint.state import Identity
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.data.tokens.languages import start_generation

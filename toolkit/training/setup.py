@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.checkpoint.init_from import find_weights
-from toolkit.checkpoint.load import choose_checkpoint
+from toolkit.checkpoint.load import choose_checkpoint, find_weights
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import write_paths

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import _state_dict_stager
 
-from toolkit.checkpoint.host_copier import HostCopier
+from toolkit.checkpoint.save import HostCopier
 
 
 def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoint_files import LOSS, make_checkpoint, names, prune_to, ranked
-from toolkit.checkpoint.folders import list_checkpoints, step_folder
-from toolkit.checkpoint.manifest import MANIFEST
+from toolkit.checkpoint.manifest import MANIFEST, list_checkpoints, step_folder
 
 NAN = float("nan")
 

@@ -18,8 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.distributed import rank_status
-from toolkit.distributed.hang_report import Place, Verdict, explain, hang_file, late_ranks
-from toolkit.distributed.rank_status import Peers, _machine
+from toolkit.distributed.rank_status import Peers, Place, Verdict, _machine, explain, hang_file, late_ranks
 from toolkit.distributed.watchdog import Watchdog
 
 WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})

@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 
 from tests.support.checkpoint_files import found_folder, make_checkpoint, names
 from tests.support.refusals import refusal
-from toolkit.checkpoint.folders import checkpoints_folder
-from toolkit.checkpoint.init_from import find_weights
+from toolkit.checkpoint.load import find_weights
+from toolkit.checkpoint.manifest import checkpoints_folder
 from toolkit.config.python import load_config
 from toolkit.data.cache_folders import find_or_build
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.export.card import Origin
 from toolkit.export.places import Places, replaced
 from toolkit.export.write import _Export
-from toolkit.files.modes import give_usual_mode
+from toolkit.files.durable import give_usual_mode
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from toolkit.tools.checkpoints import show_checkpoints
 

@@ -21,8 +21,7 @@ from tests.support.checkpoint_files import (
     prune_to,
     write_unfinished,
 )
-from toolkit.checkpoint.folders import list_checkpoints, list_leftovers, step_folder
-from toolkit.checkpoint.manifest import commit, read_manifest
+from toolkit.checkpoint.manifest import commit, list_checkpoints, list_leftovers, read_manifest, step_folder
 from toolkit.errors import UserError
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerState
 from transformers.modelcard import parse_log_history
 
-from toolkit.export.trainer_state import save_trainer_state
+from toolkit.export.run_data import save_trainer_state
 
 
 def train(step: int, loss: float | None, **figures: Any) -> dict[str, Any]:
