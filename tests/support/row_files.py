@@ -27,6 +27,12 @@ def list_pairs(rows: TextRows) -> list[tuple[str, str]]:
     return list(zip(rows.train["prompt"], rows.train["completion"], strict=True))
 
 
+def write(place: str, content: str = "text\na row\n") -> None:
+    """A file, in folders that may not be there yet."""
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(place).write_text(content, encoding="utf-8")
+
+
 def write_objects(name: str, rows: list[Any], *, is_array: bool = False) -> None:
     lines = [json.dumps(row) for row in rows]
     Path(name).write_text("[" + ",\n".join(lines) + "]" if is_array else "\n".join(lines))

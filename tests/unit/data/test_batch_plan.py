@@ -1,15 +1,19 @@
-"""The batch plan: which rows a step takes, and how they are packed and cut."""
+"""The batch plan: which rows a step takes, how they are packed and cut, and the grid of lengths that they are padded to."""
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.plan.new_shapes import ROWS, Rows, measure
 from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan, Mix, cut, draw_mix
+from toolkit.data.collate import MOST_PADDING, choose_multiples
+from toolkit.data.packing import pack_best_fit
 from toolkit.errors import UserError
 
 NUM_ROWS = 203
@@ -192,3 +196,36 @@ def test_a_rank_without_rows_stays_in_step_and_does_not_count() -> None:
 def test_a_batch_that_is_too_small_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         build_plan(**settings)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_rows", [1, 7, 300])
+def test_every_row_is_in_one_pack_that_holds_it(seed: int, num_rows: int) -> None:
+    lengths = np.random.Generator(np.random.PCG64(seed)).integers(1, 101, num_rows)
+    packs = pack_best_fit(lengths, 100)
+    assert sorted(place for pack in packs for place in pack) == list(range(num_rows))
+    assert all(lengths[pack].sum() <= 100 for pack in packs)
+    assert len(packs) <= 11 / 9 * math.ceil(lengths.sum() / 100) + 1
+
+
+def test_a_row_goes_where_it_fits_best() -> None:
+    # 6 | 5 | then 4 fills 6 to 10, not 5 to 9
+    assert pack_best_fit(np.array([4, 6, 5]), 10) == [[1, 0], [2]]
+    assert pack_best_fit(np.array([5, 5, 5, 5]), 10) == [[0, 1], [2, 3]]
+    assert pack_best_fit(np.array([10, 10]), 10) == [[0], [1]]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.name)
+def test_the_grid_adds_little_padding_and_few_shapes_are_new_after_a_quarter_of_an_epoch(rows: Rows) -> None:
+    _, before, after = measure(rows)
+    assert after.padding_share <= MOST_PADDING
+    assert sum(after.new_shares[1:]) / 3 <= 0.05 < sum(before.new_shares[1:]) / 3
+
+
+def test_the_grid_is_the_coarsest_within_the_bound() -> None:
+    assert choose_multiples([(8, 512, 64), (8, 256, 64)], (512, 64)) == (64, 64), "nothing is added"
+    assert choose_multiples([(8, 500), (8, 508)], (600,)) == (64,), "512 is within 3 %"
+    assert choose_multiples([(8, 450), (8, 508)], (600,)) == (24,), "456 and 528 are 2.7 % more, 480 and 512 of 32 are 3.5"
+    assert choose_multiples([(8, 460), (8, 490)], (600,)) == (20,)
+    assert choose_multiples([(8, 460), (8, 490)], (490,)) == (48,), "no row is longer than 490"
+    assert choose_multiples([(8, 5, 3)], (99, 99)) == (1, 1), "every grid adds more"

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from tests.support import seq2seq_families
-from tests.unit.evaluation.test_loop import rows_for
+from tests.support.eval_rows import eval_rows, rows_for
 from tests.unit.models.patches.test_chunked_loss import one_process
 from toolkit.config.schema import EvalConfig
-from toolkit.data.collate import CausalCollator
 from toolkit.evaluation import generate, loop
 from toolkit.evaluation.generate import FLAWS, describe_flaws, find_flaws, repeats_itself
 from toolkit.evaluation.metrics import OUR_FIGURES
@@ -125,11 +124,7 @@ def test_an_evaluation_counts_what_it_generated(
 
 
 def test_the_texts_of_all_ranks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    rows = datasets.Dataset.from_list([{"row_id": i, "target": "a", "prompt_length": 1} for i in range(3)])
-    tokenizer: Any = None
-    data = generate.EvaluationRows(rows=rows, tokenizer=tokenizer, collator=CausalCollator(0))
+    data = eval_rows([{"row_id": i, "target": "a", "prompt_length": 1} for i in range(3)])
     score = dict.fromkeys(generate.ROUGE_KEYS, 0.0)
     parts = [
         [generate.Score(2, "b", score, (CUT, REPEATING))],

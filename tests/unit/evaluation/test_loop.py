@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from tests.support import seq2seq_families
-from tests.support.model_folders import FAMILIES, _build_tokenizer
+from tests.support.eval_rows import eval_rows, rows_for
+from tests.support.model_folders import FAMILIES
 from tests.unit.models.patches.test_chunked_loss import one_process
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
-from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.evaluation import generate, loop
 from toolkit.evaluation.generate import Score, gather_scores
-from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.loss import summed_loss
 from toolkit.parallel import wrap
@@ -30,12 +29,7 @@ ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target
 
 
 def goal_of(rows: list[dict[str, Any]], **settings: Any) -> Goal:
-    import datasets
-
-    tokenizer: Any = None
-    return build_goal(
-        EvalConfig(**settings), EvaluationRows(datasets.Dataset.from_list(rows), tokenizer, SummarizationCollator(0, 0))
-    )
+    return build_goal(EvalConfig(**settings), eval_rows(rows))
 
 
 def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alike() -> None:
@@ -46,14 +40,10 @@ def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alik
         other = goal_of(ROWS, **settings)
         assert of_texts.changes(other.measured_on) == list(settings) and not of_loss.changes(other.measured_on)
     assert of_texts.changes(goal_of(ROWS, generate=False).measured_on) == ["max_new_tokens", "num_beams", "no_repeat_ngram_size"]
-    changed_rows = [ROWS[:2], ROWS[1:], ROWS[::-1], *([{**ROWS[0], **cell}, *ROWS[1:]] for cell in CHANGED_CELLS)]
-    for rows in changed_rows:
+    cells: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
+    for rows in (ROWS[:2], ROWS[1:], ROWS[::-1], *([{**ROWS[0], **cell}, *ROWS[1:]] for cell in cells)):
         assert of_loss.changes(goal_of(rows).measured_on) == ["rows"]
-    moved = [{**row, "row_id": 9} for row in ROWS]
-    assert not of_loss.changes(goal_of(moved).measured_on)
-
-
-CHANGED_CELLS: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
+    assert not of_loss.changes(goal_of([{**row, "row_id": 9} for row in ROWS]).measured_on)
 
 
 def rouge(value: float) -> dict[str, float]:
@@ -61,12 +51,8 @@ def rouge(value: float) -> dict[str, float]:
 
 
 def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot_be_written(tmp_path: Path) -> None:
-    import datasets
-
     targets = [("without a prompt", 0), ("a b", 3), ("c", 3)]
-    rows = datasets.Dataset.from_list([{"row_id": 6 + i, "target": t, "prompt_length": n} for i, (t, n) in enumerate(targets)])
-    tokenizer: Any = None
-    data = EvaluationRows(rows=rows, tokenizer=tokenizer, collator=SummarizationCollator(0, 0))
+    data = eval_rows([{"row_id": 6 + i, "target": t, "prompt_length": n} for i, (t, n) in enumerate(targets)])
     scores = [Score(2, " c\n", rouge(100.0)), Score(1, "a", rouge(50.0))]
     figures = gather_scores(scores, data, tmp_path / "predictions.jsonl")
     assert figures["rouge1"] == 75.0 and figures["exact_match"] == 50.0 and figures["percent_distinct"] == 100.0
@@ -92,11 +78,9 @@ def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
 
     def run(path: Path) -> dict[str, float]:
         seen.clear()
-        return {
-            name: value
-            for name, value in loop.evaluate(config, sharded, data, path, lambda: None).items()
-            if name != "rows_per_s"
-        }
+        figures = loop.evaluate(config, sharded, data, path, lambda: None)
+        del figures["rows_per_s"]
+        return figures
 
     figures = run(tmp_path / "once.jsonl")
     assert len(seen) == 2 and len(encoder._forward_hooks) == 1, "the next training steps would keep what their encoder returns"
@@ -128,44 +112,17 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     losses, correct = [float(loss) for loss, _ in of_rows], [int(correct) for _, correct in of_rows]
     assert correct[3] == 1 and (num_correct := sum(correct)) > 0
     # 9 label tokens, of which 3 are of set b, and 8 bytes of text, of which 3 are.
-    of_a = losses[0] + losses[1] + losses[3]
-    expected = {
-        "loss": sum(losses) / 9,
-        "a/loss": of_a / 6,
-        "b/loss": losses[2] / 3,
-        "a/perplexity": math.exp(of_a / 6),
-        "a/bits_per_byte": of_a / math.log(2) / 5,
-        "b/bits_per_byte": losses[2] / math.log(2) / 3,
-        "a/token_accuracy": 100 * (num_correct - correct[2]) / 6,
-        "b/token_accuracy": 100 * correct[2] / 3,
-        "a/rougeL": 2,
-        "b/rouge2": 1,
-        "perplexity": math.exp(sum(losses) / 9),
-        "bits_per_byte": sum(losses) / math.log(2) / 8,
-        "token_accuracy": 100 * num_correct / 9,
-        **{name: place for place, name in enumerate(("rouge1", "rouge2", "rougeL", "rougeLsum"))},
-    }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    for of_set, loss, num_right, num_tokens, num_bytes in (
+        ("", sum(losses), num_correct, 9, 8),
+        ("a/", losses[0] + losses[1] + losses[3], num_correct - correct[2], 6, 5),
+        ("b/", losses[2], correct[2], 3, 3),
+    ):
+        expected = {"loss": loss / num_tokens, "perplexity": math.exp(loss / num_tokens)}
+        expected |= {"bits_per_byte": loss / math.log(2) / num_bytes, "token_accuracy": 100 * num_right / num_tokens}
+        expected |= {name: place for place, name in enumerate(("rouge1", "rouge2", "rougeL", "rougeLsum"))}
+        assert {name: found[of_set + name] for name in expected} == pytest.approx(expected, rel=1e-5)
     # A rank without rows in a batch computes one that does not count.
     sums = loop._LossSums(data, torch.device("cpu"))
     with torch.no_grad():
         sums.add(model, [])
     assert not sums.sums.any()
-
-
-def rows_for(model: Any) -> EvaluationRows:
-    """Four rows: a batch with padding, and one without."""
-    import datasets
-
-    columns = {
-        "row_id": [0, 1, 2, 3],
-        "input_ids": [[5, 6, 7, 8, 9, 10, 11], [9, 12, 13, 14, 15], [4, 5, 7], [8, 9, 10]],
-        "labels": [[9, 20, 2], [5, 2], [7, 8, 2], [2]],
-        "target": ["a b", "c", "d e", ""],
-        "num_label_tokens": [3, 2, 3, 1],
-        "num_tokens": [10, 7, 6, 4],
-        "target_bytes": [3, 1, 3, 1],
-    }
-    return EvaluationRows(
-        datasets.Dataset.from_dict(columns), _build_tokenizer(("<pad>", "</s>")), seq2seq_families.build_collator(model)
-    )

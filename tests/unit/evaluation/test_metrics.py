@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.eval_rows import eval_rows
 from tests.support.metric_scripts import write_metric
+from tests.support.refusals import refusal
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
-from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import (
     TextMetric,
@@ -69,10 +70,7 @@ def own(name: str, function: Any, code_hash: str = "") -> TextMetric:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (
-            "raise KeyError('no\\nsuch key')",
-            r"failed on 1 predictions and .* \(KeyError: 'no\\nsuch key'\): fix it",
-        ),
+        (r"raise KeyError('no\nsuch key')", r"failed on 1 predictions and .* \(KeyError: 'no\\nsuch key'\): fix it"),
         ("return {'parts': [1, 2]}", "returned {'parts': .*}: a metric returns a number, or a dict with numbers$"),
         ("return (", r"cannot be loaded \(SyntaxError: .*\): name a metric of .*my_metric.py"),
         (None, r"cannot be loaded \(FileNotFoundError: "),
@@ -88,10 +86,8 @@ def test_a_script_that_fails_or_does_not_load_is_named_in_one_sentence(tmp_path:
 def test_a_folder_with_the_name_of_a_hub_metric_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_metric(tmp_path / "sacrebleu", f"open({str(tmp_path / 'ran')!r}, 'w'); return {{'score': 1}}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        UserError, match="^eval.metrics sacrebleu is a name on the hub, but also a path here: write ./sacrebleu for"
-    ):
-        load_text_metrics(["sacrebleu"])
+    sentence = "eval.metrics sacrebleu is a name on the hub, but also a path here: write ./sacrebleu for"
+    assert refusal(load_text_metrics, ["sacrebleu"]).startswith(sentence)
     assert not os.path.exists("ran")
     assert try_metrics(load_text_metrics(["./sacrebleu"]), ["a"]) == ["sacrebleu/score"] and os.path.exists("ran")
 
@@ -117,8 +113,8 @@ def test_figures_of_the_toolkit_are_not_overwritten() -> None:
 def test_the_best_metric_must_exist_and_have_a_direction(metric: str, is_higher_better: bool | None, sentence: str) -> None:
     of_topic = own("right", lambda predictions, references: dict.fromkeys(references, 1))
     data = rows_with(of_topic, targets=[f"t{place}" for place in range(20)])
+    config = EvalConfig(best_metric=metric, higher_is_better=is_higher_better)
     with pytest.raises(UserError, match=sentence):
-        config = EvalConfig(best_metric=metric, higher_is_better=is_higher_better)
         check_metric(config, own=["right"])
         check_metric_on_rows(config, data)
     # One that the first rows lack is found.
@@ -138,8 +134,5 @@ def goal(metric: str, data: EvaluationRows) -> Goal:
 
 
 def rows_with(*metrics: TextMetric, targets: Sequence[str] = ("text",)) -> EvaluationRows:
-    import datasets
-
-    tokenizer: Any = None
-    rows = datasets.Dataset.from_list([{"row_id": 0, "input_ids": [1], "labels": [2], "target": target} for target in targets])
-    return EvaluationRows(rows, tokenizer, SummarizationCollator(0, 0), metrics=metrics)
+    rows = [{"row_id": 0, "input_ids": [1], "labels": [2], "target": target} for target in targets]
+    return eval_rows(rows, metrics=metrics)

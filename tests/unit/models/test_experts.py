@@ -1,18 +1,31 @@
-"""Models whose experts are modules are found by their structure, whatever their names."""
+"""Experts: found by a model's structure, and adapters on them, whose names and values are peft's."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft.tuners.lora import ParamWrapper
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.integrations import moe
 
-from tests.support.model_folders import LLAMA_SIZES, T5_SIZES
+from tests.support.adapter_models import adapter_config, logits, randomize, with_adapter
+from tests.support.model_folders import LLAMA_SIZES, MIXTURES, SMALL_EXPERTS, T5_SIZES
 from toolkit.errors import UserError
 from toolkit.models.experts import check_experts, expert_counts
+from toolkit.models.lora import check_adapter_config
+from toolkit.models.lora_files import base_name
+from toolkit.models.patches.experts import experts_by_token, leave_casts_to_autocast
+from toolkit.parallel.units import find_blocks
 
 SWITCH = T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 NLLB = {
@@ -26,7 +39,7 @@ LONGCAT = LLAMA_SIZES | {
 }  # fmt: skip
 
 
-def build(config: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
+def on_meta(config: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
     with torch.device("meta"):
         return auto_class.from_config(config)
 
@@ -58,7 +71,7 @@ def test_experts_are_counted_in_nested_configs_too(settings: dict[str, Any], exp
 def test_experts_that_are_modules_are_refused(config: Any, path: str) -> None:
     sentence = rf"^model.name_or_path here has 4 experts as separate modules \({path}\): a rank runs only those that its tokens "
     with pytest.raises(UserError, match=sentence):
-        check_experts(build(config, AutoModelForSeq2SeqLM), "here")
+        check_experts(on_meta(config, AutoModelForSeq2SeqLM), "here")
 
 
 @pytest.mark.parametrize(
@@ -72,4 +85,158 @@ def test_experts_that_are_modules_are_refused(config: Any, path: str) -> None:
     ids=["mixtral", "longcat_flash", "llama"],
 )
 def test_lists_of_modules_that_are_not_experts_are_taken(config: Any) -> None:
-    check_experts(build(config), "here")
+    check_experts(on_meta(config), "here")
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+ALL_LINEAR: dict[str, set[str]] = dict.fromkeys(MIXTURES, ATTENTION) | {
+    "qwen2_moe": ATTENTION | {"gate_proj", "up_proj", "down_proj"},  # of the shared expert
+    # peft takes the names of its dense layers and shared experts for those of its experts.
+    "deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+}
+INPUTS = {"input_ids": torch.arange(2, 36).view(2, 17)}
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    class_name, settings = MIXTURES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, class_name)(vocab_size=256, **settings | more)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def adapt(model: Any, **settings: Any) -> Any:
+    return with_adapter(model, adapter_config(**settings))
+
+
+def adapted_parameters(model: nn.Module) -> set[str]:
+    """Names in the plain model of the layers and weights that have an adapter."""
+    found = {name: getattr(m, "parameter_name", "weight") for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    return {str(base_name(f"{name}.base_layer.{held}")) for name, held in found.items()}
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_all_linear_leaves_experts_and_routers_out_unless_asked(family: str, experts: bool) -> None:
+    plain, model = build(family), adapt(build(family), experts=experts)
+    adapted = adapted_parameters(model)
+    own = {name for name in adapted if name.endswith(".weight")}
+    assert {name.split(".")[-2] for name in own} == ALL_LINEAR[family]
+    held = {name for name, p in plain.named_parameters() if p.ndim == 3}
+    assert len(held) == 4 - 2 * (family == "deepseek_v3") and adapted - own == (held if experts else set())
+    frozen = [base_name(name) for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == [name for name, _ in plain.named_parameters()]
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_low_rank_beside_the_products_is_pefts(family: str, rank: int) -> None:
+    model = adapt(build(family), rank=rank, experts=True)
+    randomize(model)
+    folded = build(family)
+    inject_adapter_in_model(copy.deepcopy(model.peft_config["default"]), folded)
+    folded.load_state_dict(model.state_dict())
+    folded.config._experts_implementation = "eager"
+    for adapted in (model, folded):
+        adapted(**INPUTS, use_cache=False).logits.square().sum().backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        expected = folded.get_parameter(name).grad
+        assert (parameter.grad - expected).norm() <= 1e-5 * expected.norm(), name  # type: ignore[operator]
+    expected = logits(folded, INPUTS)
+    torch.testing.assert_close(logits(model, INPUTS), expected)
+    with experts_by_token(model):
+        torch.testing.assert_close(logits(model, INPUTS), expected)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.enable_adapters(False)
+    torch.testing.assert_close(logits(model, INPUTS), logits(build(family), INPUTS))
+
+
+def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not() -> None:
+    """The weight that products stand for, found from many of them, holds A·B, a thousandth of it, or does not."""
+    model = adapt(build("qwen3_moe", torch.bfloat16, hidden_size=64), rank=8, experts=True, target_modules=[])
+    randomize(model)
+    outer = model.model.layers[0].mlp.experts
+    inner, experts = outer.base_layer, outer.get_base_layer()
+    experts.gate_up_proj.data.normal_()
+    inner.lora_B["default"].weight.data *= 0.03
+    weight, delta = experts.gate_up_proj[0].float(), inner.get_delta_weight("default").float()[0]
+    assert 5e-4 < delta.norm() / weight.norm() < 2e-3
+    hidden, chosen = torch.randn(16384, 64).bfloat16(), torch.zeros(16384, 1, dtype=torch.int64)
+    sorted_hidden = hidden[chosen.flatten().sort().indices].float()
+    apply_gate, lost = experts._apply_gate, {}
+    for class_ in (type(outer), ParamWrapper):
+        outer.__class__ = inner.__class__ = class_
+        with patch.object(experts, "_apply_gate", Mock(side_effect=apply_gate)) as gate, torch.no_grad():
+            outer(hidden, chosen, torch.ones(16384, 1).bfloat16())
+        found = torch.linalg.lstsq(sorted_hidden, gate.call_args.args[0].float()).solution.T
+        lost[class_] = ((found - weight - delta).norm() / delta.norm()).item()
+    assert lost.pop(ParamWrapper) > 0.6 and all(share < 0.2 for share in lost.values()), lost
+
+
+def test_what_cannot_be_adapted_is_refused() -> None:
+    llama = transformers.LlamaConfig(**SMALL_EXPERTS, vocab_size=256)
+    with pytest.raises(UserError, match=r"^adapter.experts is true, but LlamaForCausalLM has no experts in weights gate_up_proj"):
+        adapt(transformers.LlamaForCausalLM(llama), experts=True)
+    for ends in (["gate_proj"], ["o_proj", "down_proj"]):
+        sentence = rf"^adapter.target_modules {ends[-1]} is what peft takes for experts or routers in a deepseek_v3, also where "
+        with pytest.raises(UserError, match=sentence):
+            adapt(build("deepseek_v3"), target_modules=ends)
+    for given, settings in {"adapter.dropout 0.1": {"dropout": 0.1}, "adapter.method dora": {"method": "dora"}}.items():
+        config = SimpleNamespace(model=None, adapter=adapter_config(experts=True, **settings))
+        with pytest.raises(UserError, match=f"^adapter.experts is true, and peft has no {given} for experts: set "):
+            check_adapter_config(config)
+
+
+def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_path: Path) -> None:
+    for name, parameters in {"router": ["gate.weight"], "down": ["experts.down_proj"]}.items():
+        lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
+        get_peft_model(build("mixtral"), lora).save_pretrained(tmp_path / name)
+    with pytest.raises(UserError, match=r" weight of model.layers.0.mlp.gate, which is not a weight of experts: adapt its "):
+        adapt(build("mixtral"), name_or_path=str(tmp_path / "router"))
+    model = adapt(build("mixtral"), name_or_path=str(tmp_path / "down"))
+    assert {name.rpartition(".")[2] for name in adapted_parameters(model)} == {"weight", "down_proj"}
+    randomize(model)
+    model(**INPUTS).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("min_num_params", [1, 2000, 20000])
+def test_by_size_no_part_of_an_adapter_of_experts_is_a_unit(min_num_params: int) -> None:
+    """It reads the parameters of its parts, and does not call these."""
+    model = adapt(build("mixtral"), experts=True)
+    plugin: Any = SimpleNamespace(auto_wrap_policy=size_based_auto_wrap_policy, min_num_params=min_num_params)
+    blocks = find_blocks(plugin, model)
+    assert any("experts" in name or name.endswith("mlp") for name in blocks) or min_num_params == 20000
+    assert not [name for name in blocks if ".experts." in name]
+
+
+def test_experts_inside_an_adapter_are_refused_as_a_wrap_class() -> None:
+    plugin: Any = SimpleNamespace(
+        auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=["MixtralDecoderLayer", "MixtralExperts"]
+    )
+    find_blocks(plugin, build("mixtral"))  # inside of a layer
+    plugin.transformer_cls_names_to_wrap = ["MixtralExperts"]
+    with pytest.raises(UserError, match=r"names MixtralExperts, which an adapter of experts reads from outside: name"):
+        find_blocks(plugin, adapt(build("mixtral"), experts=True))
+
+
+def test_under_autocast_experts_compute_in_its_dtype_with_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cast, fp32 products of groups would read their sizes on the host of a GPU."""
+    model, dtypes = build("mixtral"), []
+
+    def note(inputs: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        dtypes.append(weight.dtype)
+        return grouped(inputs, weight, offs)
+
+    grouped = moe._grouped_mm
+    monkeypatch.setattr(moe, "_grouped_mm", note)
+    leave_casts_to_autocast(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**INPUTS, use_cache=False).logits.float().square().sum().backward()
+    assert dtypes == [torch.bfloat16] * 4
+    gradients = [p.grad for p in model.parameters() if p.ndim == 3]
+    assert all(gradient is not None and gradient.dtype == torch.float32 and gradient.any() for gradient in gradients)
+    dtypes.clear()
+    model(**INPUTS, use_cache=False)
+    assert dtypes == [torch.float32] * 4

@@ -37,73 +37,46 @@ def rewritten(exported: Path, folder: Path, *, weights: Any = None, **settings: 
     return folder
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "target_modules": (
-        "llama", {"target_modules": ["q_proj", "query"]},
-        "adapter.target_modules query matches no module; linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, "
-        "q_proj, up_proj, v_proj (all-linear takes all of them but the output head)",
-    ),
-    "target_modules_expression": (
-        "llama", {"target_modules": "(q_proj"},
-        "adapter.target_modules '(q_proj' is not a regular expression (missing ), unterminated subpattern at position 0)",
-    ),
-    "target_modules_that_are_excluded": (
-        "llama", {"target_modules": ["q_proj"], "exclude_modules": ".*attn.*"},
-        "adapter.target_modules q_proj matches no module besides model.layers.0.self_attn.q_proj, which adapter.exclude_modules "
-        "or model.freeze names, or no text passes; linear ones end in: ",
-    ),
-    "exclude_modules": (
-        "llama", {"exclude_modules": ["q_proj", "query"]},
-        "adapter.exclude_modules ['q_proj', 'query'] matches no module: name one that there is, or leave it out",
-    ),
-    "target_modules_conv1d": (
-        "gpt2", {"target_modules": "q_proj"},
-        "adapter.target_modules q_proj matches no module; linear ones end in: c_attn, c_fc, c_proj, lm_head (",
-    ),
-    "not_linear": (
-        "llama", {"target_modules": ["self_attn"]},
-        "adapter.target_modules self_attn matches model.layers.0.self_attn, a LlamaAttention, but an adapter goes on linear "
-        "layers and embeddings; linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
-    ),
-    "modules_to_save": (
-        "gpt2", {"modules_to_save": ["embed_tokens"]},
-        "adapter.modules_to_save embed_tokens matches no module; ends of names that exist: attn, c_attn, c_fc, c_proj, h, "
-        "lm_head, ln_1, ln_2, ln_f, mlp, transformer, wpe, wte",
-    ),
-    "both": (
-        "llama", {"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]},
-        "adapter.target_modules q_proj matches model.layers.0.self_attn.q_proj, which adapter.modules_to_save trains "
-        "whole: choose one",
-    ),
-    "tied_head": (
-        "llama_tied", {"target_modules": ["lm_head"]},
-        "the adapter adapts lm_head.weight, which is one tied weight with model.embed_tokens.weight: the merged model would need "
-        "two; leave it out of adapter.target_modules, or train it whole by adapter.modules_to_save",
-    ),
-    "tied_embedding": (
-        "gpt2", {"target_modules": ["wte"]},
-        "the adapter adapts transformer.wte.weight, which is one tied weight with lm_head.weight",
-    ),
-    "tied_t5": (
-        "t5", {"modules_to_save": ["shared"]},
-        "the adapter trains shared.weight, which is one tied weight with encoder.embed_tokens.weight and "
-        "decoder.embed_tokens.weight and lm_head.weight: peft keeps only a token embedding and an output head together",
-    ),
-    "tied_inside": (
-        "t5", {"modules_to_save": ["encoder"]}, "trains encoder.embed_tokens.weight, which is one tied weight with shared.weight",
-    ),
-}  # fmt: skip
+LINEAR = "linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_new_adapters_that_are_refused(bases: Path, case: str) -> None:
-    name, settings, sentence = REFUSED[case]
-    refuse(bases / name, settings, sentence)
-
-
-def refuse(base: Path, settings: dict[str, Any], sentence: str) -> None:
-    """An adapter with these settings is not added to the base."""
-    assert sentence in refusal(adapted, base, base.name, **settings)
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("llama", {"target_modules": ["q_proj", "query"]},
+         f"adapter.target_modules query matches no module; {LINEAR} (all-linear takes all of them but the output head)"),
+        ("llama", {"target_modules": "(q_proj"},
+         "adapter.target_modules '(q_proj' is not a regular expression (missing ), unterminated subpattern at position 0)"),
+        ("llama", {"target_modules": ["q_proj"], "exclude_modules": ".*attn.*"},
+         f"adapter.target_modules q_proj matches no module besides {Q_PROJ}, which adapter.exclude_modules or model.freeze "
+         "names, or no text passes; linear ones end in: "),
+        ("llama", {"exclude_modules": ["q_proj", "query"]},
+         "adapter.exclude_modules ['q_proj', 'query'] matches no module: name one that there is, or leave it out"),
+        ("gpt2", {"target_modules": "q_proj"},
+         "adapter.target_modules q_proj matches no module; linear ones end in: c_attn, c_fc, c_proj, lm_head ("),
+        ("llama", {"target_modules": ["self_attn"]},
+         "adapter.target_modules self_attn matches model.layers.0.self_attn, a LlamaAttention, but an adapter goes on linear "
+         f"layers and embeddings; {LINEAR}"),
+        ("gpt2", {"modules_to_save": ["embed_tokens"]},
+         "adapter.modules_to_save embed_tokens matches no module; ends of names that exist: attn, c_attn, c_fc, c_proj, h, "
+         "lm_head, ln_1, ln_2, ln_f, mlp, transformer, wpe, wte"),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]},
+         f"adapter.target_modules q_proj matches {Q_PROJ}, which adapter.modules_to_save trains whole: choose one"),
+        ("llama_tied", {"target_modules": ["lm_head"]},
+         "the adapter adapts lm_head.weight, which is one tied weight with model.embed_tokens.weight: the merged model would "
+         "need two; leave it out of adapter.target_modules, or train it whole by adapter.modules_to_save"),
+        ("gpt2", {"target_modules": ["wte"]},
+         "the adapter adapts transformer.wte.weight, which is one tied weight with lm_head.weight"),
+        ("t5", {"modules_to_save": ["shared"]},
+         "the adapter trains shared.weight, which is one tied weight with encoder.embed_tokens.weight and "
+         "decoder.embed_tokens.weight and lm_head.weight: peft keeps only a token embedding and an output head together"),
+        ("t5", {"modules_to_save": ["encoder"]},
+         "trains encoder.embed_tokens.weight, which is one tied weight with shared.weight"),
+    ],
+)  # fmt: skip
+def test_new_adapters_that_are_refused(bases: Path, name: str, settings: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(adapted, bases / name, name, **settings)
 
 
 def without_tensor(end: str) -> Any:
@@ -114,48 +87,34 @@ def with_tensor(name: str, *shape: int) -> Any:
     return lambda tensors: tensors | {f"base_model.model.{name}": torch.zeros(shape)}
 
 
-REFUSED_FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "method": ("llama", {}, {"method": "dora"}, "is a lora adapter, but adapter.method is dora: set adapter.method lora"),
-    "kind": ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LORA (LoRA, rsLoRA, DoRA) is supported"),
-    "pissa": ("llama", {"init_lora_weights": "pissa"}, {}, "was initialized with init_lora_weights pissa, which changes"),
-    "setting": ("llama", {"bias": "all"}, {}, "has bias 'all' in its adapter_config.json, which is not supported"),
-    "newer": ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
-    "names": (
-        "gpt2", {}, {},
-        "does not fit {base}: Target modules down_proj, q_proj not found in the base model. Please check the target modules and "
-        "try again.",
-    ),
-    "lacks": (
-        "llama", {"weights": without_tensor("0.self_attn.q_proj.lora_B.weight")}, {},
-        "does not fit {base}: it lacks model.layers.0.self_attn.q_proj.lora_B.weight",
-    ),
-    "also": (
-        "llama", {"weights": with_tensor("model.layers.5.mlp.up_proj.lora_A.weight", 1)}, {},
-        "does not fit {base}: it also has model.layers.5.mlp.up_proj.lora_A.weight",
-    ),
-    "shape": (
-        "llama", {"weights": with_tensor("model.layers.1.self_attn.q_proj.lora_A.weight", 3, 8)}, {},
-        "does not fit {base}: it has model.layers.1.self_attn.q_proj.lora_A.weight of shape (3, 8) instead of (3, 16)",
-    ),
-    "resized": (
-        "llama", {"weights": with_tensor("model.embed_tokens.weight", 65, 16)}, {},
-        "brings an embedding of its own, model.embed_tokens.weight of shape (65, 16), as after a resized vocabulary, which is "
-        "not supported: resize the base, save it and give that as model.name_or_path",
-    ),
-    "untied": (
-        "llama_tied",
-        {"modules_to_save": ["embed_tokens"], "weights": with_tensor("model.embed_tokens.weight", 64, 16)}, {},
-        "trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", list(REFUSED_FOLDERS))
-def test_folders_that_are_refused(bases: Path, exported: Path, tmp_path: Path, case: str) -> None:
-    name, changes, settings, sentence = REFUSED_FOLDERS[case]
+@pytest.mark.parametrize(
+    ("name", "changes", "settings", "sentence"),
+    [
+        ("llama", {}, {"method": "dora"}, "is a lora adapter, but adapter.method is dora: set adapter.method lora"),
+        ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LORA (LoRA, rsLoRA, DoRA) is supported"),
+        ("llama", {"init_lora_weights": "pissa"}, {}, "was initialized with init_lora_weights pissa, which changes"),
+        ("llama", {"bias": "all"}, {}, "has bias 'all' in its adapter_config.json, which is not supported"),
+        ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
+        ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model. Please check the "),
+        ("llama", {"weights": without_tensor("0.self_attn.q_proj.lora_B.weight")}, {},
+         f"does not fit {{base}}: it lacks {Q_PROJ}.lora_B.weight"),
+        ("llama", {"weights": with_tensor("model.layers.5.mlp.up_proj.lora_A.weight", 1)}, {},
+         "does not fit {base}: it also has model.layers.5.mlp.up_proj.lora_A.weight"),
+        ("llama", {"weights": with_tensor(f"{Q_PROJ}.lora_A.weight", 3, 8)}, {},
+         f"does not fit {{base}}: it has {Q_PROJ}.lora_A.weight of shape (3, 8) instead of (3, 16)"),
+        ("llama", {"weights": with_tensor("model.embed_tokens.weight", 65, 16)}, {},
+         "brings an embedding of its own, model.embed_tokens.weight of shape (65, 16), as after a resized vocabulary, which is "
+         "not supported: resize the base, save it and give that as model.name_or_path"),
+        ("llama_tied", {"modules_to_save": ["embed_tokens"], "weights": with_tensor("model.embed_tokens.weight", 64, 16)}, {},
+         "trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only"),
+    ],
+)  # fmt: skip
+def test_folders_that_are_refused(
+    bases: Path, exported: Path, tmp_path: Path, name: str, changes: dict[str, Any], settings: dict[str, Any], sentence: str
+) -> None:
     folder = rewritten(exported, tmp_path / "adapter", **changes)
-    expected = f"adapter.name_or_path {folder} " + sentence.format(base=bases / name)
-    refuse(bases / name, {"name_or_path": str(folder), **settings}, expected)
+    said = refusal(adapted, bases / name, name, name_or_path=str(folder), **settings)
+    assert f"adapter.name_or_path {folder} " + sentence.format(base=bases / name) in said
 
 
 def without(name: str) -> Any:
@@ -167,24 +126,18 @@ def with_bytes(name: str) -> Any:
     return lambda folder: (folder / name).write_bytes(b"\x80{")
 
 
-NO_FILE = "adapter.name_or_path {folder} cannot be read ({folder} does not appear to have a file named "
+GIVEN = "adapter.name_or_path {folder}"
+NO_FILE = GIVEN + " cannot be read ({folder} does not appear to have a file named "
 
 
 @pytest.mark.parametrize(
     ("change", "settings", "sentence"),
     [
-        (without(CONFIG_FILE), {}, f"{NO_FILE}adapter_config.json"),
-        (without(WEIGHTS_FILE), {}, f"{NO_FILE}adapter_model.safetensors"),
-        *(
-            (with_bytes(name), {}, f"the {name} of adapter.name_or_path {{folder}} cannot be read: ")
-            for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE)
-        ),
-        (
-            lambda folder: None, {"layers_pattern": "h"},
-            f"peft refuses the {CONFIG_FILE} of adapter.name_or_path {{folder}}: When `layers_pattern`",
-        ),
+        *((without(name), {}, NO_FILE + name) for name in (CONFIG_FILE, WEIGHTS_FILE)),
+        *((with_bytes(name), {}, f"the {name} of {GIVEN} cannot be read: ") for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE)),
+        (lambda _: None, {"layers_pattern": "h"}, f"peft refuses the {CONFIG_FILE} of {GIVEN}: When `layers_pattern`"),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_missing_or_cannot_be_read(
     bases: Path, exported: Path, tmp_path: Path, change: Any, settings: dict[str, Any], sentence: str
 ) -> None:
@@ -200,6 +153,7 @@ def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.Monkey
     assert said.startswith("adapter.name_or_path no/such cannot be read ") and "give an adapter's folder, or a hub id" in said
 
 
+NONE, SAVED = "but adapter.method is none: set adapter.method", "adapter.modules_to_save"
 NOT_THE_WEIGHTS = (
     "an adapter would belong to weights that model.name_or_path does not have when it is loaded; give an exported model as "
     "model.name_or_path"
@@ -210,21 +164,17 @@ NOT_THE_WEIGHTS = (
     ("adapter", "model", "merge", "sentence"),
     [
         (
-            {"method": "none", "name_or_path": "a"}, {}, False,
-            "adapter.name_or_path is a, but adapter.method is none: set adapter.method, or leave adapter.name_or_path out",
+            {"method": "none", "name_or_path": "a"},
+            {},
+            False,
+            f"adapter.name_or_path is a, {NONE}, or leave adapter.name_or_path out",
         ),
-        (
-            {"method": "none"}, {}, True,
-            "export.merge is true, but adapter.method is none: set adapter.method, or leave export.merge out",
-        ),
+        ({"method": "none"}, {}, True, f"export.merge is true, {NONE}, or leave export.merge out"),
         ({}, {"from_scratch": True}, False, f"adapter.method is lora and model.from_scratch true: {NOT_THE_WEIGHTS}"),
         ({}, {"init_from": "runs/a"}, False, f"adapter.method is lora and model.init_from runs/a: {NOT_THE_WEIGHTS}"),
-        (
-            {"modules_to_save": ["b"]}, {"freeze": ["a"]}, False,
-            "model.freeze is ['a'] and adapter.modules_to_save ['b']: give one of them",
-        ),
+        ({"modules_to_save": ["b"]}, {"freeze": ["a"]}, False, f"model.freeze is ['a'] and {SAVED} ['b']: give one of them"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_exclude_each_other(adapter: dict, model: dict, merge: bool, sentence: str) -> None:
     model_config = ModelConfig(name_or_path="m", **model)
     config = SimpleNamespace(adapter=adapter_config(**adapter), model=model_config, export=ExportConfig(merge=merge))

@@ -1,4 +1,4 @@
-"""Shard units on models as they are, without processes."""
+"""Shard units on models as they are, without processes; where parameters are gathered; which Linears train in float8."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)  # fmt: skip
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from tests.support.adapter_models import with_adapter
+from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
+from toolkit.launch import environment
 from toolkit.models.tensor_reader import copy_on_meta
-from toolkit.parallel.gather import assign_parameters
-from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends
+from toolkit.parallel import float8
+from toolkit.parallel.gather import assign_parameters, whole_parameters
+from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends, repeated_blocks
 from toolkit.parallel.wrap import check_wrap
+from toolkit.tools.plan.trace import fake_ranks
 
 
 def fsdp_plugin(policy: object, class_names: list[str] | None = None, min_num_params: int = 0) -> SimpleNamespace:
@@ -32,9 +35,9 @@ def tiny_t5(tie_word_embeddings: bool = True) -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=tie_word_embeddings))
 
 
-def tiny_llama(tie_word_embeddings: bool = False) -> LlamaForCausalLM:
+def tiny_llama(**settings: Any) -> LlamaForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tie_word_embeddings))
+    return LlamaForCausalLM(LlamaConfig(**sizes | settings))
 
 
 def test_blocks_come_from_the_model_where_the_yaml_names_none_and_are_inferred_else() -> None:
@@ -142,3 +145,76 @@ def test_a_weightless_copy_has_ties_and_takes_weights() -> None:
     with torch.no_grad():
         model.eval(), copy.eval()
         assert torch.equal(copy(input_ids=ids, decoder_input_ids=ids).logits, model(input_ids=ids, decoder_input_ids=ids).logits)
+
+
+class Gathers(TorchDispatchMode):
+    """Records the kind of device of each all-gather's input, by which c10d chooses the backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.devices.append(args[0].device.type)
+        return func(*args, **(kwargs or {}))
+
+
+def test_offloaded_shards_are_gathered_on_the_device() -> None:
+    """The meta device stands in for a GPU; `plain` shards on the CPU are those that CPU offload keeps there."""
+    with fake_ranks(2):
+        model = torch.nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        sharded: Any = SimpleNamespace(model=model, plain=model, accelerator=SimpleNamespace(device=torch.device("meta")))
+        with Gathers() as gathers:
+            whole = dict(whole_parameters(sharded))
+    assert gathers.devices == ["meta", "meta"]
+    assert {name: (tensor.device.type, tuple(tensor.shape)) for name, tensor in whole.items()} == {
+        "weight": ("meta", (4, 4)),
+        "bias": ("meta", (4,)),
+    }
+
+
+NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
+
+
+def test_linears_of_blocks_are_chosen_but_for_the_first() -> None:
+    model = tiny_llama(**NARROW)
+    chosen = float8.choose_linears(model, repeated_blocks(model), num_shards=2)
+    assert len(chosen) == 2 * 7 - 1 and "model.layers.0.self_attn.q_proj" not in chosen and "lm_head" not in chosen
+    assert all(model.get_submodule(name) is linear for name, linear in chosen.items())
+
+
+def test_frozen_ones_and_those_of_other_sizes_stay_in_bf16() -> None:
+    model = tiny_llama(**NARROW)
+    model.get_submodule("model.layers.0").requires_grad_(False)
+    chosen = float8.choose_linears(model, repeated_blocks(model), num_shards=2)
+    assert len(chosen) == 7 and all(name.startswith("model.layers.1.") for name in chosen)
+    # 48 rows over 32 ranks, 16 rows of the one key head over 32: neither is shared equally.
+    chosen = float8.choose_linears(model, repeated_blocks(model), num_shards=32)
+    assert sorted(name.rpartition(".")[2] for name in chosen) == ["down_proj", "o_proj", "q_proj"]
+
+
+def test_an_adapter_and_a_model_without_one_are_refused() -> None:
+    model = tiny_llama(**NARROW | {"hidden_size": 24})
+    with pytest.raises(UserError, match=r"none of the 15 Linears of LlamaForCausalLM can be converted: .* sizes that 16 divides"):
+        float8.choose_linears(model, repeated_blocks(model), num_shards=2)
+    model = with_adapter(tiny_llama(**NARROW), AdapterConfig(method="lora"))
+    with pytest.raises(UserError, match="mixed_precision is fp8 with an adapter: .* adapter.method none"):
+        float8.choose_linears(model, repeated_blocks(model), num_shards=2)
+
+
+def test_the_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="torchao is not installed: run pip install 'torchao>="):
+        environment.check_torchao()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="needs a CUDA GPU of compute capability 8.9 .* torch sees none: write bf16"):
+        environment.check_capability()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(UserError, match="capability 8.9 .*; NVIDIA A100 has 8.0: write bf16"):
+        environment.check_capability()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    environment.check_capability()

@@ -1,4 +1,4 @@
-"""Rows of Python source: whole, natural, and without a way for the evaluation to leak into the training."""
+"""Rows of docstrings and of Python source: whole, natural, and without a way for the evaluation to leak into the training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,58 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_sources.sources import docstrings, functions, stdlib
+
+MODULE = '''
+"""Tools for boats."""
+
+
+class OarLocker:
+    """Keep oars where they belong.
+
+    An oar that is not in its place cannot be found in the dark.
+    """
+
+    def take_oar(self, number):
+        """Return the oar of that number."""
+
+
+def _generated(*args):
+    """_generated(a, b) -> int"""
+'''
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "boats_for_tests").mkdir()
+    (folder / "boats_for_tests" / "__init__.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    try:
+        return docstrings.read_docstrings(("boats_for_tests", "no_such_package"))
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_packages_are_read_without_being_imported(rows: list[dict[str, str]]) -> None:
+    boats = {row["target"]: row for row in rows if row["group"].startswith("boats_for_tests")}
+    assert "boats_for_tests" not in sys.modules
+    assert boats.keys() == {"Tools for boats.", "Keep oars where they belong.", "Return the oar of that number."}
+    locker = boats["Keep oars where they belong."]
+    assert locker["lead_text"] == "An oar that is not in its place cannot be found in the dark."
+    assert locker["source"].endswith(locker["lead_text"])
+    assert "oar locker" in locker["source"].lower()
+    assert "number" in boats["Return the oar of that number."]["source"]
+
+
+def test_whole_modules_of_the_standard_library_are_held_out_and_nothing_of_them_is_trained_on(rows: list[dict[str, str]]) -> None:
+    held_out, trained = ([row for row in rows if row["split"] == split] for split in ("eval", "train"))
+    assert 100 < len(held_out) < 1000
+    assert {row["group"].split(".")[0] for row in held_out} <= sys.stdlib_module_names
+    assert all(len(row["lead_text"]) >= docstrings.MIN_EVAL_BODY_CHARACTERS for row in held_out)
+    for column in ("group", "lead_text", "source"):
+        words = [{" ".join(row[column].lower().split()) for row in part} for part in (held_out, trained)]
+        assert not words[0] & words[1], column
+
 
 BOATS = '''"""Tools for boats."""
 import os
@@ -34,6 +86,7 @@ class OarLocker:
     def put(self):
         self.take_oar(1)
 '''
+SUMMARY = "Takes number and from_left, returns oar."
 HARBOURS = [f"harbour{i}" for i in range(100)]
 HELD_OUT = [name for name in HARBOURS if docstrings.is_held_out(name)]
 HELD_OUT_MODULE = next(name for name in HELD_OUT if not functions.was_chosen_on(name))
@@ -61,16 +114,8 @@ def test_a_row_is_a_function_without_its_docstring_and_what_it_takes_and_returns
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     (row,) = functions.read_functions(())
     code = "def take_oar(number, from_left):\noar = OARS.take(number)\nreturn oar\n"
-    summary = "Takes number and from_left, returns oar."
-    assert row == {
-        "source": code,
-        "target": summary,
-        "prompt": code,
-        "completion": summary,
-        "lead_text": "def take_oar(number, from_left):",
-        "group": HELD_OUT_MODULE,
-        "split": "eval",
-    }
+    where = {"lead_text": "def take_oar(number, from_left):", "group": HELD_OUT_MODULE, "split": "eval"}
+    assert row == dict.fromkeys(("source", "prompt"), code) | dict.fromkeys(("target", "completion"), SUMMARY) | where
 
 
 LONGEST = "a" * functions.MAX_RETURN_CHARACTERS
@@ -127,7 +172,7 @@ def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(libra
     write_package(library, BOATS + other + BOATS.replace("take_oar", "take_another_oar"))
     rows = functions.read_functions(("boats_for_tests",))
     assert {(row["group"], row["split"], row["target"]) for row in rows} == {
-        (HELD_OUT_MODULE, "eval", "Takes number and from_left, returns oar."),
+        (HELD_OUT_MODULE, "eval", SUMMARY),
         ("boats_for_tests", "train", "Takes boat and seconds, returns boat."),
     }
     assert "boats_for_tests" not in sys.modules
@@ -185,10 +230,11 @@ def test_base_and_adapter_hold_out_the_same_modules(library: Path) -> None:
 
 
 def test_identities_follow_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions_before, modules_before = functions.identify(None), stdlib.identify(None)
-    assert functions_before != modules_before
+    sources = (docstrings, functions, stdlib)
+    before = [source.identify(None) for source in sources]
+    assert before == [source.identify(None) for source in sources] and len(set(before)) == 3
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0")
-    assert functions.identify(None) != functions_before
-    assert stdlib.identify(None) == modules_before  # packages do not count
+    changed = [source.identify(None) != identity for source, identity in zip(sources, before, strict=True)]
+    assert changed == [True, True, False], "packages do not count for the base"
     monkeypatch.setattr(sys, "version", "4.0")
-    assert stdlib.identify(None) != modules_before
+    assert stdlib.identify(None) != before[2]

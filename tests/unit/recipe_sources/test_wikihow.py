@@ -57,6 +57,11 @@ def test_article_is_cleaned(tmp_path, load):
         "Plastic bottles for paint, pigment, etc. Simply string up the wires across a wall, e.g., along the ceiling."
     )
     assert (row["group"], row["split"]) == ("beanorganizedartist", None)
+    assert (
+        wikihow.title_group("HowtoBeAnOrganizedArtist 2 ")
+        == wikihow.title_group("how to be an organized  artist")
+        == row["group"]
+    )
     assert wikihow.clean_headline("\nWash the fruit,\nDry it;\n") == "Wash the fruit, Dry it"
     assert wikihow.clean_headline(";") == ""
     assert wikihow.clean_text("Stop; then look.;\n\n; \n, Go on.,") == "Stop; then look.\nGo on."
@@ -86,10 +91,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path, load):
         (("\nDo this.", " ", text), "with an empty title"),
         (("only one cell",), "with too many or too few cells"),
         (("\nDo", "How to", text, "one more"), "with too many or too few cells"),
-        (
-            ("\nDo it at length, longer than the text.", "How to Be Long", "Do it."),
-            "whose headline is not shorter than 0.75 of the text",
-        ),
+        (("\nDo it, longer than the text.", "How to Be Long", "Do."), "whose headline is not shorter than 0.75 of the text"),
         (("\nDo it.", "How to Do It2", article("doing")), "that repeat an earlier row"),
         (("\nDo it well.", "How to Do It", article("doing")), None),
     ]
@@ -102,27 +104,16 @@ def test_unusable_rows_are_counted_by_reason(tmp_path, load):
 def test_headline_length_is_compared_as_the_authors_do(tmp_path, load, headline_length, is_kept):
     # 100 characters with its line break as one, as Python's text mode reads it; blanks around a cell do not count.
     text = "b" * 49 + "\r\n" + "b" * 50
-    rows = [
-        ("\r\n" + "a" * headline_length + " ", "How to Count", f" {text}\r\n"),
-        ("\nDo it.", "How to Do It", article("doing")),
-    ]
-    write_all(tmp_path / "wikihowAll.csv", rows)
-    assert ("a" * headline_length in [row["target"] for row in load("wikihowAll.csv")]) is is_kept
-
-
-def test_titles_of_one_article_share_a_group():
-    for title in ("How to Be an Organized Artist1", "how to be an organized  artist", "HowtoBeAnOrganizedArtist 2 "):
-        assert wikihow.title_group(title) == "beanorganizedartist"
-    assert wikihow.title_group("How to Be an Organised Painter") != "beanorganizedartist"
+    headline = "a" * headline_length
+    write_all(tmp_path / "wikihowAll.csv", [(f"\r\n{headline} ", "How to Count", f" {text}\r\n")])
+    assert [row["target"] for row in load("wikihowAll.csv")] == [headline] * is_kept
 
 
 def test_titles_and_texts_of_evaluation_files_are_kept_out_of_training(tmp_path, load):
-    path = tmp_path / "train.csv"
-    held_out = ("\nDo it.", "How to Do It", article("doing"))
     other_method = ("\nDo it again.", "how to do it2", article("doing it again"))
     same_text = ("\nMake it.", "How to Make It", article("doing"))
-    write_all(tmp_path / "eval.csv", [held_out])
-    write_all(path, [other_method, same_text, ("\nRest.", "How to Rest", article("rest"))])
+    write_all(tmp_path / "eval.csv", [("\nDo it.", "How to Do It", article("doing"))])
+    write_all(tmp_path / "train.csv", [other_method, same_text, ("\nRest.", "How to Rest", article("rest"))])
     rows = load("train.csv", eval_files=["eval.csv"])
     assert [(row["target"], row["split"]) for row in rows] == [("Do it.", "eval"), ("Rest.", "train")]
     assert load.skipped == dict.fromkeys([2, 3], "that are in data.eval_files too")

@@ -15,6 +15,8 @@ CONFIG = LLMDataConfig(source="jsonl")
 
 ALPACA = ["id", "instruction", "input", "output", "history"]
 OF_ALPACA = ("instruction", "output", "input", "history")
+USUAL = "'messages', 'conversations', 'instruction' and 'output', 'prompt' and 'completion', 'text'"
+SEVERAL, NAMED = "can be read in more than one way, as", {"text_column": "a", "prompt_column": "prompt"}
 
 
 @pytest.mark.parametrize(
@@ -50,41 +52,21 @@ def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, sett
 @pytest.mark.parametrize(
     ("existing", "settings", "sentence"),
     [
+        (["prompt", "answer"], {}, f"has none of the columns {USUAL} (its columns: prompt, answer): set data.messages_column"),
+        (["text"], {"format": "alpaca"}, "has no column 'instruction' (its columns: text): data.format alpaca reads "),
         (
-            ["prompt", "answer"],
-            {},
-            "has none of the columns 'messages', 'conversations', 'instruction' and 'output', 'prompt' and 'completion', 'text' "
-            "(its columns: prompt, answer): set data.messages_column, data.text_column",
+            ["conversations", "messages"], {},
+            f"{SEVERAL} messages ('messages') and sharegpt ('conversations') (its columns: conversations, messages): choose by "
+            "data.format messages or ",
         ),
-        (
-            ["text"],
-            {"format": "alpaca"},
-            "has no column 'instruction' (its columns: text): data.format alpaca reads 'instruction'",
-        ),
-        (
-            ["conversations", "messages"],
-            {},
-            "can be read in more than one way, as messages ('messages') and sharegpt ('conversations') (its columns: "
-            "conversations, messages): choose by data.format messages or ",
-        ),
-        ([*ALPACA, "text"], {}, "can be read in more than one way, as alpaca ('instruction' with 'output') and text ('text')"),
-        (
-            ["a", "text", "prompt", "completion"],
-            {"text_column": "a", "prompt_column": "prompt"},
-            "can be read in more than one way, as prompt_completion ('prompt' with 'completion') and text ('a')",
-        ),
+        ([*ALPACA, "text"], {}, f"{SEVERAL} alpaca ('instruction' with 'output') and text ('text')"),
+        (["a", "text", "prompt", "completion"], NAMED, f"{SEVERAL} prompt_completion ('prompt' with 'completion') and text ('a'"),
         (["text", "text"], {}, "has more than one column 'text'"),
+        (["question", "completion"], {"prompt_column": "completion"}, "data.prompt_column and data.completion_column are both "),
     ],
-)
+)  # fmt: skip
 def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, sentence):
-    assert refusal(choose_columns, "a.csv", existing, replace(CONFIG, **settings)).startswith(f"a.csv {sentence}")
-
-
-def test_one_column_for_two_things_is_refused():
-    config = replace(CONFIG, prompt_column="completion")
-    assert refusal(choose_columns, "a.csv", ["question", "completion"], config) == (
-        "data.prompt_column and data.completion_column are both completion: name two columns"
-    )
+    assert refusal(choose_columns, "a.csv", existing, replace(CONFIG, **settings)).removeprefix("a.csv ").startswith(sentence)
 
 
 def test_the_line_has_the_reading_and_every_column():

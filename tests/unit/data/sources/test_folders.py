@@ -1,50 +1,25 @@
-"""Local folders as `data.source`: which files a split is made of, how they are read, and what is not reached from them."""
+"""Folders and hub datasets as `data.source`, without a network: which files a split is made of, and how they are read."""
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import PIL.Image
 import pytest
-from mnist_config import ImageDataConfig
-from mnist_images import load_images
 
-from toolkit.config.data import LLMDataConfig
-from toolkit.data.rows.load import TextRows, load_rows
-from toolkit.data.sources.hub import _check_files
-from toolkit.errors import UserError
+from tests.support import row_files
+from tests.support.refusals import refusal
+from tests.support.row_files import load_t5, write
+from toolkit.data.rows.load import TextRows
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a folder `data`, and a secret beside it."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    here = tmp_path / "here"
-    (here / "data").mkdir(parents=True)
-    monkeypatch.chdir(here)
-    write("secret.csv", "text\nswordfish\n")
-    return here
-
-
-def write(place: str, content: str = "text\na row\n") -> None:
-    Path(place).parent.mkdir(parents=True, exist_ok=True)
-    Path(place).write_text(content, encoding="utf-8")
-
-
-def write_readme(*lines: str, folder: str = "data") -> None:
-    write(f"{folder}/README.md", "\n".join(["---", "configs:", *lines, "---", ""]))
+def write_readme(*lines: str) -> None:
+    write("data/README.md", "\n".join(["---", "configs:", *lines, "---", ""]))
 
 
 def load(source: str = "data", **settings: Any) -> TextRows:
-    return load_rows(LLMDataConfig(source=source, eval_fraction=0.0, cache_dir="cache", **settings))
+    return row_files.load_llm(source=source, **settings)
 
 
 def texts(source: str = "data", **settings: Any) -> list[str]:
@@ -55,11 +30,8 @@ def split_line(source: str = "data", **settings: Any) -> str:
     return load(source, **settings).readings[0]
 
 
-def refusal(source: str = "data", **settings: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        load(source, **settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def refused(source: str = "data", **settings: Any) -> str:
+    return refusal(load, source, **settings)
 
 
 def test_a_folder_of_save_to_disk_is_read_by_its_splits() -> None:
@@ -74,11 +46,11 @@ def test_a_folder_of_save_to_disk_is_read_by_its_splits() -> None:
     datasets.DatasetDict(train=dataset, test=dataset.select([2, 0])).save_to_disk("both")
     assert texts("both", hub_split="test") == ["three", "one"]
     assert load("both", hub_eval_split="test").evaluation["text"][:] == ["three", "one"]
-    assert refusal("both", hub_split="dev") == (
+    assert refused("both", hub_split="dev") == (
         "data.source both has no split dev, but train and test: set data.hub_split to one of them"
     )
     Path("both/train/state.json").write_text('{"_data_files": [{"filename": "../../secret.csv"}]}')
-    assert refusal("both").startswith("data.source both holds a link out of it or names a file there, ")
+    assert refused("both").startswith("data.source both holds a link out of it or names a file there, ")
 
 
 def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
@@ -98,7 +70,7 @@ def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
 def test_notes_are_not_taken_for_rows_beside_tables() -> None:
     for name in ("rows.jsonl", "LICENSE.txt", "NOTES.txt"):
         write(f"data/{name}", '{"text": "a"}\n')
-    assert refusal() == "data.source data holds LICENSE.txt, NOTES.txt and rows.jsonl: name files in data.files"
+    assert refused() == "data.source data holds LICENSE.txt, NOTES.txt and rows.jsonl: name files in data.files"
     Path("data/NOTES.txt").unlink()
     assert split_line() == "data: split train is rows.jsonl; left out: LICENSE.txt"
 
@@ -107,7 +79,7 @@ def test_notes_are_not_taken_for_rows_beside_tables() -> None:
 def test_a_readme_of_another_form_is_one_sentence(said: str) -> None:
     write("data/rows.csv")
     write("data/README.md", f"---\n{said}\n---\n")
-    assert refusal().startswith("data.source data (subset None, split train) could not be loaded: ")
+    assert refused().startswith("data.source data (subset None, split train) could not be loaded: ")
 
 
 def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
@@ -116,8 +88,8 @@ def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
         "data.source data has no split {}, but test (test-notes.jsonl), by its README, else by the names of "
         "files and folders: set data.hub_split or data.hub_eval_split, or name files in data.files"
     )
-    assert refusal() == sentence.format("train")
-    assert refusal(hub_split="test[:1]") == sentence.format("test[:1]")
+    assert refused() == sentence.format("train")
+    assert refused(hub_split="test[:1]") == sentence.format("test[:1]")
 
 
 def test_rows_are_read_as_those_of_files() -> None:
@@ -140,9 +112,9 @@ def test_a_readme_chooses_subsets_and_splits() -> None:
     )
     assert texts() == ["a", "b", "c"]
     assert texts(hub_subset="small") == ["a"] and texts(hub_subset="small", hub_split="test") == ["b"]
-    assert "subset none" in refusal(hub_subset="none") and "BuilderConfig 'none' not found" in refusal(hub_subset="none")
+    assert "subset none" in refused(hub_subset="none") and "BuilderConfig 'none' not found" in refused(hub_subset="none")
     write_readme("- config_name: default", "  data_files: none.csv")
-    assert refusal().endswith(f" could not be loaded: Unable to find '{Path.cwd()}/data/none.csv'")
+    assert refused().endswith(f" could not be loaded: Unable to find '{Path.cwd()}/data/none.csv'")
     # What only `datasets` can read is read by it.
     write("data/a.csv", "text;n\na;1\n")
     write_readme("- config_name: default", "  data_files: a.csv", '  sep: ";"')
@@ -153,116 +125,80 @@ def test_a_readme_chooses_subsets_and_splits() -> None:
     ]
 
 
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The paths that were asked of a server at http://127.0.0.1:PORT; the first is its address."""
-    seen: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.path)
-            self.send_response(200)
-            self.send_header("Content-Length", "15")
-            self.end_headers()
-            self.wfile.write(b"text\nswordfish\n" * (self.command == "GET"))
-
-        do_HEAD = do_GET
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        seen.append(f"http://127.0.0.1:{server.server_address[1]}")
-        yield seen
-        server.shutdown()
+ARTICLES = {"source": "./dataset", "source_column": "article", "target_column": "summary"}
 
 
-@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
-@pytest.mark.parametrize(
-    "name", ["{server}/a.csv", "zip://a.csv::{server}/a.zip", "hf://datasets/x/y/a.csv", "data:text/csv,text"]
-)
-def test_a_folder_reaches_no_network(file: str, name: str, requests: list[str]) -> None:
-    write("data/rows.csv")
-    given = name.format(server=requests[0])
-    for key in ("data_files", "data_dir"):
-        write_readme("- config_name: default", "  data_files: rows.csv", "- config_name: more", f'  {key}: "{given}"')
-        if file != "README.md":
-            write(f"data/{file}", Path("data/README.md").read_text().replace("---\n", ""))
-            Path("data/README.md").unlink()
-        sentence = f"data.source data names a file outside of it in its README, {given}: give that in data.files"
-        assert refusal() == sentence
-        with pytest.raises(UserError, match="names a file outside of it in its README"):
-            load_images(ImageDataConfig(source="data"), 1)
-    assert requests[1:] == []
-
-
-@pytest.mark.parametrize("key", ["data_files", "data_dir"])
-@pytest.mark.parametrize("name", ["..", "../*", "{here}", "x/../../secret.csv", "{here}/secret.csv", "*/../../secret.csv"])
-def test_a_readme_reaches_nothing_outside_its_folder(key: str, name: str) -> None:
-    write("data/rows.csv")
-    write_readme("- config_name: default", f'  {key}: "{name.format(here=Path.cwd())}"')
-    assert "names a file outside of it in its README" in refusal()
-
-
-@pytest.mark.parametrize("place", ["{here}/secret.png", "secret.png", "{server}/secret.png"])
-def test_rows_name_no_images_outside_their_folder(place: str, requests: list[str]) -> None:
-    import datasets
+def write_articles(name: str, texts: list[str], summaries: list[str | None]) -> None:
+    """A parquet file of a folder that is a dataset."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    PIL.Image.new("L", (2, 2)).save("secret.png")
-    PIL.Image.new("L", (2, 2)).save("data/own.png")
-    schema = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}).arrow_schema
-    named = place.format(here=Path.cwd(), server=requests[0])
-    for path in (f"{Path.cwd()}/data/own.png", named):
-        for split in ("train", "test"):
-            cells = {"image": [{"bytes": None, "path": path}] * 2, "label": [0, 1]}
-            pq.write_table(pa.table(cells, schema=schema), f"data/{split}.parquet")
-        if path != named:
-            assert len(load_images(ImageDataConfig(source="data"), 1).train) == 2
-            continue
-        with pytest.raises(UserError) as caught:
-            load_images(ImageDataConfig(source="data"), 1)
-        shown = named if "://" in named else f"{Path.cwd()}/secret.png"
-        sentence = f"data.source data holds a link out of it or names a file there, {shown}: give that in data.files"
-        assert str(caught.value) == sentence and requests[1:] == []
+    Path("dataset").mkdir(exist_ok=True)
+    columns = {"article": texts, "summary": summaries, "id": list(range(len(texts)))}
+    pq.write_table(pa.table(columns), f"dataset/{name}-0.parquet")
 
 
-def test_links_that_lead_out_are_refused_except_in_the_cache_of_the_hub() -> None:
-    Path("data/rows.csv").symlink_to("../secret.csv")
-    assert refusal() == (
-        f"data.source data holds a link out of it or names a file there, {Path.cwd()}/secret.csv: give that in data.files"
-    )
-    write("datasets--x/blobs/0123")
-    write("datasets--x/snapshots/0a/README.md", "")
-    Path("datasets--x/snapshots/0a/rows.csv").symlink_to("../../blobs/0123")
-    assert texts("datasets--x/snapshots/0a") == ["a row"]
-    Path("linked").symlink_to("datasets--x/snapshots/0a")
-    assert texts("linked") == ["a row"]
-    (Path("more") / "in").mkdir(parents=True)
-    write("more/rows.csv")
-    Path("more/in/again").symlink_to(Path.cwd())
-    assert split_line("more") == "more: split train is rows.csv; left out: in/again"
+@pytest.fixture
+def articles() -> None:
+    """40 training rows, of which the first has no target, and three rows of a split `test`."""
+    write_articles("train", [f"text {i}" for i in range(40)], [f"t {i}" if i else None for i in range(40)])
+    write_articles("test", ["only", "text 7", "text 8"], ["one", "t 7", "other"])
 
 
-def test_code_beside_the_files_is_not_run() -> None:
-    write("data/rows.csv")
-    write("data/rows.py", "raise SystemExit('run')\n")
-    assert texts() == ["a row"]
-    Path("data/rows.py").rename("data/data.py")
-    assert "Dataset scripts are no longer supported, but found data.py" in refusal()
+def test_a_dataset_is_read_split_and_reported(articles: None) -> None:
+    rows = load_t5(**ARTICLES)
+    assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 40)]
+    assert rows.remarks == ["skipped 1 of 40 rows of dataset/train-0.parquet with an empty target (row 1)"]
+    few = load_t5(**ARTICLES, num_rows=10, eval_fraction=0.5)
+    assert len(few.train) + len(few.evaluation) == 9 and len(few.evaluation)
+
+
+def test_a_split_of_its_own_is_evaluated(articles: None) -> None:
+    own: dict[str, Any] = {**ARTICLES, "eval_fraction": 0.5, "hub_eval_split": "test", "num_rows": 10}
+    rows = load_t5(**own)
+    of_test = ["only", "text 7", "text 8"]
+    assert rows.evaluation["prompt"][:] == of_test and [item.set_name for item in rows.inputs] == ["", ""]
+    assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 10) if i != 7]
+    assert "that equal a row of data.hub_eval_split (row 8)" in " ".join(rows.remarks)
+    assert "a row of data.hub_eval_split, and something else: 1 of 8" in " ".join(rows.remarks)
+    # Beside named files it is a set, and files without names are none.
+    write("held_out.csv", "article,summary\nown text,own\n")
+    for files, names in (({"mail": "held_out.csv"}, ["mail", "test"]), ("held_out.csv", ["", ""])):
+        rows = load_t5(**own, eval_files=files)
+        assert [item.set_name for item in rows.inputs][:2] == names
+        assert rows.evaluation["prompt"][:] == ["own text", *of_test]
+
+
+DAMAGED = {"rows.zip": "not a zip file", "rows.jsonl.xz": "Input format", "rows.tar": "truncated", "rows.h5": "be loaded: "}
 
 
 @pytest.mark.parametrize(
-    "file", ["https://x.org/a.csv", "hf://datasets/other/set@0/a.csv", "zip://a::https://x.org/a.zip", "/a.csv"]
+    ("settings", "fragments"),
+    [
+        ({"hub_eval_split": "dev"}, ["has no split dev, but train (train-0.parquet) and test (test-0.parquet)"]),
+        (
+            {"source": "csv", "files": ["held_out.csv"], "hub_eval_split": "test"},
+            ["data.hub_eval_split is test, but csv has no splits: leave it out, or name evaluation files in"],
+        ),
+        ({"source_column": None}, ["has no column 'source' (its columns: article, summary, id)"]),
+        ({"source_column": "id", "target_column": "article"}, ["row 1, column id: 0 is of type int, not text"]),
+        ({"source": "./empty"}, ["data.source ./empty", "doesn't contain any data files"]),
+        (
+            {"source": "./dataset/train-0.parquet"},
+            ["data.source ./dataset/train-0.parquet is a file: give it in data.files, and leave data.source out"],
+        ),
+        ({"source": "./no_such_folder"}, ["data.source ./no_such_folder: there is no such folder"]),
+        ({"source": "some/dataset"}, ["data.source some/dataset is not one of csv", "the hub cannot be reached"]),
+        ({"source": "cvs"}, ["data.source cvs is not one of csv, tsv"]),
+        *(({"source": f"./{name}"}, [f"{name} (subset None, split train)", reason]) for name, reason in DAMAGED.items()),
+        ({"source": "./cut"}, ["cut/train-0.parquet is not a complete parquet or Arrow file"]),
+    ],
 )
-def test_a_hub_dataset_reads_its_own_repository_only(file: str) -> None:
-    def check(*files: str, base: str = "hf://datasets/me/set@0a/") -> None:
-        builder: Any = SimpleNamespace(base_path=base, config=SimpleNamespace(data_files={"train": files}))
-        _check_files(builder, "me/set", None)
-
-    check("hf://datasets/me/set@0a/a.csv", "zip://*.csv::hf://datasets/Me/set@refs%2Fconvert/a.zip")
-    check("hf://buckets/me/set/a.csv", base="hf://buckets/me/set")
-    with pytest.raises(UserError, match="data.source me/set names a file outside of it in its README, "):
-        check("hf://datasets/me/set@0a/a.csv", file)
+def test_what_cannot_be_read_is_one_sentence(settings: dict[str, Any], fragments: list[str], articles: None) -> None:
+    for name in ("empty", "cut", *DAMAGED):
+        Path(name).mkdir()
+    for name in DAMAGED:
+        Path(name, name).write_bytes(b"PK\x03\x04, and no more")
+    Path("cut/train-0.parquet").write_bytes(Path("dataset/train-0.parquet").read_bytes()[:200])
+    sentence = refusal(load_t5, **ARTICLES | settings)
+    assert all(fragment in sentence for fragment in fragments)

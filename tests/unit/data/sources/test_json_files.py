@@ -1,9 +1,10 @@
-"""JSON lines and arrays: tools that come late, nulls, repeated keys, names of columns."""
+"""Objects in JSON lines, in arrays and in columnar files: tools that come late, nulls, names of columns."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_nulls_in_json_are_the_users_own() -> None:
         for messages in (with_call(NULLS), with_call(json.dumps(NULLS)), json.dumps(with_call(NULLS))):
             write_objects("rows.json", [{"messages": messages, "tools": SCHEMA}], is_array=is_array)
             check(load_llm("rows.json"))
-    # The keys that a message or a call may lack are still left out.
+    # The keys that a message or a call may lack are left out.
     call = {"id": None, "function": {"name": "f", "arguments": NULLS, "strict": None}}
     write_objects("rows.json", [{"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}])
     assert json.loads(load_llm("rows.json").train["messages"][0])[1] == {
@@ -65,6 +66,36 @@ def test_nulls_in_json_are_the_users_own() -> None:
     assert json.loads(load_llm("rows.json").train["messages"][0])[1]["tool_calls"][0]["arguments"] == NULLS
     Path("own.py").write_text(f"def load(config):\n    yield {{'messages': {with_call(NULLS)}, 'tools': {SCHEMA}}}\n")
     check(load_llm(source="own.py:load"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "how"),
+    [
+        ([{"x": "a", "list": [None, "b"]}, {"y": 1}], {}),  # structs get null keys
+        ([NULLS, {"y": "text", "list": 3}], {"on_mixed_types": "use_json"}),  # JSON text
+    ],
+)
+def test_objects_of_columnar_files_have_the_keys_that_they_were_written_with(arguments: list[Any], how: dict[str, Any]) -> None:
+    from datasets import Dataset
+
+    rows = [{"messages": with_call(each)} for each in arguments]
+    dataset = Dataset.from_list(rows, **how)
+    if not how:
+        assert dataset[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["y"] is None
+    dataset.to_parquet("rows.parquet")
+    dataset.save_to_disk("saved")
+    shutil.copy(next(Path("saved").glob("*.arrow")), "rows.arrow")
+    Path("folder").mkdir()
+    shutil.copy("rows.parquet", "folder/train.parquet")
+    Path("lines").mkdir()
+    write_objects("lines/train.jsonl", rows)
+    Path("own.py").write_text("from datasets import Dataset\ndef load(config): return Dataset.from_parquet('rows.parquet')\n")
+    for settings in (
+        *({"files": f"rows.{ending}"} for ending in ("parquet", "arrow")),
+        *({"source": source} for source in ("./folder", "./lines", "own.py:load")),
+    ):
+        loaded = load_llm(**settings)
+        assert [stored_call(loaded, place) for place in (0, 1)] == arguments, settings
 
 
 ROWS = [{"prompt": f"{number}", "completion": " a"} for number in range(12)]

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from tests.support.refusals import refusal
+from tests.support.row_files import CHAT, load_llm, load_t5
 from toolkit.checkpoint.load import _without_places
-from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
-from toolkit.data.rows.example import Example, read_examples
-from toolkit.data.rows.load import TextRows, load_rows
-from toolkit.errors import UserError
+from toolkit.config.data import MixEntry
+from toolkit.data.rows.example import read_examples
+from toolkit.data.rows.load import TextRows
 
+NAME = "my_rows.py:load_rows"
 PAIRS = """
-    def load_rows(config):
-        for i in range(40):
-            yield {"source": f"text {i}", "target": f"t {i}"}
+def load_rows(config):
+    for i in range(40):
+        yield {"source": f"text {i}", "target": f"t {i}"}
 """
 
 
@@ -27,22 +28,20 @@ def write(code: str, name: str = "my_rows.py") -> None:
     Path(name).write_text(dedent(code))
 
 
-def t5(code: str | None = None, config_class: Any = DataConfig, **settings: Any) -> TextRows:
+def t5(code: str | None = None, **settings: Any) -> TextRows:
     if code is not None:
         write(code)
-    return load_rows(config_class(**{"source": "my_rows.py:load_rows", "eval_fraction": 0.0, "cache_dir": "cache"} | settings))
+    return load_t5(**{"source": NAME} | settings)
 
 
 def llm(code: str | None = None, **settings: Any) -> TextRows:
-    return t5(code, LLMDataConfig, **settings)
+    if code is not None:
+        write(code)
+    return load_llm(**{"source": NAME} | settings)
 
 
 def returns(rows: str) -> str:
     return f"def load_rows(config): return {rows}"
-
-
-def examples(rows: TextRows) -> list[Example]:
-    return read_examples(rows.train[:])
 
 
 def test_rows_of_a_generator_with_group_split_and_lead_text() -> None:
@@ -56,10 +55,10 @@ def test_rows_of_a_generator_with_group_split_and_lead_text() -> None:
     assert [row["prompt"] for row in rows.evaluation][0] == "text 5"
     assert set(rows.train["prompt"][:7]) == {f"text {i}" for i in range(8)} - {"text 5"}
     assert rows.train["lead_text"][0] == "lead" and rows.train["lead_text"][-1] == rows.train["prompt"][-1]
-    groups = [
-        {int(text[5:]) % 40 for text in side["prompt"] if text.startswith("more")} for side in (rows.train, rows.evaluation)
-    ]
-    assert groups[0] and groups[1] and not groups[0] & groups[1]
+    trained, held_out = (
+        {int(text[5:]) % 40 for text in side["prompt"] if "more" in text} for side in (rows.train, rows.evaluation)
+    )
+    assert trained and held_out and not trained & held_out
 
 
 def test_rows_to_skip_are_counted_and_num_rows_reads_no_further() -> None:
@@ -75,17 +74,12 @@ def test_rows_to_skip_are_counted_and_num_rows_reads_no_further() -> None:
 
 
 def test_the_kind_of_an_llm_row_follows_from_its_columns() -> None:
-    rows = llm("""
-        def load_rows(config):
-            yield {"prompt": "p", "completion": "c", "lead_text": "first"}
-            yield {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}], "tools": None}
-            yield {"text": "plain"}
-    """)  # fmt: skip
-    pair, chat, text = examples(rows)
-    assert (pair.prompt, pair.completion, text.text) == ("p", "c", "plain")
-    assert [message["content"] for message in chat.messages or []] == ["u", "a"]
-    assert rows.train["lead_text"][0] == "first"
-    assert "my_rows.py:load_rows, row 1, message 1 has no content" in refusal(llm, returns("[{'messages': [{'role': 'user'}]}]"))
+    rows = [{"prompt": "p", "completion": "c", "lead_text": "first"}, {"messages": CHAT, "tools": None}, {"text": "plain"}]
+    train = llm(returns(repr(rows))).train
+    pair, chat, text = read_examples(train[:])
+    assert (pair.prompt, pair.completion, text.text, chat.messages) == ("p", "c", "plain", CHAT)
+    assert train["lead_text"][0] == "first"
+    assert f"{NAME}, row 1, message 1 has no content" in refusal(llm, returns("[{'messages': [{'role': 'user'}]}]"))
 
 
 def test_the_function_gets_the_data_section_and_its_files() -> None:
@@ -99,24 +93,21 @@ def test_the_function_gets_the_data_section_and_its_files() -> None:
                     yield {"text": Path(file).read_text() + config.loss_on, "split": split}
     """
     rows = llm(code, files="[ab].txt", eval_files=["held_out.txt"])
-    assert [example.text for example in examples(rows)] == ["a.txtcompletions", "b.txtcompletions"]
-    assert len(rows.evaluation) == 1
-    mixed = llm(mix=[MixEntry(source="my_rows.py:load_rows", files="b.txt")], source=None)
-    assert [example.text for example in examples(mixed)] == ["b.txtcompletions"]
-    with pytest.raises(UserError, match="data.files: there is no file c.txt"):
-        llm(files="c.txt")
+    assert (rows.train["text"][:], len(rows.evaluation)) == (["a.txtcompletions", "b.txtcompletions"], 1)
+    assert llm(mix=[MixEntry(source=NAME, files="b.txt")], source=None).train["text"][:] == ["b.txtcompletions"]
+    assert "data.files: there is no file c.txt" in refusal(llm, files="c.txt")
 
 
 def test_beside_files_in_a_mix() -> None:
     Path("a.jsonl").write_text('{"text": "of a file"}\n')
-    entries = [MixEntry(source="my_rows.py:load_rows"), MixEntry(files="a.jsonl"), MixEntry(source="my_rows.py:two")]
+    entries = [MixEntry(source=NAME), MixEntry(files="a.jsonl"), MixEntry(source="my_rows.py:two")]
     code = returns("[{'text': 'one'}]") + "\ndef two(config): return [{'text': 'two'}]"
     train = llm(code, source=None, mix=entries).train
     assert list(zip(train["text"], train["mix_entry"], strict=True)) == [("one", 0), ("of a file", 1), ("two", 2)]
     for identify in ("", "\ndef identify(config): return 'x'"):
         code = returns("[{'prompt': 'p', 'completion': 'c'}]") + identify
         assert refusal(llm, code, source=None, mix=entries[:2], messages_column="body").startswith(
-            "data.messages_column is body, but that is not a column of my_rows.py:load_rows, a.jsonl"
+            f"data.messages_column is body, but that is not a column of {NAME}, a.jsonl"
         )
     assert len(list(Path("cache").glob("rows/*"))) == 1
     assert llm(returns("[{'body': 'x'}]"), text_column="body").train["text"][:] == ["x"]
@@ -140,9 +131,8 @@ def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place() -> None:
         Path(name).rename(Path("elsewhere") / name)
     Path("elsewhere/texts").write_text("a b c")
     assert t5(source="elsewhere/my_rows.py:load_rows").fingerprint == first
-    assert _without_places("../elsewhere/my_rows.py:load_rows") == _without_places("my_rows.py:load_rows")
-    assert _without_places("../elsewhere/my_rows.py:load_rows") != _without_places("my_rows.py:other")
-    assert _without_places([{"source": "../my_rows.py:f", "files": "a"}]) == _without_places([{"source": "my_rows.py:f"}])
+    assert _without_places(f"../elsewhere/{NAME}") == _without_places(NAME) != _without_places("my_rows.py:other")
+    assert _without_places([{"source": f"../{NAME}", "files": "a"}]) == _without_places([{"source": NAME}])
 
 
 def test_identify_stands_for_the_rows() -> None:
@@ -218,16 +208,13 @@ ROW = "{'source': 'a', 'target': 'b'}"
         ("import numpy\n" + returns(f"[{ROW} | {{'target': numpy.array([1, 2])}}]"), "array([1, 2]) is of type ndarray"),
         ("class Rows:\n    def __iter__(self): return 1 / 0\ndef load_rows(config): return Rows()", "line 2 of the file"),
         (returns(f"[{ROW} | {{'split': 'test'}}]"), "row 1, column split: 'test' is neither train nor eval"),
-        (
-            "def load_rows(config):\n    yield {'source': 'a', 'target': 'b'}\n    yield {}['what']\n",
-            "my_rows.py:load_rows: line 3 of the file raised KeyError: 'what': correct it there",
-        ),
+        (f"def load_rows(config):\n    yield {ROW}\n    yield {{}}['what']\n", f"{NAME}: line 3 of the file raised KeyError"),
         (
             "import itertools\ncalls = itertools.count()\n" + returns("[{'source': f'{next(calls)}', 'target': 'b'}]"),
-            "my_rows.py:load_rows gives other rows when it is called again: seed what is random, sort what has no order",
+            f"{NAME} gives other rows when it is called again: seed what is random, sort what has no order",
         ),
-        (dedent(PAIRS) + "\ndef identify(config): ...", "the result of identify: None is of type NoneType, not text"),
-        (dedent(PAIRS) + "\ndef identify(config): 1 / 0", "line 6 of the file raised ZeroDivisionError: division by zero"),
+        (PAIRS + "\ndef identify(config): ...", "the result of identify: None is of type NoneType, not text"),
+        (PAIRS + "\ndef identify(config): 1 / 0", "line 6 of the file raised ZeroDivisionError: division by zero"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(code: str, sentence: str) -> None:
@@ -239,7 +226,7 @@ def test_what_is_wrong_is_one_sentence(code: str, sentence: str) -> None:
     ("source", "sentence"),
     [
         ("my_row.py:load_rows", "data.source: there is no file my_row.py: did you mean my_rows.py?"),
-        ("my_rows.py", "data.source my_rows.py names no function: write it behind the file, as in my_rows.py:load_rows"),
+        ("my_rows.py", f"data.source my_rows.py names no function: write it behind the file, as in {NAME}"),
         ("folder.py:load_rows", "data.source: folder.py is a folder"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Images of digits: what is read from IDX files, hub datasets and scikit-learn, and what is refused."""
+"""The image recipe: its config, and images from IDX files, hub datasets and scikit-learn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mnist_config import ImageDataConfig
+from mnist_config import ImageDataConfig, MnistConfig, check_mnist_config
 from mnist_images import IDX_FILES, load_images
 
-from toolkit.errors import UserError
+from tests.support.refusals import refusal
+from toolkit.config.load import load_config, save_config
+
+
+def load(*flags: str) -> MnistConfig:
+    return load_config(MnistConfig, ["--train.max_steps=3", *flags], check=check_mnist_config)
+
+
+def test_a_saved_config_gives_the_same_config(tmp_path: Path) -> None:
+    config = load("--data.source=idx", "--data.folder=mnist", "--optim.gamma=0.5", "--data.num_rows=9")
+    save_config(config, tmp_path / "config.yaml")
+    again = load_config(MnistConfig, ["--config", str(tmp_path / "config.yaml")], check=check_mnist_config)
+    assert again == config and again.optim.gamma == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--data.source=idx"], "data.source idx needs data.folder: give the folder that holds train-images-idx3-ubyte"),
+        (["--data.folder=here"], "data.folder is here, which only data.source idx reads: data.source is digits"),
+        (["--train.max_steps=null"], "give train.max_steps or train.num_epochs, one of them: neither is given"),
+        (["--run.name=a/b"], "run.name 'a/b' is not a plain folder name: take one without slashes"),
+        (["--optim.beta1=0.5"], "unknown flag --optim.beta1; known are --optim.lr, --optim.gamma, --optim.label_smoothing"),
+        (["--model.conv_dropout=2"], "--model.conv_dropout is 2: give a number from 0 to 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags: list[str], sentence: str) -> None:
+    assert refusal(load, *flags) == sentence
+
 
 CPU = torch.device("cpu")
 
@@ -37,11 +65,9 @@ def save_idx(folder: Path, num_train: int = 5, num_held_out: int = 3, side: int 
     return arrays
 
 
-def refusal(config: ImageDataConfig, smallest_side: int = 6) -> str:
-    with pytest.raises(UserError) as caught:
-        load_images(config, smallest_side)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def unread(config: ImageDataConfig, smallest_side: int = 6) -> str:
+    """The sentence with which images are refused."""
+    return refusal(load_images, config, smallest_side)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -82,36 +108,36 @@ def test_what_is_wrong_with_idx_files(tmp_path: Path) -> None:
     images, labels = (tmp_path / name for name in IDX_FILES["training"])
     whole = images.read_bytes()
     images.write_bytes(whole[:-1])
-    assert refusal(config) == f"{images} holds 244 bytes behind its header, not 245: get it again"
+    assert unread(config) == f"{images} holds 244 bytes behind its header, not 245: get it again"
     images.write_bytes(labels.read_bytes())
-    assert refusal(config) == f"{images} starts with 00000801, an IDX file of 3 dimensions with 00000803: get the file again"
+    assert unread(config) == f"{images} starts with 00000801, an IDX file of 3 dimensions with 00000803: get the file again"
     images.write_bytes(b"")
-    assert refusal(config).startswith(f"{images} starts with nothing, an IDX file of 3 dimensions")
+    assert unread(config).startswith(f"{images} starts with nothing, an IDX file of 3 dimensions")
     images.write_bytes(whole)
     labels.write_bytes(idx(np.zeros(4)))
-    assert refusal(config) == f"{images} holds 5 images, but {labels.name} 4 labels: take both files from one place"
+    assert unread(config) == f"{images} holds 5 images, but {labels.name} 4 labels: take both files from one place"
     labels.unlink()
-    assert refusal(config) == f"data.folder {tmp_path} has neither {labels.name} nor {labels.name}.gz: check the path"
+    assert unread(config) == f"data.folder {tmp_path} has neither {labels.name} nor {labels.name}.gz: check the path"
     (tmp_path / f"{labels.name}.gz").write_bytes(gzip.compress(idx(np.zeros(5)))[:-9])
-    assert refusal(config).startswith(f"{labels}.gz cannot be read (")
+    assert unread(config).startswith(f"{labels}.gz cannot be read (")
     nowhere = tmp_path / "nowhere"
     config = ImageDataConfig(source="idx", folder=str(nowhere))
-    assert refusal(config).startswith(f"data.folder {nowhere} is not a folder with train-images-idx3-ubyte or ")
+    assert unread(config).startswith(f"data.folder {nowhere} is not a folder with train-images-idx3-ubyte or ")
 
 
 def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:
     config = ImageDataConfig(source="idx", folder=str(tmp_path))
     save_idx(tmp_path)
-    assert refusal(config, 8) == "data.source idx: images have 7 x 7 pixels, the convnet needs 8 x 8"
+    assert unread(config, 8) == "data.source idx: images have 7 x 7 pixels, the convnet needs 8 x 8"
     held_out_images, held_out_labels = (tmp_path / name for name in IDX_FILES["held-out"])
     held_out_images.write_bytes(idx(np.zeros((3, 9, 7))))
-    assert "training images have 7 x 7 pixels, held-out ones 9 x 7" in refusal(config)
+    assert "training images have 7 x 7 pixels, held-out ones 9 x 7" in unread(config)
     held_out_images.write_bytes(idx(np.zeros((3, 7, 7))))
     held_out_labels.write_bytes(idx(np.array([0, 9, 1])))
-    assert "class 9 is among the held-out images only" in refusal(config)
+    assert "class 9 is among the held-out images only" in unread(config)
     save_idx(tmp_path, num_held_out=0)
-    assert "data.source idx has no held-out images" in refusal(config)
-    assert "data.source digits has no held-out images" in refusal(ImageDataConfig(eval_fraction=0.0))
+    assert "data.source idx has no held-out images" in unread(config)
+    assert "data.source digits has no held-out images" in unread(ImageDataConfig(eval_fraction=0.0))
 
 
 def test_an_unknown_source_gets_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +145,7 @@ def test_an_unknown_source_gets_those_there_are(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     sentence = "data.source digit is not one of digits, idx, not a local folder and not in the local cache, and the hub cannot be"
-    assert refusal(ImageDataConfig(source="digit")).startswith(sentence)
+    assert unread(ImageDataConfig(source="digit")).startswith(sentence)
 
 
 @pytest.fixture
@@ -155,10 +181,9 @@ def test_a_hub_dataset_gives_its_images(dataset: Any) -> None:
 
 def test_what_is_wrong_with_a_hub_dataset(dataset: Any) -> None:
     flat, colour = np.zeros((6, 8)), np.zeros((6, 8, 3))
-    assert "split train, image 1 has the shape 6 x 8 x 3: only grayscale images" in refusal(dataset([flat, colour]))
-    assert "image 1 has 7 x 7 pixels, those before 6 x 8" in refusal(dataset([flat, np.zeros((7, 7))]))
-    assert "image 1: its label is None, not a whole number" in refusal(dataset([flat, flat], [0, None]))
-    assert "a training image has class -1" in refusal(dataset([flat, flat], [0, -1]))
-    assert "has no column 'digit' (its columns: image, label): set data.image_column" in refusal(
-        dataset([flat], label_column="digit")
-    )
+    assert "split train, image 1 has the shape 6 x 8 x 3: only grayscale images" in unread(dataset([flat, colour]))
+    assert "image 1 has 7 x 7 pixels, those before 6 x 8" in unread(dataset([flat, np.zeros((7, 7))]))
+    assert "image 1: its label is None, not a whole number" in unread(dataset([flat, flat], [0, None]))
+    assert "a training image has class -1" in unread(dataset([flat, flat], [0, -1]))
+    no_column = "has no column 'digit' (its columns: image, label): set data.image_column"
+    assert no_column in unread(dataset([flat], label_column="digit"))
