@@ -52,9 +52,8 @@ def main() -> None:
     from toolkit.launch.same_run import compare_ranks, describe_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
-    from toolkit.tools.report.page import save_run_page
-    from toolkit.tools.report.picture import draw_curves
-    from toolkit.tools.report.record import save_record
+    from toolkit.tools.report.facts import save_record
+    from toolkit.tools.report.page import draw_curves, save_run_page
     from toolkit.training.run import leave, open_metrics
     from toolkit.training.setup import open_run
 

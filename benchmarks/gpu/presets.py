@@ -48,7 +48,7 @@ KINDS = {
 
 
 def main() -> None:
-    from toolkit.tools.report import page, picture
+    from toolkit.tools.report import page
 
     parser = part_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=EACH, default=EACH)
@@ -56,7 +56,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="presets-", dir=parser.parse_args().folder) as name,
         mock.patch.object(page, "save_run_page", lambda _: None),  # they take longer than a tiny run
-        mock.patch.object(picture, "draw_curves", lambda *_: None),
+        mock.patch.object(page, "draw_curves", lambda *_: None),
     ):
         folder = Path(name)
         expected = {kind: train_on_cpu(case, folder) for kind, (_, case) in KINDS.items()}

@@ -18,8 +18,8 @@ POINTS = (10_000, 50_000, 100_000, 200_000)
 def generate(folder: Path) -> None:
     """Runs the command, and writes what it took into `rank-N.json`."""
     from toolkit.distributed.comm import rank
+    from toolkit.tools.generate import files
     from toolkit.tools.generate import generate as command
-    from toolkit.tools.generate import inputs
     from toolkit.tools.main import main
 
     seen: dict[str, Any] = {"points": []}
@@ -47,7 +47,7 @@ def generate(folder: Path) -> None:
     command._generate_window = generate_window
     command.append_texts = note("first", command.append_texts)
     command.open_rows = note("checked", command.open_rows)
-    inputs.read_rows = note("start", inputs.read_rows, before=True)
+    files.read_rows = note("start", files.read_rows, before=True)
     sys.argv = ["toolkit", "generate", str(folder / "model"), "--file", str(folder / "rows.jsonl"), "--output"]
     sys.argv.append(str(folder / "out.jsonl"))
     own_rank: list[int] = []
@@ -64,19 +64,19 @@ def make_tokens(folder: Path, side: str) -> None:
     from itertools import islice
     from unittest.mock import patch
 
-    from toolkit.tools.generate import inputs, model
+    from toolkit.tools.generate import files, model
 
     if side == "generate":
         generator = model.open_model(str(folder / "model"))
         generator.model.generation_config.max_new_tokens = 4
-        options = inputs.Options(
+        options = files.Options(
             model="", file=str(folder / "rows.jsonl"), texts=[], column=None, plain=False, output=None,
             batch_size_rows=None, dtype=None, settings={},
         )  # fmt: skip
-        with patch.object(inputs, "sum", lambda _: 1, create=True):  # rows are read once here, as the other side reads them
-            rows = inputs.open_rows(options, generator.usage)
+        with patch.object(files, "sum", lambda _: 1, create=True):  # rows are read once here, as the other side reads them
+            rows, _ = files.open_rows(options, generator.usage)
         start = time.process_time()
-        num_rows, given = 0, rows.read()
+        num_rows, given = 0, files.read_prompts(rows)
         while window := list(islice(given, 4096)):
             num_rows += len(generator.encode(window, plain=False))
     else:

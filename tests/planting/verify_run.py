@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tests.planting.plant import planted
 from tests.support.launch import Running
 from tests.support.rank import run_script
 from toolkit.tools.verify.records import Proof
-from toolkit.tools.verify.runs import WatchedRun, launch_all, plan_runs
+from toolkit.tools.verify.runs import launch_all, plan_runs
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, compare, verify
 
 BESIDE_ONE_PROCESS, RESUMED = {"reference", "preset-0"}, {"dropout", "resumed", "resumed-again", "ddp-dropout"}
@@ -45,9 +46,9 @@ def run_part(
     with planted(fault, only_in_ranks=only_in_ranks):
         box = build_box(run_arguments, use_cpu=True, output=output, **{"num_processes": 2} | settings)
         plans = plan_runs(box)
-        runs = {name: WatchedRun(plan, output / name, output / name, "") for name, plan in plans.items()}
+        runs = {name: replace(plan, failure="") for name, plan in plans.items()}
         launched = launch_all(box, {name: plan for name, plan in plans.items() if name in names}, launch, launch)
-        runs |= {run.plan.name: run for run in launched}
+        runs |= {run.name: run for run in launched}
         proofs = compare(box, runs, DEFAULT_TOLERANCE)
     return [proof for proof in proofs if proof.is_reached]
 

@@ -29,11 +29,11 @@ def prepare() -> None:
     plant_in_rank()
     if PAGES.items() <= os.environ.items():
         return
-    from toolkit.tools.report import page, picture
+    from toolkit.tools.report import page
 
     # These take rank 0 longer than a tiny run's evaluation, and the other ranks wait for it.
     page.save_run_page = lambda _: None
-    picture.draw_curves = lambda *_: None
+    page.draw_curves = lambda *_: None
 
 
 def run_script(command: list[str]) -> None:

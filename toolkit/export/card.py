@@ -54,26 +54,30 @@ def save_card(
     """Write the card, with Python to `use` the model. It needs no network: what the hub's cache does not have is not stated."""
     from huggingface_hub import ModelCard
 
-    plain = config
-    config = replace_local_paths(config, lambda _, path: os.path.basename(os.path.normpath(path)))
-    licence = {} if plain.model.from_scratch else _licence_of_base(plain, model_config)
-    data, base = _metadata(plain, kind, licence), _cell(config.model.name_or_path)
-    stated = f"not stated: the card and the config of the base model {base} that were read name none."
-    if licence:
-        stated = f"{_cell(licence.get('license_name', licence['license']))}, that of the base model {base}."
+    named = replace_local_paths(config, lambda _, path: os.path.basename(os.path.normpath(path)))
+    terms = {} if config.model.from_scratch else _licence_of_base(config, model_config)
+    base = _cell(named.model.name_or_path)
+    licence = f"not stated: the card and the config of the base model {base} that were read name none."
+    if terms:
+        licence = f"{_cell(terms.get('license_name', terms['license']))}, that of the base model {base}."
     elif config.model.from_scratch:
-        stated = "not stated. These weights were trained from scratch."
-    sections = [
-        f"# {_cell(config.run.name)}\n\n{_describe(plain, origin, kind, weights_dtype)}",
-        f"Licence: {stated}",
-        f"## Use\n\nWith plain transformers; `.` is this folder, or its id on the hub:\n\n```python\n{use}\n```"
-        + "".join(f"\n\n{remark}" for remark in origin.remarks),
-        f"## Data\n\n{_data_section(config, origin)}",
-        f"## Metrics\n\n{_metrics_section(origin)}",
-        f"## Settings\n\n{_settings_section(config, origin)}",
-        f"## Versions\n\n{_table(('library', ''), {**installed_versions(), **(origin.versions or {})}.items())}",
-    ]
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n").save(folder / CARD_FILE)
+        licence = "not stated. These weights were trained from scratch."
+    card = ModelCard.from_template(
+        _metadata(config, kind, terms),
+        str(Path(__file__).with_name("card.md.j2")),
+        cell=_cell,
+        name=named.run.name,
+        what=_describe(config, kind),
+        weights_dtype=weights_dtype,
+        origin=origin,
+        licence=licence,
+        use=use,
+        data=_list_data(named, origin),
+        metrics=_list_metrics(origin),
+        settings=_list_settings(named, origin),
+        versions={**installed_versions(), **(origin.versions or {})}.items(),
+    )
+    card.save(folder / CARD_FILE)
 
 
 def is_hub_id(name: str) -> bool:
@@ -131,7 +135,7 @@ def _licence_of_base(config: RecipeConfig, model_config: PretrainedConfig) -> di
     return {key: one_line(value) for key, value in named.items() if isinstance(value, str)} if is_stated else {}
 
 
-def _describe(config: RecipeConfig, origin: Origin, kind: Kind, weights_dtype: str) -> str:
+def _describe(config: RecipeConfig, kind: Kind) -> str:
     name, revision = config.model.name_or_path, config.model.revision
     base = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{_cell(Path(name).name)}`"
     base += f" at revision {_cell(revision)}" if revision else ""
@@ -140,12 +144,11 @@ def _describe(config: RecipeConfig, origin: Origin, kind: Kind, weights_dtype: s
         "adapter": f"A {config.adapter.method} adapter for {base}",
         "merged": f"{base} with a {config.adapter.method} adapter merged into it",
     }[kind]
-    what = f"A model like {base}, trained from scratch" if config.model.from_scratch else what
-    return f"{what}. Weights in {weights_dtype}, after step {origin.step:,}."
+    return f"A model like {base}, trained from scratch" if config.model.from_scratch else what
 
 
-def _data_section(config: RecipeConfig, origin: Origin) -> str:
-    rows = []
+def _list_data(config: RecipeConfig, origin: Origin) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
     if origin.data is not None:
         counts = origin.data
         how = f"a fraction of {config.data.eval_fraction} by a hash"
@@ -153,14 +156,14 @@ def _data_section(config: RecipeConfig, origin: Origin) -> str:
             how = "files of their own" if config.data.eval_files else "a split of their own"
         held_out = f"{counts.num_held_out_rows:,} ({how}), of which {counts.num_evaluated_rows:,} are evaluated"
         rows = [("training rows", f"{counts.num_training_rows:,}"), ("held-out rows", held_out)]
-    return _table(("data", ""), [*rows, *_changed(config, ("data.",))])
+    return [*rows, *_changed(config, ("data.",))]
 
 
-def _metrics_section(origin: Origin) -> str:
-    """The evaluation of these weights, else the last one before them, beside the baselines of the same rows."""
+def _list_metrics(origin: Origin) -> dict[str, Any]:
+    """The evaluation of these weights, else the last one before them, beside the baselines of its rows; empty without one."""
     evaluations = {line["step"]: line for line in origin.lines if line["kind"] == "eval" and line["step"] <= origin.step}
     if not evaluations:
-        return "No evaluation."
+        return {}
     last = evaluations[max(evaluations)]
     measured_on = last.get("measured_on")
     named = {
@@ -173,12 +176,13 @@ def _metrics_section(origin: Origin) -> str:
     named = list_by_set(named, hashes_of_sets(last))
     numbers = {name for line in named.values() for name, value in line.items() if type(value) in (int, float)}
     columns = [name for name in SHOWN_FIGURES if name in numbers] + sorted(numbers.difference(SHOWN_FIGURES, OUR_FIGURES))
-    rows = [(name, *(_number(line.get(column)) for column in columns)) for name, line in named.items()]
-    words = f" ROUGE counts {_cell(last['rouge_tokenizer'])} words." if "rouge_tokenizer" in last else ""
-    return f"On {last.get('num_rows', '?')} held-out rows.{words}\n\n{_table(('', *columns), rows)}"
+    cells = [[line.get(column) for column in columns] for line in named.values()]
+    numbered = [[f"{value:.4g}" if isinstance(value, int | float) else "–" for value in of_line] for of_line in cells]
+    rows = [[name, *of_line] for name, of_line in zip(named, numbered, strict=True)]
+    return {"num_rows": last.get("num_rows", "?"), "words": last.get("rouge_tokenizer"), "columns": columns, "rows": rows}
 
 
-def _settings_section(config: RecipeConfig, origin: Origin) -> str:
+def _list_settings(config: RecipeConfig, origin: Origin) -> Iterable[tuple[str, Any]]:
     keys = dotted_keys(config)
     budget = "train.global_batch_size_tokens" if config.train.global_batch_size_tokens else "train.global_batch_size_rows"
     shown = {key: keys[key] for key in (budget, *_ALWAYS_SHOWN)}
@@ -187,7 +191,7 @@ def _settings_section(config: RecipeConfig, origin: Origin) -> str:
     changed = {key: value for key, value in _changed(config, sections) if key not in not_here}
     generated = {key: keys[key] for key in ("eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size")}
     of_launch = {"computed in": origin.computed_in, "processes": origin.num_processes}
-    return _table(("setting", ""), {**shown, **changed, **generated, **of_launch}.items())
+    return {**shown, **changed, **generated, **of_launch}.items()
 
 
 def _changed(config: RecipeConfig, sections: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -195,15 +199,6 @@ def _changed(config: RecipeConfig, sections: tuple[str, ...]) -> list[tuple[str,
     known = facts_of(type(config))
     shown = ((key, value) for key, value in dotted_keys(config).items() if key.startswith(sections) and known[key].in_card)
     return [(key, value) for key, value in shown if value != known[key].default]
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "–"
 
 
 def _cell(value: Any) -> str:

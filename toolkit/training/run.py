@@ -119,7 +119,7 @@ def start_run(
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
     working("recording what the report shows")
     about_rows = partial(_tool("preview.summary").describe_rows, config, rows, evaluation)
-    _tool("report.record").save_record(folder, sharded.units, about_rows)
+    _tool("report.facts").save_record(folder, sharded.units, about_rows)
     return run
 
 
@@ -225,7 +225,7 @@ def finish(run: Run) -> Path | None:
         logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
     on_all_ranks(lambda: _tool("report.terminal").show_results(run.metrics, run.evaluation))
-    on_rank_0(lambda: _tool("report.picture").draw_curves(run.metrics.load(), run.folder / "curves.png"))
+    on_rank_0(lambda: _tool("report.page").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)
     _tool("report.page").save_run_page(run.folder)
     is_main = rank() == 0

@@ -197,5 +197,6 @@ def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> No
     plain = {**about, "compared_with": reference, "presets": table.as_json(outcomes)}
     (output / "comparison.json").write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     table.draw_comparison(ran, heading, output / "comparison.png")
-    written = f"written to {one_line(str(output))}: comparison.md, comparison.json, comparison.png"
+    picture = ", comparison.png" if (output / "comparison.png").exists() else ""
+    written = f"written to {one_line(str(output))}: comparison.md, comparison.json{picture}"
     print(escape_controls(f"\n{heading_with_remarks}.\n\n{lines}\n\n{written}"), flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.errors import align
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.report.charts import COLORS, Chart, Curve, speed_unit
-from toolkit.tools.report.picture import draw_chart, save_picture
+from toolkit.tools.report.page import can_draw, draw_chart, save_picture
 from toolkit.tools.report.sections import number
 
 METRICS = {"accuracy": "accuracy %", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy %"}
@@ -146,8 +146,9 @@ def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
 
 
 def draw_comparison(ran: Mapping[str, Figures], title: str, picture_path: Path) -> None:
-    """Draw the presets that ran as a PNG, each in one colour in all panels. If none ran, write no picture."""
-    if not ran:
+    """Draw the presets that ran as a PNG, each in one colour in all panels. If none ran, or matplotlib is not
+    installed, write no picture."""
+    if not ran or not can_draw(picture_path):
         return
     of = list(ran.values())
     names = [re.sub(r"[:+]", lambda mark: f"{mark[0]}\n", preset) for preset in ran]  # each change on a line of its own

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.rows.example import Example
+from toolkit.data.rows.inputs import RowInput
 from toolkit.data.sources.row import check_text
 from toolkit.data.tokens.special_tokens import compile_special_tokens, mark, mark_content
 from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
@@ -28,9 +29,8 @@ from toolkit.launch.environment import is_launched
 from toolkit.launch.log import lost_outputs
 from toolkit.launch.same_run import describe_files
 from toolkit.models.position_limits import group_by_rope, list_shared_ropes
-from toolkit.tools.generate.inputs import Options, Row, Rows, open_rows
+from toolkit.tools.generate.files import Options, Row, append_texts, begin_output, end_output, open_rows, read_notes, read_prompts
 from toolkit.tools.generate.model import Generator, find_folder, in_own_words, load_generator, open_model
-from toolkit.tools.generate.output import append_texts, begin_output, end_output, read_notes
 from toolkit.training.run import release
 from toolkit.variables import num_launched
 
@@ -104,7 +104,7 @@ def _generate(options: Options) -> None:
     # What can be known before the weights are read. Rank 0 alone reads rows, and gives each window of them to all.
     opened = on_all_ranks(lambda: open_model(options.model))
     open_input = partial(open_rows, options, opened.usage, has_chat_template=opened.takes_chats(plain=options.plain))
-    rows = on_all_ranks(lambda: open_input() if rank() == 0 else None)
+    rows, num_rows = on_all_ranks(lambda: open_input() if rank() == 0 else (None, None))
     num_done = on_rank_0(lambda: begin_output(options)) if options.output else 0
     batch_size = options.batch_size_rows or opened.usage.batch_size_rows
     windows = _read_windows(rows, options.output, num_done, batch_size * BATCHES_AT_ONCE * world_size()) if rows else iter(())
@@ -113,8 +113,8 @@ def _generate(options: Options) -> None:
     working("loading the model")  # one GPU may lack room
     generator = load_generator(opened, options.dtype, options.settings)
     if rows:
-        _describe(generator, options, rows, num_done)
-    num_cut, num_rows = 0, rows.num_rows if rows else None
+        _describe(generator, options, rows, num_rows, num_done)
+    num_cut = 0
     with Phase("generating", num_rows, "texts", done=num_done, enabled=options.output is not None) as generating:
         while window:
             try:
@@ -144,7 +144,7 @@ def _generate(options: Options) -> None:
         logger.info(f"{num_done:,} texts are in {options.output}")
 
 
-def _read_windows(rows: Rows, output: Path | None, num_done: int, size: int) -> Iterator[tuple[list[Row], str]]:
+def _read_windows(rows: RowInput, output: Path | None, num_done: int, size: int) -> Iterator[tuple[list[Row], str]]:
     """The rows without a text, window by window, each with a digest of all rows up to its end.
 
     An unfinished output notes these digests. So it is continued after a row has been corrected or added, but not with other rows
@@ -153,7 +153,7 @@ def _read_windows(rows: Rows, output: Path | None, num_done: int, size: int) -> 
     other = UserError(f"--output {output} has texts of other rows than the first {num_done:,} now: name another file")
     notes = read_notes(output) if output and num_done else {}
     digest, window, number = hashlib.sha256(), [], 0
-    for number, row in enumerate(rows.read(), start=1):
+    for number, row in enumerate(read_prompts(rows), start=1):
         digest.update(repr(row[1]).encode())
         if number > num_done:
             window.append(row)
@@ -186,10 +186,10 @@ def _generate_window(generator: Generator, rows: list[dict[str, Any]], batch_siz
     return [gathered[index] for index in sorted(gathered)]
 
 
-def _describe(generator: Generator, options: Options, rows: Rows, num_done: int) -> None:
+def _describe(generator: Generator, options: Options, rows: RowInput, num_rows: int | None, num_done: int) -> None:
     """Print what will be done, with which settings."""
-    if rows.how:
-        _say(options, rows.how)
+    if rows.reading:
+        _say(options, f"{rows.label}: {num_rows:,} rows, read as {rows.reading}")
     config, usage = generator.model.generation_config, generator.usage
     settings = f"max_new_tokens {config.max_new_tokens}, num_beams {config.num_beams or 1}"
     form = "a text is a user's turn of its chat template"
@@ -198,7 +198,7 @@ def _describe(generator: Generator, options: Options, rows: Rows, num_done: int)
     dtype = str(next(generator.model.parameters()).dtype).removeprefix("torch.")
     _say(options, f"{generator.folder} on {generator.model.device} in {dtype}: {settings}; {form}")
     if num_done:
-        of = "" if rows.num_rows is None else f" of {rows.num_rows:,}"
+        of = "" if num_rows is None else f" of {num_rows:,}"
         _say(options, f"{options.output} has {num_done:,}{of} texts already")
 
 

@@ -30,7 +30,7 @@ from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES, Legend, StepV
 from toolkit.tools.preview.summary import summarize
 from toolkit.tools.preview.terminal import print_parts
 from toolkit.tools.recipes import find_recipe
-from toolkit.tools.report.parts import Heading, Lines, describe_data, load_template
+from toolkit.tools.report.sections import Heading, Lines, describe_data, load_template
 from toolkit.training.data import num_steps, prepare_data
 from toolkit.variables import num_launched
 
@@ -86,7 +86,7 @@ def list_parts(preview: Preview, *, has_remarks: bool) -> Iterator[Any]:
 
 
 def render_page(title: str, parts: Iterable[Any]) -> str:
-    """The page of these parts, and of those of `report.parts`, styled as reports. Nothing is left that HTML would interpret."""
+    """The page of these parts, styled as reports. Nothing is left that HTML would interpret."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     template = load_template(NAMES=NAMES)
     policy = "default-src 'none'; style-src 'unsafe-inline'"

@@ -21,7 +21,7 @@ from toolkit.data.tokens.special_tokens import show
 from toolkit.errors import UserError, plural
 from toolkit.loss import IGNORED_LABEL
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, PADDING, StepView, name_rows
-from toolkit.tools.report.parts import Heading, Lines, percent
+from toolkit.tools.report.sections import Heading, Lines, percent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

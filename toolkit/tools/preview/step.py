@@ -13,7 +13,7 @@ from toolkit.data.batch_plan import BatchPlan, MicroBatch
 from toolkit.data.collate import Batch, Collator, load_micro_batches
 from toolkit.errors import plural
 from toolkit.loss import IGNORED_LABEL
-from toolkit.tools.report.parts import Heading, Lines, percent
+from toolkit.tools.report.sections import Heading, Lines, percent
 
 if TYPE_CHECKING:
     from datasets import Dataset

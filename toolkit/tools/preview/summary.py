@@ -12,7 +12,7 @@ from toolkit.data.rows.example import read_examples
 from toolkit.data.rows.load import TextRows, hash64
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.evaluation.rows import EvaluationRows, even_places
-from toolkit.tools.report.record import LONGEST_TEXT, MOST_PREDICTIONS
+from toolkit.tools.report.facts import LONGEST_TEXT, MOST_PREDICTIONS
 
 if TYPE_CHECKING:
     from datasets import Dataset

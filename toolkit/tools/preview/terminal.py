@@ -13,7 +13,7 @@ from rich.text import Text
 from toolkit.errors import align, visible
 from toolkit.tools.preview.row import Tokens
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES, PADDING, Bar, Legend
-from toolkit.tools.report.parts import Heading, Histogram, Lines, Table
+from toolkit.tools.report.sections import Heading, Histogram, Lines, Table
 
 STYLES = {LOSS: "bold green", CONTEXT: "", PADDING: "dim", LOST: "strike red"}
 MARKS = {LOSS: ("[[", "]]"), CONTEXT: ("", ""), PADDING: ("", ""), LOST: ("~~", "~~")}

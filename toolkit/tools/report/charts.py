@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.evaluation.rows import even_places, split_metric
-from toolkit.tools.report.facts import RunFacts, group_alike
-from toolkit.tools.report.parts import Table
+from toolkit.tools.report.facts import RunFacts, group_alike, speed_unit
+from toolkit.tools.report.sections import Table
 
 NUM_BUCKETS = 500
 """Of a longer curve, the lowest and the highest value of each bucket of steps are drawn."""
@@ -234,9 +234,3 @@ def _as_data(steps: Sequence[float], values: Sequence[float]) -> dict[str, list[
 def _rounded(value: float) -> float:
     """7 digits: a constant figure stays one through its means."""
     return float(f"{value:.7g}") if math.isfinite(value) else math.nan
-
-
-def speed_unit(lines: list[dict[str, Any]]) -> str:
-    """The unit of `tokens_per_s`: rows if every row is one token, as with images."""
-    steps = [line for line in lines if line["kind"] == "train"]
-    return "rows/s" if all("num_rows" in line and line["num_rows"] == line.get("num_tokens") for line in steps) else "tokens/s"

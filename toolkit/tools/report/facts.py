@@ -1,24 +1,36 @@
-"""Reads what a report shows from a run folder, which may be of any age, incomplete, or of a run that is still training."""
+"""Reads what a report shows from a run folder, which may be of any age, incomplete, or of a run that is still training. A run
+writes `record.json` there at its start: what only the run itself knows."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from toolkit.distributed.comm import rank, world_size
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE, FLAWS
 from toolkit.evaluation.rows import even_places, hashes_of_sets, of_all_rows, split_metric
+from toolkit.files.durable import save_json
 from toolkit.files.json_lines import load_json_lines
+from toolkit.launch.accelerate_yaml import find_accelerate_yaml
+from toolkit.launch.same_run import installed_versions
+from toolkit.parallel.units import ShardUnit, describe_units
 from toolkit.tools.checkpoints import Entry, read_entries
-from toolkit.tools.report.record import MOST_PREDICTIONS, RECORD_FILE
 from toolkit.tracking.memory import MEMORY_FILE
 
+logger = logging.getLogger("toolkit")
+
+RECORD_FILE = "record.json"
+MOST_PREDICTIONS, LONGEST_TEXT = 1000, 4000
+"""Rows whose texts a page shows, at even distances; and the characters of a text there."""
 PLAN_FILE = "memory_plan.json"
 """What `report --text` has planned for the run."""
 PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
@@ -252,3 +264,31 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
 def is_number(value: Any) -> bool:
     """Whether it is a finite number, which a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def speed_unit(lines: list[dict[str, Any]]) -> str:
+    """The unit of `tokens_per_s`: rows if every row is one token, as with images."""
+    steps = [line for line in lines if line["kind"] == "train"]
+    return "rows/s" if all("num_rows" in line and line["num_rows"] == line.get("num_tokens") for line in steps) else "tokens/s"
+
+
+def save_record(run_folder: Path, units: Sequence[ShardUnit], about_rows: Callable[[], dict[str, Any]] = dict) -> None:
+    """Write `record.json` on rank 0, with the part `about_rows`. What fails is a warning: a run is worth more than its report."""
+    if rank() != 0:
+        return
+    command, preset = None, find_accelerate_yaml()
+    if sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "ipykernel_launcher.py":  # no notebook, no other program
+        launch = ["accelerate", "launch", "--config_file", str(preset)] if preset else ["python"]
+        command = shlex.join([*launch, *sys.argv])
+    try:
+        record = {
+            "versions": installed_versions(),
+            "command": command,
+            "num_processes": world_size(),
+            "started": time.strftime("%Y-%m-%d %H:%M"),
+            "units": describe_units(units),
+            **about_rows(),
+        }
+        save_json(run_folder / RECORD_FILE, record)
+    except Exception as error:
+        logger.warning(f"{run_folder / RECORD_FILE} could not be written ({error}): the report lacks what it holds")

@@ -1,4 +1,5 @@
-"""`report.html`: one self-contained page that shows a run, or several overlaid. It makes no request."""
+"""`report.html`: one self-contained page that shows a run, or several overlaid, and makes no request. And `curves.png`: its
+charts as one small picture, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -7,21 +8,21 @@ import hashlib
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from toolkit.distributed.comm import rank
-from toolkit.errors import refusal_named
+from toolkit.errors import one_line, refusal_named
 from toolkit.files.durable import written_beside
 from toolkit.tools.report import sections
-from toolkit.tools.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts
-from toolkit.tools.report.facts import RunFacts, is_number, name_step, read_predictions, read_runs
-from toolkit.tools.report.parts import Lines, load_template
-from toolkit.tools.report.record import LONGEST_TEXT
+from toolkit.tools.report.charts import MARKS, NUM_BUCKETS, Chart, draw, list_charts, means
+from toolkit.tools.report.facts import LONGEST_TEXT, RunFacts, is_number, lines_of_steps, name_step, read_predictions, read_runs
+from toolkit.tools.report.sections import Lines, load_template
 
 logger = logging.getLogger("toolkit")
 
@@ -29,6 +30,8 @@ REPORT_FILE = "report.html"
 MOST_BYTES = 2_500_000
 """Of all texts of a page, as they are written there."""
 _SHORTEST_TEXT = 60
+NUM_COLUMNS = 3
+"""Of the picture."""
 NO_PREDICTIONS = [Lines(["There are no predictions: no evaluation has generated texts, or their files are gone."])]
 
 
@@ -59,14 +62,19 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     from bokeh.resources import Resources
 
     template = load_template()
-    charts, predictions = list_charts(runs), collect_predictions(runs)
+    charts, predictions, notes = list_charts(runs), collect_predictions(runs), list(sections.missing(runs, "curves"))
+    if any(len(curve.steps) > 2 * NUM_BUCKETS for chart in charts for curve in chart.curves):
+        drawn = f"Of longer curves, the lowest and the highest value of each of {NUM_BUCKETS} ranges of steps are drawn."
+        notes.append(Lines([drawn], "quiet"))
+    if len(runs) > 1:
+        notes.append(Lines(["The reports of single runs mark checkpoints, skipped updates and resumes."], "quiet"))
 
     def shown(section: sections.Section) -> Markup:
         return Markup(sections.show(section, runs, template.flow))
 
     content = {
         "Summary": shown(sections.describe_summary),
-        "Curves": template.curves(_chart_notes(runs, charts), charts, MARKS),
+        "Curves": template.curves(notes, charts, MARKS),
         "Predictions": template.predictions(_text_notes(runs, predictions)) if predictions else template.flow(NO_PREDICTIONS),
         "Data": shown(sections.describe_rows),
         "Checkpoints": shown(sections.describe_checkpoints),
@@ -81,20 +89,10 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:; script-src {hashes}"
     title = " · ".join(run.name for run in runs)
-    drawn = {f"chart-{number}": draw(chart) for number, chart in enumerate(charts)}
-    data = {"charts": Markup(as_json(drawn)), "predictions": Markup(as_json(predictions))}
+    figures = {f"chart-{number}": draw(chart) for number, chart in enumerate(charts)}
+    data = {"charts": Markup(as_json(figures)), "predictions": Markup(as_json(predictions))}
     body = template.report(title, content, data, [*map(Markup, scripts)])
     return str(template.page(title, policy, body)).encode("utf-8")
-
-
-def _chart_notes(runs: Sequence[RunFacts], charts: list[Chart]) -> list[Lines]:
-    notes = list(sections.missing(runs, "curves"))
-    if any(len(curve.steps) > 2 * NUM_BUCKETS for chart in charts for curve in chart.curves):
-        drawn = f"Of longer curves, the lowest and the highest value of each of {NUM_BUCKETS} ranges of steps are drawn."
-        notes.append(Lines([drawn], "quiet"))
-    if len(runs) > 1:
-        notes.append(Lines(["The reports of single runs mark checkpoints, skipped updates and resumes."], "quiet"))
-    return notes
 
 
 def _text_notes(runs: Sequence[RunFacts], predictions: dict[str, Any]) -> str:
@@ -167,3 +165,82 @@ def as_json(value: Any) -> str:
     """JSON for a script element: no `<`, so that no text ends the element, and half surrogate pairs as escapes."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return text.encode("utf-8", errors="backslashreplace").decode()
+
+
+def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
+    """Draw the charts of the lines of a `metrics.jsonl` as a PNG; without any chart, no picture is written. If it cannot be
+    written, that is a `UserError`, and an older one stays as it was."""
+    name = picture_path.resolve().parent.name
+    charts = list_charts([RunFacts(picture_path.parent, name, lines_of_steps(lines))])
+    if not charts or not can_draw(picture_path):
+        return
+    num_rows = -(-len(charts) // NUM_COLUMNS)
+    num_columns = min(NUM_COLUMNS, len(charts))
+
+    def draw(figure: Any) -> None:
+        for place, chart in enumerate(charts, start=1):
+            draw_chart(figure.add_subplot(num_rows, num_columns, place), chart)
+
+    way_out = "make room there; everything else of the run is written"
+    with refusal_named(f"{picture_path} could not be written", way_out), written_beside(picture_path) as beside:
+        save_picture(beside, name, (4.6 * num_columns, 2.7 * num_rows + 0.4), draw)
+
+
+def can_draw(picture_path: Path) -> bool:
+    """Whether matplotlib is installed; if not, a line says so."""
+    if find_spec("matplotlib") is None:
+        logger.info(f"{picture_path.name} is not drawn, as matplotlib is not installed: pip install 'shardtune[pictures]'")
+        return False
+    return True
+
+
+def save_picture(path: Path, title: str, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Write a PNG of `size` inches, with what `draw` puts into its figure."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with matplotlib.rc_context({"text.parse_math": False}):  # a name with two dollar signs is not a formula
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12))
+        figure.suptitle(one_line(title), fontsize=12, fontweight="bold")
+        draw(figure)
+        for axes in figure.axes:
+            axes.title.set(fontsize=10, fontweight="bold")
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(True, color="#e6e6e6", linewidth=0.6)
+            axes.set_axisbelow(True)
+        # A canvas instead of pyplot needs no display and no global state.
+        FigureCanvasAgg(figure).print_png(path)
+
+
+def draw_chart(axes: Any, chart: Chart, *, has_legend: bool = True) -> None:
+    """Draw one chart, as `report.html` shows it."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    for curve in chart.curves:
+        steps, values = curve.steps, curve.values
+        if curve.is_noisy:
+            axes.plot(steps, values, color=curve.color, linewidth=0.8, alpha=0.35)
+            steps, values = means(curve)
+        marker = "o" if curve.has_points else None
+        label = one_line(curve.label)
+        axes.plot(steps, values, color=curve.color, linewidth=1.6, linestyle=curve.dash, marker=marker, markersize=4, label=label)
+    if chart.is_log:
+        axes.set_yscale("log")
+    lowest, highest = axes.get_ylim()
+    if chart.is_log:
+        axes.yaxis.set_major_locator(MaxNLocator(5) if highest < 4 * lowest else LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    for kind, marked in chart.marks:
+        _, color, dash = MARKS[kind]
+        axes.vlines(marked, lowest, highest, colors=color, linestyles=dash, linewidth=0.8, alpha=0.5, zorder=0)
+    axes.set_ylim(lowest, highest)
+    axes.set_title(one_line(chart.title))
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel(chart.unit, fontsize=8)
+    axes.margins(x=0.02)
+    if has_legend and len(chart.curves) > 1:
+        axes.legend(frameon=False, fontsize=7)

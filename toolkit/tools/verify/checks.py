@@ -75,7 +75,7 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
             for run, kept in recomputing
         ),
         ("bf16", only("bf16"), lambda run: compare_figures(reference, run, "loss", "grad_norm", tolerance=BF16_TOLERANCE)),
-        ("sharding", [run for run in strategies if run.plan.num_shards], partial(check_shards, optimizer=optim.name)),
+        ("sharding", [run for run in strategies if run.num_shards], partial(check_shards, optimizer=optim.name)),
         ("moved", strategies, check_moved),
         ("frozen", strategies, partial(check_frozen, expects_frozen=expects_frozen)),
         ("save", [resharded], partial(compare_loaded, main)),
@@ -196,7 +196,7 @@ def check_shards(run: WatchedRun, optimizer: str) -> Proof:
 
     Moments are averaged because FSDP1 shards trainable and frozen parameters together: one rank may hold most of the former.
     """
-    about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.plan.num_shards or 1
+    about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.num_shards or 1
     totals, fair = Counter[str](), Counter[str]()
     for parameter in about["parameters"].values():
         shape, size = tuple(parameter["shape"] or [1]), parameter["itemsize"]
@@ -239,8 +239,8 @@ def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
 def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
     """Check that a run loads a checkpoint's weights and moments bit for bit as they were saved, and, if there are as many ranks,
     their random states."""
-    name = f"saved-{run.plan.from_step}"
-    saved, title = load_tensors(of, name), f"{of.title}, step {run.plan.from_step}"
+    name = f"saved-{run.from_step}"
+    saved, title = load_tensors(of, name), f"{of.title}, step {run.from_step}"
     before, after = (load_about(*record)["random"] for record in ((of, name), (run, "loaded")))
     are_as_many = len(before) == len(after)
     what = f"{len(saved)} tensors" + (f", {len(before)} random states" if are_as_many else "")
@@ -252,9 +252,9 @@ def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun) -> Proof:
     """Check that a resumed run with dropout is bit for bit the uninterrupted one: rows, losses, gradient norms, learning rates,
     final weights and moments. In a model without dropout this does not test the random state."""
-    after = [line for line in load_lines(whole, "train") if line["step"] > resumed.plan.from_step]
+    after = [line for line in load_lines(whole, "train") if line["step"] > resumed.from_step]
     lines = load_lines(resumed, "train")
-    title = f"{resumed.title} after step {resumed.plan.from_step}: curves, weights, moments"
+    title = f"{resumed.title} after step {resumed.from_step}: curves, weights, moments"
     if not any(probe["loss"] != probe["plain_loss"] for probe in load_about(whole, "trained")["dropout"]):
         title += " (dropout changes nothing in this model)"
     if len(lines) != len(after):

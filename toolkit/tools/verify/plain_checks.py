@@ -57,7 +57,7 @@ def _compare_starts(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance
         yield from records.prove("buffers", run, partial(_compare_buffers, model))
     model, logits = model.to("cpu" if on_cpu else "cuda"), dict[bytes, torch.Tensor]()
     for run in runs.values():
-        if run.plan.after is None and not run.plan.flags["model.dropout"]:
+        if run.after is None and not run.flags["model.dropout"]:
             yield from records.prove("positions", run, partial(_compare_positions, model, logits))
     yield from _compare_step(model, reference, config, tolerance)
 
@@ -75,9 +75,7 @@ def _load(run: WatchedRun, config: RecipeConfig) -> Any:
 
     model_config = load_model_config(config.model, config.task)
     model = getattr(transformers, config.task.auto_class).from_config(model_config, dtype=torch.float32).eval()
-    weights = {
-        name.removeprefix("model."): torch.from_numpy(weight) for name, weight in records.load_tensors(run, "loaded").items()
-    }
+    weights = {name.removeprefix("model."): torch.from_numpy(w) for name, w in records.load_tensors(run, "loaded").items()}
     model.load_state_dict(weights, strict=False)
     return model
 
@@ -86,9 +84,8 @@ def _compare_buffers(model: nn.Module, run: WatchedRun) -> Proof | None:
     """Check that every buffer, persistent or not, is bit for bit that of plain transformers, in its dtype; None without any."""
     about = records.load_about(run, "loaded")
     quantized = {name.rpartition(".")[0] for name in about["frozen"] if name.endswith(".codes")}  # have a table of their own
-    held = {
-        base_name(name) or name: value for name, value in about["buffers"].items() if name.rpartition(".")[0] not in quantized
-    }
+    of_model = {name: value for name, value in about["buffers"].items() if name.rpartition(".")[0] not in quantized}
+    held = {base_name(name) or name: value for name, value in of_model.items()}
     expected = {name: [str(buffer.dtype), hash_tensor(buffer, buffer.dtype)] for name, buffer in model.named_buffers()}
     proof = records.equal(f"{run.title}: {len(expected)} buffers", (expected, held), "is another")
     return proof if expected or held else None
@@ -96,10 +93,8 @@ def _compare_buffers(model: nn.Module, run: WatchedRun) -> Proof | None:
 
 def _compare_positions(model: Any, known: dict[bytes, torch.Tensor], run: WatchedRun) -> Proof:
     """Compare the last logits of long rows; `known` has those of plain transformers that another run needed."""
-    path = run.records / "positions.safetensors"
-    if not path.is_file():
-        raise NotReached(run)
-    looked, worst, where = load_file(path), (0.0, ""), []
+    worst, where = (0.0, ""), []
+    looked = {name: torch.from_numpy(t) for name, t in records.load_tensors(run, "positions").items()}
     for kind in dict.fromkeys(name.partition(".")[0] for name in looked):
         inputs = {name.partition(".")[2]: t for name, t in looked.items() if name.startswith(f"{kind}.")}
         of_run = inputs.pop("logits")
@@ -108,7 +103,7 @@ def _compare_positions(model: Any, known: dict[bytes, torch.Tensor], run: Watche
             known[key] = _logits(model, inputs)[:, -plain.NUM_LOGITS :]
         worst = max(worst, (_apart(of_run, known[key]), f"logits of the {kind} row differ"))
         where.append(f"{inputs.get('position_ids', inputs['input_ids'] * 0 + inputs['input_ids'].shape[1] - 1).max() + 1:,}")
-    dtype = torch.bfloat16 if run.plan.mapping["mixed_precision"] == "bf16" else torch.float32
+    dtype = torch.bfloat16 if run.mapping["mixed_precision"] == "bf16" else torch.float32
     return records.within(f"{run.title}: logits at position {' and '.join(where)}", *worst, LOGIT_TOLERANCE[dtype])
 
 
@@ -130,7 +125,7 @@ def _read_rows(run: WatchedRun, config: RecipeConfig) -> tuple[Proof, list[plain
     tokenizer = AutoTokenizer.from_pretrained(run.records / "tokenizer")
     about = json.loads((run.records / "texts.json").read_text())
     examples = dict(zip(about["texts"]["row_id"], read_examples(about["texts"]), strict=True))
-    num_known, wrong, most = 0, [], run.plan.flags.get("data.max_length_tokens", getattr(config.data, "max_length_tokens", 0))
+    num_known, wrong, most = 0, [], run.flags.get("data.max_length_tokens", getattr(config.data, "max_length_tokens", 0))
     for row in (row for part in about["rows"] for row in part):
         piece, row_id = divmod(row["row_id"], ROW_IDS_OF_A_PIECE)
         known = _expect(tokenizer, examples[row_id], piece, most, config.data)
@@ -148,12 +143,10 @@ def _expect(tokenizer: Any, example: Example, piece: int, most: int, data: Any) 
     if "row" not in data.task.sides:
         texts = (data.prefix + str(example.prompt), str(example.completion))
         return plain.seq2seq_row(tokenizer, *texts, data.max_source_length_tokens, data.max_target_length_tokens)
-    if example.text is not None:
-        return plain.causal_row(tokenizer, "", example.text, most, piece)
     if example.messages is not None:
         return None
-    texts = (str(example.prompt), str(example.completion))
-    return plain.causal_row(tokenizer, *texts, most, all_count=data.loss_on == "all")
+    texts = ("", example.text) if example.text is not None else (str(example.prompt), str(example.completion))
+    return plain.causal_row(tokenizer, *texts, most, piece, all_count=data.loss_on == "all")
 
 
 def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: float) -> Iterator[Proof]:

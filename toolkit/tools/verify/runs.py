@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """One run to launch."""
+class WatchedRun:
+    """One run to launch; then one that has ended."""
 
     name: str
     """Name of its folder."""
@@ -68,10 +68,24 @@ class PlannedRun:
     mapping: dict[str, Any]
     """Its accelerate YAML."""
     flags: dict[str, Any]
+    output: Path
+    """That of the command."""
     after: str | None = None
     """The run whose checkpoint it loads,"""
     from_step: int = 0
     """of this step."""
+    failure: str | None = None
+    """The error that ended it; empty if it was not started, as the run whose checkpoint it needs had failed."""
+
+    @property
+    def folder(self) -> Path:
+        """The recipe's run folder."""
+        return self.output / "runs" / self.name
+
+    @property
+    def records(self) -> Path:
+        """Folder of the records that `watched_run` writes."""
+        return self.output / "records" / self.name
 
     @property
     def num_shards(self) -> int | None:
@@ -82,125 +96,101 @@ class PlannedRun:
         return mesh.get("parallelism_config_dp_shard_size", self.mapping["num_processes"])
 
 
-@dataclass(frozen=True)
-class WatchedRun:
-    """A run that has ended, successfully or not."""
-
-    plan: PlannedRun
-    folder: Path
-    """The recipe's run folder."""
-    records: Path
-    """Folder of the records that `watched_run` wrote."""
-    failure: str | None
-    """The error that ended it; empty if it was not started, as the run whose checkpoint it needs had failed."""
-
-    @property
-    def title(self) -> str:
-        """Its name in the table."""
-        return self.plan.title
-
-
-def plan_runs(box: Box) -> dict[str, PlannedRun]:
+def plan_runs(box: Box) -> dict[str, WatchedRun]:
     """All runs by name, in order. `preset-0`, … are the user's presets; `preset-0` is the first with FSDP, resumed and exported.
     A preset that does not exist, is wrong, or does not fit the number of processes is a `UserError`."""
-    # The user's presets, the first with FSDP in front.
     processes, rows = box.num_processes, 4 * box.num_processes
-    chosen = [(name, _adapted(box, name, processes)) for name in box.presets]
-    if singles := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
-        raise UserError(
-            f"--presets names {singles[0]}, which has one process: leave it out, the others are compared with one process anyway"
-        )
-    is_sharded = [mapping["distributed_type"] == "FSDP" for _, mapping in chosen]
-    main = is_sharded.index(True) if any(is_sharded) else 0
-    chosen = [chosen[main], *chosen[:main], *chosen[main + 1 :]]
-    alone = ("fsdp2_full_shard", processes - 1) if box.sharded else ("single", None)
-    few, title_of_few = _adapted(box, *alone), f"FSDP2 x {processes - 1}" if box.sharded else "one process"
+    chosen, runs = _choose_presets(box), dict[str, WatchedRun]()
+    few, of_few = _adapted(box, "single", None), "one process"
+    if box.sharded:
+        few, of_few = _adapted(box, "fsdp2_full_shard", processes - 1), f"FSDP2 x {processes - 1}"
     ddp, takes_ddp = _adapted(box, "ddp", processes), not box.sharded
-    (main_name, main_mapping), dropout = chosen[0], _flags(box, rows=rows, micro=1, dropout=DROPOUT)
+    (main_title, main), dropout = chosen[0], _flags(box, rows=rows, micro=1, dropout=DROPOUT)
 
-    def planned(
-        name: str, where: str, mapping: dict[str, Any], flags: dict[str, Any], after: str | None = None, step: int = SAVED_STEP
-    ) -> PlannedRun:
-        checkpoint = box.output / "runs" / after / "checkpoints" / f"step-{step:08d}" if after else "never"
-        more = GENERATION if name in ("reference", EXPORTED) else {}
-        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name, **more}
-        return PlannedRun(name=name, title=where, mapping=mapping, flags=flags, after=after, from_step=step if after else 0)
-
-    def title(name: str) -> str:
-        return f"{Path(name).stem} x {processes}"
+    def plan(name: str, title: str, mapping: dict[str, Any], flags: dict[str, Any], after: str = "", step: int = 0) -> None:
+        checkpoint = runs[after].folder / "checkpoints" / f"step-{step:08d}" if after else "never"
+        flags = {**flags, "checkpoint.resume": checkpoint, "run.name": name}
+        flags |= GENERATION if name in ("reference", EXPORTED) else {}
+        known: dict[str, Any] = {"after": after or None, "from_step": step, "output": box.output}
+        runs[name] = WatchedRun(name=name, title=title, mapping=mapping, flags=flags, **known)
 
     # One process, or few, is the reference. Where texts are generated, evaluations are few.
     ends = {"eval.at_start": True}
     each, some = (ends | {"eval.every_steps": steps} for steps in (1, 3))
-    runs = [planned("reference", title_of_few, few, _flags(box, rows=rows, micro=4) | ends)]
+    plan("reference", of_few, few, _flags(box, rows=rows, micro=4) | ends)
     if takes_ddp and not any(mapping["distributed_type"] == "MULTI_GPU" for _, mapping in chosen):
-        runs.append(planned("ddp", title("ddp"), ddp, _flags(box, rows=rows, micro=2) | each))
-    for place, (name, mapping) in enumerate(chosen):
-        flags = _flags(box, rows=rows, micro=1 + place % 2) | (each if place else ends)
-        runs.append(planned(f"preset-{place}", title(name), mapping, flags))
+        plan("ddp", f"ddp x {processes}", ddp, _flags(box, rows=rows, micro=2) | each)
+    for place, (title, mapping) in enumerate(chosen):
+        plan(f"preset-{place}", title, mapping, _flags(box, rows=rows, micro=1 + place % 2) | (each if place else ends))
     # Resumes, not evaluated before the end: on few processes, and with dropout on the same processes, twice.
-    moved, saved_again = _flags(box, rows=rows, micro=2), {"checkpoint.every_steps": 1}
-    where = f"{title(main_name)}, resumed"
-    runs += [
-        planned("resharded", f"{where} by {title_of_few}", few, moved, after=EXPORTED),
-        planned("dropout", f"{title(main_name)}, dropout {DROPOUT}", main_mapping, dropout | some),
-        planned("resumed", where, main_mapping, dropout | saved_again, after="dropout"),
-        planned("resumed-again", f"{where} again", main_mapping, dropout, after="resumed", step=SAVED_AGAIN),
-    ]
+    moved, where = _flags(box, rows=rows, micro=2), f"{main_title}, resumed"
+    plan("resharded", f"{where} by {of_few}", few, moved, EXPORTED, SAVED_STEP)
+    plan("dropout", f"{main_title}, dropout {DROPOUT}", main, dropout | some)
+    plan("resumed", where, main, dropout | {"checkpoint.every_steps": 1}, "dropout", SAVED_STEP)
+    plan("resumed-again", f"{where} again", main, dropout, "resumed", SAVED_AGAIN)
     # Under DDP the same elements are dropped, but not by compiled blocks.
-    if takes_ddp and main_mapping["distributed_type"] == "FSDP" and not main_mapping.get("dynamo_config"):
-        runs.append(planned("ddp-dropout", f"{where} by ddp, dropout {DROPOUT}", ddp, dropout | each, after="dropout"))
+    if takes_ddp and main["distributed_type"] == "FSDP" and not main.get("dynamo_config"):
+        plan("ddp-dropout", f"{where} by ddp, dropout {DROPOUT}", ddp, dropout | each, "dropout", SAVED_STEP)
     # With dropout, once more without recomputation, for each preset that recomputes activations.
-    for place, (name, mapping) in enumerate(chosen):
+    for place, (title, mapping) in enumerate(chosen):
         fsdp = mapping.get("fsdp_config") or {}
         recomputing = {key: False for key in fsdp if key.removeprefix("fsdp_") == "activation_checkpointing" and fsdp[key]}
         if recomputing:
-            where, keeping = f"{title(name)}, dropout {DROPOUT}", mapping | {"fsdp_config": fsdp | recomputing}
-            runs += [planned(f"recomputed-{place}", where, mapping, dropout)] if place else []  # the first is `dropout`
-            runs.append(planned(f"kept-{place}", f"{where}, not recomputed", keeping, dropout))
+            if place:  # the first is `dropout`
+                plan(f"recomputed-{place}", f"{title}, dropout {DROPOUT}", mapping, dropout)
+            keeping = mapping | {"fsdp_config": fsdp | recomputing}
+            plan(f"kept-{place}", f"{title}, dropout {DROPOUT}, not recomputed", keeping, dropout)
     if box.in_bf16:
-        runs.append(planned("bf16", f"{title(main_name)}, bf16", main_mapping | {"mixed_precision": "bf16"}, moved))
-    return {run.name: run for run in runs}
+        plan("bf16", f"{main_title}, bf16", main | {"mixed_precision": "bf16"}, moved)
+    return runs
 
 
-def launch_all(box: Box, plans: dict[str, PlannedRun], launch: Launch, launch_resumed: Launch) -> Iterator[WatchedRun]:
+def _choose_presets(box: Box) -> list[tuple[str, dict[str, Any]]]:
+    """The user's presets, each with its name in the table; the first with FSDP in front."""
+    chosen = [(name, _adapted(box, name, box.num_processes)) for name in box.presets]
+    if singles := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
+        raise UserError(
+            f"--presets names {singles[0]}, which has one process: leave it out, the others are compared with one process anyway"
+        )
+    first = next((preset for preset in chosen if preset[1]["distributed_type"] == "FSDP"), chosen[0])
+    chosen = [first, *(preset for preset in chosen if preset is not first)]
+    return [(f"{Path(name).stem} x {box.num_processes}", mapping) for name, mapping in chosen]
+
+
+def launch_all(box: Box, plans: dict[str, WatchedRun], launch: Launch, launch_resumed: Launch) -> Iterator[WatchedRun]:
     """Launch the runs one after the other, and print how long each took. `launch_resumed` starts the run `resumed`, which is
     compared bit for bit.
 
     Raises:
         UserError: the first run refuses the settings; that is the user's mistake and no failed check.
     """
-    width = max(len(plan.title) for plan in plans.values())
+    width = max(len(run.title) for run in plans.values())
     failures: dict[str | None, str | None] = {}
-    for number, plan in enumerate(plans.values(), start=1):
-        records, log = box.output / "records" / plan.name, box.output / "logs" / f"{plan.name}.txt"
-        preset = save_preset(plan.mapping, box.output / "presets" / f"{plan.name}.yaml")
-        flags = [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in plan.flags.items()]
-        command = ["-m", "toolkit.tools.verify.watched_run", str(box.recipe), str(records), *box.arguments, *flags]
-        print(f"run {number} of {len(plans)}: {plan.title:<{width}}", end="  ", flush=True)
+    for number, run in enumerate(plans.values(), start=1):
+        log = box.output / "logs" / f"{run.name}.txt"
+        preset = save_preset(run.mapping, box.output / "presets" / f"{run.name}.yaml")
+        flags = [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in run.flags.items()]
+        command = ["-m", "toolkit.tools.verify.watched_run", str(box.recipe), str(run.records), *box.arguments, *flags]
+        print(f"run {number} of {len(plans)}: {run.title:<{width}}", end="  ", flush=True)
 
         # Launch it, unless the run whose checkpoint it loads has failed.
-        start_s, failure = time.perf_counter(), None if failures.get(plan.after) is None else ""
-        if failure is None and (launch_resumed if plan.name == "resumed" else launch)(preset, command, log):
-            failure = _failure(records, log)
+        start_s, failure = time.perf_counter(), None if failures.get(run.after) is None else ""
+        if failure is None and (launch_resumed if run.name == "resumed" else launch)(preset, command, log):
+            # The error of the rank that failed first.
+            noted = [json.loads(path.read_text(encoding="utf-8")) for path in run.records.glob("failed-*.json")]
+            failure = min(noted, key=lambda about: about["time_s"])["reason"] if noted else reason_of_failure(log)
         took = f"{time.perf_counter() - start_s:5.1f} s{'  failed' if failure else ''}"
         print("not started" if failure == "" else took, flush=True)
 
         # A refusal of the first run is raised; other failures are rows of the table.
         if failure and number == 1 and f"error: {failure}" in log.read_text(encoding="utf-8", errors="replace").split("\n"):
             raise UserError(failure)
-        failures[plan.name] = failure
+        failures[run.name] = failure
         # Checkpoints of this run and of the one it loaded, unless needed: all together might fill the disk.
         needed = {None, *(later.after for later in list(plans.values())[number:])}
-        for name in set() if failure is not None else {plan.name, plan.after} - needed:
+        for name in set() if failure is not None else {run.name, run.after} - needed:
             shutil.rmtree(box.output / "runs" / str(name) / "checkpoints", ignore_errors=True)
-        yield WatchedRun(plan, box.output / "runs" / plan.name, records, failure)
-
-
-def _failure(records: Path, log: Path) -> str:
-    """The error that ended a run: that of the rank that failed first."""
-    failures = [json.loads(path.read_text(encoding="utf-8")) for path in records.glob("failed-*.json")]
-    return min(failures, key=lambda about: about["time_s"])["reason"] if failures else reason_of_failure(log)
+        yield replace(run, failure=failure)
 
 
 def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:

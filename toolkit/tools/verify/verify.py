@@ -48,7 +48,7 @@ def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, la
     what = f"{box.config.model.name_or_path} by recipes/{box.recipe.name}, {box.num_processes} processes on {where}"
     print(one_line(f"{what}: {len(plans)} runs"), flush=True)
     launches = (launch, launch) if launch else (forks.launch, preset_runs.launch)
-    runs = {run.plan.name: run for run in launch_all(box, plans, *launches)}
+    runs = {run.name: run for run in launch_all(box, plans, *launches)}
 
     proofs = compare(box, runs, tolerance)
     passed = all(proof.passed for proof in proofs)

@@ -12,7 +12,7 @@ import pytest
 from toolkit.data.rows.example import Example
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage
-from toolkit.tools.generate.inputs import Options, open_rows
+from toolkit.tools.generate.files import Options, open_rows, read_prompts
 from toolkit.tools.generate.model import find_folder, in_own_words
 
 
@@ -27,19 +27,18 @@ def read_rows(
     """The rows of `--file`, and how they are read."""
     others: dict = {"texts": [], "plain": False, "output": None, "batch_size_rows": None, "dtype": None, "settings": {}}
     with in_own_words():
-        rows = open_rows(
-            Options(model="", file=file, column=column, **others, **given), usage or Usage(), has_chat_template=is_chat
-        )
-        read = list(rows.read())
-        assert rows.num_rows in (None, len(read))
-        return read, rows.how
+        options = Options(model="", file=file, column=column, **others, **given)
+        rows, num_rows = open_rows(options, usage or Usage(), has_chat_template=is_chat)
+        read = list(read_prompts(rows))
+        assert num_rows in (None, len(read))
+        return read, rows.reading
 
 
 def test_the_runs_own_column_is_read_and_the_others_are_named(tmp_path: Path) -> None:
     file = write(tmp_path, "a.csv", 'id,body,source\n1,"one, two",no\n2,three,no\n')
     rows, how = read_rows(file, usage=Usage(source_column="body"))
     assert [(where, row.prompt) for where, row in rows] == [(f"{file}, row 1", "one, two"), (f"{file}, row 2", "three")]
-    assert how == f"{file}: 2 rows, read as prompts, from body; not read: id, source"
+    assert how == "prompts, from body; not read: id, source"
 
 
 PARTS = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
@@ -78,7 +77,7 @@ def test_chats_are_read_as_for_training_and_lose_the_answer_that_they_are_to_be_
     file = write(tmp_path, "a.jsonl", json.dumps(row))
     [(_, read)], said = read_rows(file)
     assert read.messages == [{"role": role, "content": content} for role, content in messages]
-    assert said == f"{file}: 1 rows, read as {how}" and read.tools == ([TOOL] if "tools" in row else None)
+    assert said == how and read.tools == ([TOOL] if "tools" in row else None)
 
 
 @pytest.mark.parametrize(("name", "given"), [("column", "body"), ("csv_delimiter", ";")])

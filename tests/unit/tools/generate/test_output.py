@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from toolkit.errors import UserError
+from toolkit.tools.generate.files import append_texts, begin_output, end_output
 from toolkit.tools.generate.generate import Options
-from toolkit.tools.generate.output import append_texts, begin_output, end_output
 
 NUM_TEXTS = 300
 WRITER = """
 import sys
 from pathlib import Path
 from tests.unit.tools.generate.test_output import NUM_TEXTS, options, text
-from toolkit.tools.generate.output import append_texts, begin_output, end_output
+from toolkit.tools.generate.files import append_texts, begin_output, end_output
 from toolkit.errors import UserError
 
 output, how = Path(sys.argv[1]), sys.argv[2]

@@ -481,7 +481,6 @@ def test_units_and_ties_are_listed_and_json_has_all() -> None:
         ("./nowhere", "fsdp2_full_shard", 4, [], "nowhere is not a folder here"),
         ({"layers": 3}, "fsdp2_full_shard", 4, [], "could not be read"),
         (LLAMA, "single", 4, [], "distributed_type NO, which starts 1"),
-        (LLAMA, "single", 0, [], "--num-processes is 0"),
         (LLAMA, "fsdp2_full_shard", 4, ["--data.max_length_tokens=4096"], "max_length_tokens to at most 1024"),
         (LLAMA, "fsdp2_full_shard", 4, ["prefetch"], "fsdp_forward_prefetch has no effect under FSDP2"),
         (LLAMA, "fsdp2_multi_node", 5, [], "cannot spread evenly over its num_machines 2"),

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.report_runs import evaluation, save_distinct_run, save_run, train
-from toolkit.tools.report import picture
+from toolkit.tools.report import page
 from toolkit.tools.report.charts import Curve, list_charts, means, table_rows
 from toolkit.tools.report.facts import describe_unlike, read_runs
-from toolkit.tools.report.page import render_page
-from toolkit.tools.report.picture import draw_curves
+from toolkit.tools.report.page import draw_curves, render_page
 from toolkit.tools.report.terminal import show_runs
 
 STEPS, EVALUATED = [1, 2, 3, 4, 5, 6], [2, 4, 6]
@@ -106,8 +105,8 @@ def test_a_value_that_is_no_number_is_not_drawn(tmp_path: Path, value: Any, caps
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The axes that are drawn, in order."""
     axes: list[Any] = []
-    draw = picture.draw_chart
-    monkeypatch.setattr(picture, "draw_chart", lambda ax, chart: (axes.append(ax), draw(ax, chart)))
+    draw = page.draw_chart
+    monkeypatch.setattr(page, "draw_chart", lambda ax, chart: (axes.append(ax), draw(ax, chart)))
     return axes
 
 
@@ -121,8 +120,8 @@ def test_the_picture_has_the_charts_of_the_report(tmp_path: Path, drawn: list[An
     for axes, chart in zip(drawn, charts, strict=True):
         lines = {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
         shown = {name: (list(line.get_xdata()), list(line.get_ydata())) for name, line in lines.items()}
-        means = {curve.label: picture.means(curve) if curve.is_noisy else (curve.steps, curve.values) for curve in chart.curves}
-        assert shown == means
+        shown_means = {curve.label: means(curve) if curve.is_noisy else (curve.steps, curve.values) for curve in chart.curves}
+        assert shown == shown_means
         assert axes.get_yscale() == ("log" if chart.is_log else "linear")
         legend = [text.get_text() for text in axes.get_legend().get_texts()] if len(lines) > 1 else []
         assert legend == (list(lines) if len(lines) > 1 else [])
@@ -146,3 +145,13 @@ def test_only_charts_with_data_and_without_what_was_not_finite_or_is_no_step(tmp
     assert [list(line.get_xdata()) for line in drawn[0].get_lines()] == [[1, 4]] * 2
     draw_curves([{"kind": "checkpoint", "step": 1}], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_without_matplotlib_there_is_no_picture_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "toolkit")
+    monkeypatch.setattr(page, "find_spec", lambda _: None)
+    draw_curves([train(1)], tmp_path / "curves.png")
+    assert caplog.messages == ["curves.png is not drawn, as matplotlib is not installed: pip install 'shardtune[pictures]'"]
+    assert not (tmp_path / "curves.png").exists()

@@ -15,10 +15,9 @@ from toolkit.data.collate import CausalCollator
 from toolkit.evaluation.rows import EvaluationRows, even_places
 from toolkit.parallel.units import describe_units
 from toolkit.tools.preview.summary import _sources
-from toolkit.tools.report import facts, record
-from toolkit.tools.report.facts import read_runs
+from toolkit.tools.report import facts
+from toolkit.tools.report.facts import MOST_PREDICTIONS, read_runs
 from toolkit.tools.report.page import collect_predictions
-from toolkit.tools.report.record import MOST_PREDICTIONS
 
 
 def save_texts(folder: Path, first_reference: str, sources: dict[str, str], **texts: list[str]) -> Path:
@@ -70,12 +69,12 @@ def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> N
 
 
 def test_a_text_that_is_cut_is_counted(tmp_path: Path) -> None:
-    sources = {"7": "s" * record.LONGEST_TEXT, "8": "s" * (record.LONGEST_TEXT + 1)}
-    run = save_texts(tmp_path / "run", "ref", sources, first=["a", "b"], last=["c", "d" * (record.LONGEST_TEXT + 1)])
+    sources = {"7": "s" * facts.LONGEST_TEXT, "8": "s" * (facts.LONGEST_TEXT + 1)}
+    run = save_texts(tmp_path / "run", "ref", sources, first=["a", "b"], last=["c", "d" * (facts.LONGEST_TEXT + 1)])
     found = collect_predictions(read_runs([run]))
-    assert found is not None and found["num_cut"] == 1 and len(found["rows"][1]["texts"][1]) == record.LONGEST_TEXT
+    assert found is not None and found["num_cut"] == 1 and len(found["rows"][1]["texts"][1]) == facts.LONGEST_TEXT
     whole, cut = (row["source"] for row in found["rows"])
-    assert whole == sources["7"] and cut == f"{'s' * (record.LONGEST_TEXT - 1)}…" and found["rows"][1]["texts"][1].endswith("d…")
+    assert whole == sources["7"] and cut == f"{'s' * (facts.LONGEST_TEXT - 1)}…" and found["rows"][1]["texts"][1].endswith("d…")
 
 
 def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:

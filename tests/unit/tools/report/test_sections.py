@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.report_runs import save_distinct_run
 from toolkit.tools.report.facts import RunFacts, read_runs
-from toolkit.tools.report.parts import load_template
-from toolkit.tools.report.sections import Section, describe_checkpoints, describe_commands, describe_summary
+from toolkit.tools.report.sections import Section, describe_checkpoints, describe_commands, describe_summary, load_template
 
 
 @pytest.fixture

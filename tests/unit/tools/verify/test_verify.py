@@ -19,7 +19,7 @@ from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.main import main
 from toolkit.tools.verify import checks
 from toolkit.tools.verify.records import NotReached
-from toolkit.tools.verify.runs import PlannedRun, WatchedRun, launch_all, plan_runs
+from toolkit.tools.verify.runs import WatchedRun, launch_all, plan_runs
 from toolkit.tools.verify.verify import build_box, verify
 
 FSDP = {"distributed_type": "FSDP", "num_processes": 2}
@@ -28,9 +28,9 @@ WEIGHTS = {"a": np.arange(1.0, 5.0), "b": np.array([1e-9])}
 
 def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: Any) -> WatchedRun:
     """A run of four steps with losses 4, 3, 2, 1 that has left everything."""
-    plan = PlannedRun(name=name, title=name, mapping=mapping, flags={}, from_step=2)
-    run = WatchedRun(plan, folder / name, folder / name, None)
+    run = WatchedRun(name=name, title=name, mapping=mapping, flags={}, from_step=2, output=folder)
     run.folder.mkdir(parents=True)
+    run.records.mkdir(parents=True)
     same = {"kind": "train", "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 7}
     lines = [same | {"step": 5 - loss, "loss": loss} for loss in (4, 3, 2, 1)]
     write_lines(run, [*lines, {"kind": "eval", "step": 4, "loss": 0.5, "num_rows": 3}])
@@ -168,7 +168,7 @@ def test_a_run_that_ended_early_fails_and_its_checks_are_not_reached(tmp_path: P
     runs["resharded"] = replace(runs["resharded"], failure="")
     for left in ("trained.json", "trained.safetensors", "saved-4.json", "saved-4.safetensors"):
         (runs["preset-0"].records / left).unlink()
-    for left in runs["resharded"].folder.iterdir():
+    for left in (*runs["resharded"].folder.iterdir(), *runs["resharded"].records.iterdir()):
         left.unlink()
     (runs["ddp"].records / "gradients.safetensors").unlink()  # of a run that ended well
     proofs = checks.check_all(runs, 1e-5, OptimConfig(), expects_frozen=True)
