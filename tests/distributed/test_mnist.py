@@ -47,7 +47,7 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
 def run_recipe(argv: list[str]) -> None:
     """The recipe as it stands; rank r says that its peak memory is r + 1 GiB."""
     from toolkit.distributed.comm import rank
-    from toolkit.tracking.memory import StepMemory
+    from toolkit.tracking.metrics_log import StepMemory
 
     memory = patch.object(StepMemory, "read", lambda self: rank() + 1.0)
     with memory:

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.files.durable import WAY_IN, denials_named, fsync_names, fsync_path, hash_file, save_json, seal
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import WAY_IN, denials_named, fsync_names, fsync_path, hash_file, refuse_pointers, save_json, seal
 
 UNFINISHED, REPLACED, REMOVING = ".tmp", ".old", ".removing"
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,})")

@@ -19,8 +19,7 @@ from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.data.tokens.read_tokenizer import differing_parts, open_tokenizer
 from toolkit.errors import UserError, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.files.durable import describe_files, fsync_names, list_files, save_json
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import describe_files, fsync_names, list_files, refuse_pointers, save_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

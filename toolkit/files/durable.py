@@ -20,6 +20,8 @@ from typing import Any
 from toolkit.errors import UserError
 
 WAY_IN = "ask its owner, or chmod"
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""Begins the text that a clone without git-lfs has in place of a large file."""
 
 
 def give_usual_mode(path: Path) -> None:
@@ -45,6 +47,15 @@ def check_readable(what: str, *folders: Path) -> None:
             for path in sorted(folder.iterdir()) if folder.is_dir() else []:
                 if path.suffix in (".json", ".safetensors", ".arrow") and path.is_file():
                     path.open("rb").close()
+
+
+def refuse_pointers(paths: Iterable[Path]) -> None:
+    """Refuse files that are pointers, by a `UserError` with the first; paths without a file do not matter."""
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_POINTER)) == _POINTER:
+                    raise UserError(f"{path} is a git-lfs pointer, not the file itself: type git lfs pull where it was cloned")
 
 
 @contextmanager

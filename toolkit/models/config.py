@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import ModelConfig
 from toolkit.config.task import Task
 from toolkit.errors import UserError
-from toolkit.files.durable import check_readable
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import check_readable, refuse_pointers
 from toolkit.models.generation import load_settings
 from toolkit.private import private
 

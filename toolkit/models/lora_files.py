@@ -30,8 +30,7 @@ from torch import nn
 
 from toolkit.config.schema import AdapterConfig
 from toolkit.errors import UserError
-from toolkit.files.durable import check_readable
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import check_readable, refuse_pointers
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.quantized import weight_name
 

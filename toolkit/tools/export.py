@@ -27,8 +27,7 @@ from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
-from toolkit.export.places import Places, check_place
-from toolkit.export.push import check_push, push
+from toolkit.export.places import Places, check_place, check_push, push
 from toolkit.export.run_data import load_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model

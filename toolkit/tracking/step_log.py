@@ -18,8 +18,7 @@ from toolkit.distributed.device import synchronize
 from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
 from toolkit.parallel.wrap import ShardedModel
-from toolkit.tracking.memory import StepMemory
-from toolkit.tracking.metrics_log import MetricsLog
+from toolkit.tracking.metrics_log import MetricsLog, StepMemory
 from toolkit.tracking.trackers import Trackers, log_to_trackers
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from toolkit.errors import Stopped
 from toolkit.evaluation.generate import describe_flaws
 from toolkit.evaluation.loop import evaluate
 from toolkit.evaluation.metrics import own_figures
-from toolkit.tracking.memory import save_memory
+from toolkit.tracking.metrics_log import save_memory
 from toolkit.tracking.trackers import close_trackers, log_to_trackers
 from toolkit.training.run import Run
 from toolkit.training.user_functions import Figures, StepInfo

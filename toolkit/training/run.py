@@ -29,8 +29,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.model_files import name_of
-from toolkit.export.places import run_places
-from toolkit.export.push import push
+from toolkit.export.places import push, run_places
 from toolkit.export.run_data import RunData, check_kept_tokenizer, describe_data, save_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model

@@ -17,8 +17,7 @@ from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, working
 from toolkit.evaluation.metrics import TextMetric, describe_code, load_text_metrics, metric_name
-from toolkit.export.places import check_export_places
-from toolkit.export.push import prepare_push
+from toolkit.export.places import check_export_places, prepare_push
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.log import start_logging
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder

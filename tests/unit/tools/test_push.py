@@ -15,7 +15,7 @@ from tests.support.hub_server import Hub, hub_server
 from tests.support.refusals import refusal
 from toolkit.config.python import load_config
 from toolkit.config.schema import AdapterConfig
-from toolkit.export.push import prepare_push
+from toolkit.export.places import prepare_push
 from toolkit.tools.export import Options, _check_push, push
 
 FILES = {"model.safetensors": b"\x01" * 5000, "config.json": b"{}", "README.md": b"---\nlicense: mit\n---\n"}

@@ -24,7 +24,7 @@ from toolkit.data.sources.json_files import list_keys, read_json
 from toolkit.data.sources.row import show_names
 from toolkit.data.sources.text_files import Cells, Form, open_bytes, read_csv, read_header, read_txt
 from toolkit.errors import UserError
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import refuse_pointers
 
 logger = logging.getLogger("toolkit")
 

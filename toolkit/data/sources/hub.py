@@ -22,7 +22,7 @@ from toolkit.data.sources.files import name_kind
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError, escape_controls
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import refuse_pointers
 from toolkit.private import private
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from toolkit.data.tokens.special_tokens import (
     swap_marks,
 )
 from toolkit.errors import UserError, refusal_named
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import refuse_pointers
 from toolkit.private import private
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.languages import marks_languages
 from toolkit.errors import UserError
-from toolkit.files.pointers import refuse_pointers
+from toolkit.files.durable import refuse_pointers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

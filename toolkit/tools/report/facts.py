@@ -24,7 +24,7 @@ from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.same_run import installed_versions
 from toolkit.parallel.units import ShardUnit, describe_units
 from toolkit.tools.checkpoints import Entry, read_entries
-from toolkit.tracking.memory import MEMORY_FILE
+from toolkit.tracking.metrics_log import MEMORY_FILE
 
 logger = logging.getLogger("toolkit")
 

@@ -16,8 +16,7 @@ from toolkit.files.durable import save_json
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.report.facts import NOT_AS_WRITTEN, PLAN_FILE, PLANNED_FOR, RunFacts, lines_of_steps, read_runs
 from toolkit.tools.report.sections import Histogram, Lines, Table, describe_memory, describe_summary, missing, show
-from toolkit.tracking.memory import ACCELERATE_FILE
-from toolkit.tracking.metrics_log import MetricsLog
+from toolkit.tracking.metrics_log import ACCELERATE_FILE, MetricsLog
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,9 +15,8 @@ from toolkit.errors import UserError
 from toolkit.tools.main import main
 from toolkit.tools.plan import plan
 from toolkit.tools.report.terminal import _print_samples, show_runs
-from toolkit.tracking import memory as step_memory
-from toolkit.tracking.memory import StepMemory, save_memory
-from toolkit.tracking.metrics_log import MetricsLog
+from toolkit.tracking import metrics_log as step_memory
+from toolkit.tracking.metrics_log import MetricsLog, StepMemory, save_memory
 
 PRESET = Path(__file__).parents[4] / "accelerate_configs" / "fsdp2_cpu.yaml"
 LLAMA = {
