@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import huggingface_hub.file_download  # noqa: F401  (another user may not be able to import)
 import pytest
 import torch
 from safetensors.torch import save_file
