@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.presets.page import CHOICE_FILE, hash_inputs
 from toolkit.optimizers import state_bytes
-from toolkit.tools.plan.peak import estimate_peak
-from toolkit.tools.plan.plan import USABLE_SHARE, largest_micro_batch
+from toolkit.tools.plan.plan import USABLE_SHARE
+from toolkit.tools.plan.search import estimate_peak, largest_micro_batch
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import Subject, build_subject
 from toolkit.tools.plan.trace import fake_ranks

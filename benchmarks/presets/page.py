@@ -31,7 +31,7 @@ PLANNED_PRESETS = (
 _PLANNER = Path(plan.__file__).parent
 _SOURCES = (
     Path(__file__).with_name("choice.py"),
-    *(_PLANNER / f"{name}.py" for name in ("kernels", "peak", "strategy", "subject", "trace")),
+    *(_PLANNER / f"{name}.py" for name in ("kernels", "search", "strategy", "subject", "trace")),
 )
 
 

@@ -167,7 +167,7 @@ FAULTS: dict[str, Fault] = {
         Fault(lines.batches_from_short_to_long, f"{ORDER}[bucketed]", "corrcoef"),
         Fault(
             lines.generate_in_fp32,
-            "tests/unit/tools/generate/test_launch.py::test_a_model_computes_as_its_run_did[None-expected0]",
+            "tests/unit/tools/generate/test_generate.py::test_a_model_computes_as_its_run_did[None-expected0]",
             "float32",
         ),
         Fault(

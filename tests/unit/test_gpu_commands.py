@@ -17,8 +17,8 @@ import yaml
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
-from toolkit.tools.plan.peak import estimate_peak
 from toolkit.tools.plan.plan import USABLE_SHARE
+from toolkit.tools.plan.search import estimate_peak
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import build_subject
 from toolkit.tools.plan.trace import fake_ranks

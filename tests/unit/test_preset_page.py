@@ -11,7 +11,7 @@ import pytest
 from benchmarks.presets import choice
 from benchmarks.presets.page import CHOICE_FILE, update_page
 from toolkit.errors import UserError
-from toolkit.tools.plan.peak import estimate_peak
+from toolkit.tools.plan.search import estimate_peak
 from toolkit.tools.plan.trace import fake_ranks
 
 PRESETS = Path(__file__).parents[2] / "accelerate_configs"

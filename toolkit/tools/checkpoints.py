@@ -58,9 +58,7 @@ class Entry:
     measured_on: dict[str, Any] = field(default_factory=dict)
     """The sha256 of the rows that `metrics` were measured on, and the generation settings."""
     best_metric: str | None = None
-    """The run's `eval.best_metric`."""
     best_value: float | None = None
-    """Its best value up to this checkpoint."""
     unread: bool = False
     """The file system refuses to read it, so it may or may not be valid."""
 
@@ -112,6 +110,10 @@ def _read_entry(path: Path, hashes: bool) -> Entry | None:
 
 
 def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) -> Entry:
+    written_at = None
+    for place in (path, path / MANIFEST):  # the manifest's time counts, where it is there
+        with suppress(OSError):
+            written_at = datetime.fromtimestamp(place.stat().st_mtime).astimezone().isoformat(timespec="seconds")
     best_metric = manifest["identity"]["config"].get("eval.best_metric") if manifest else None
     return Entry(
         name=path.name,
@@ -120,7 +122,7 @@ def _entry(path: Path, manifest: dict[str, Any], valid: bool | None, note: str) 
         valid=valid,
         note=note,
         num_bytes=sum(_sizes(path).values()),
-        written_at=_written_at(path),
+        written_at=written_at,
         world_size=manifest.get("world_size"),
         metrics={name: _finite(value) for name, value in manifest.get("metrics", {}).items()},
         measured_on=manifest.get("measured_on", {}) if manifest.get("metrics") else {},
@@ -140,13 +142,6 @@ def _sizes(path: Path) -> dict[str, int]:
         with suppress(OSError):  # a run may be saving or pruning
             sizes[str(file.relative_to(path))] = file.lstat().st_size
     return sizes
-
-
-def _written_at(path: Path) -> str | None:
-    for place in (path / MANIFEST, path):
-        with suppress(OSError):
-            return datetime.fromtimestamp(place.stat().st_mtime).astimezone().isoformat(timespec="seconds")
-    return None
 
 
 def _note_other_rows(entry: Entry, newest: list[Entry]) -> Entry:

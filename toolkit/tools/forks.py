@@ -49,11 +49,9 @@ class World:
 
     accelerate_yaml: Path
     environment: dict[str, str]
-    """That of the launching process."""
     port: int | None
     """Where rank 0 hosts the TCP store; None for a process that meets nobody."""
     streams: list[tuple[Path, Path]]
-    """Files that take stdout and stderr, by rank."""
     work: Callable[[], None]
     """What a rank does then; picklable, where a server forks."""
 

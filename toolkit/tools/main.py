@@ -77,7 +77,7 @@ def _add_before_a_run(add_command: AddCommand) -> None:
     add_command("ls", "project:list_shipped", "list the recipes, configs and presets that come with the toolkit")
 
     about = "predict each rank's memory, without a GPU; also takes a recipe's dotted flags"
-    add = add_command("plan", "plan.report:show_plan", about).add_argument
+    add = add_command("plan", "plan.plan:show_plan", about).add_argument
     add("--model", required=True, metavar="FOLDER_OR_ID", help="the model; its config.json is enough")
     add("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch")
     add("--num-processes", type=_at_least(1), required=True, help="number of ranks, one per GPU")

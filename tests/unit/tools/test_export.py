@@ -1,18 +1,26 @@
-"""`export` takes the checkpoint that is asked for, and each kind of export goes into a folder of its own."""
+"""`export` takes the checkpoint that is asked for, and each kind of export goes into a folder of its own. `--push-to-hub`: what
+is refused before the export, and the upload by the real client to a server of our own."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
+from tests.support.hub_server import Hub, hub_server
+from tests.support.refusals import refusal
 from toolkit.config.python import load_config
-from toolkit.export.places import Places
-from toolkit.tools.export import Options, choose_checkpoint, choose_places, load_run_config
+from toolkit.config.schema import AdapterConfig
+from toolkit.export.places import Places, prepare_push
+from toolkit.tools.export import Options, _check_push, choose_checkpoint, choose_places, load_run_config, push
 
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 9, "checkpoint.keep_best": 1}
 
@@ -55,3 +63,110 @@ def test_a_kernel_that_this_machine_may_lack_is_left_out(tmp_path: Path, named: 
     settings = {"model": {"name_or_path": "org/m", "attn_implementation": named}, "data": {"source": "x", "max_length_tokens": 8}}
     (tmp_path / "config.yaml").write_text(json.dumps({**settings, "train": {"max_steps": 1}}))
     assert load_run_config(tmp_path, []).model.attn_implementation == taken
+
+
+FILES = {"model.safetensors": b"\x01" * 5000, "config.json": b"{}", "README.md": b"---\nlicense: mit\n---\n"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_good")
+        yield hub
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An export, which no upload may change."""
+    folder = tmp_path / "my export"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    yield folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+
+
+def test_an_export_is_uploaded_to_a_repository_that_is_new_or_there(
+    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push(folder, "mine/model", private=True)
+    assert hub.repositories["mine/model"] == FILES and hub.private == {"mine/model"}
+    assert f"uploaded to {hub.url}/mine/model\n" in capsys.readouterr().out
+    push(folder, "mine/model", private=True)
+    push(folder, "mine/public", private=False)
+    assert hub.repositories["mine/public"] == FILES
+
+
+@pytest.mark.parametrize(
+    ("name", "private", "token", "fails_at", "sentence"),
+    [
+        ("theirs/model", False, "hf_good", "", "rights to create a model under the namespace"),
+        ("mine/model", False, "hf_bad", "", "Invalid credentials"),
+        ("mine/model", True, "hf_good", "/commit/", "the disk of the hub is full"),
+        ("mine/public", True, "hf_good", "", "which is public: make it private, or take another name"),
+        ("mine/model", False, "hf_good", "a network that is away", "): the folder is whole: check the name"),
+    ],
+)
+def test_a_refused_upload_is_one_sentence_with_the_command_that_repeats_it(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, private: bool, token: str, fails_at: str, sentence: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.fails_at = fails_at
+    if fails_at == "a network that is away":
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    text = refusal(push, folder, name, private=private)
+    assert text.startswith(f"{folder} was not uploaded to {name}") and sentence in text
+    assert name == "mine/public" or text.endswith(f"type hf upload {name} '{folder}'{' --private' * private}")
+    assert not hub.repositories.get(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "private", "adapter", "merge", "token", "sentence"),
+    [
+        (None, True, "none", False, "hf_good", "--private is given without --push-to-hub NAMESPACE/NAME: give both, or neither"),
+        ("model", False, "none", False, "hf_good", "--push-to-hub is model: give NAMESPACE/NAME"),
+        ("a/b/c", False, "none", False, "hf_good", "--push-to-hub is a/b/c: give NAMESPACE/NAME"),
+        ("mine/model", False, "lora", False, "hf_good", "the adapter's base /models/base is a folder here: add --merge"),
+        ("mine/model", False, "lora", True, None, "--push-to-hub is mine/model, but there is no token: type hf auth login"),
+        ("mine/model", False, "none", False, "offline", "--push-to-hub is mine/model, but HF_HUB_OFFLINE is set: unset it"),
+    ],
+)
+def test_what_is_refused_before_the_export(
+    monkeypatch: pytest.MonkeyPatch, name: str | None, private: bool, adapter: Any, merge: bool, token: str | None, sentence: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", token == "offline")
+    places: Any = {"run_folder": Path("runs/run"), "checkpoint": None, "dtype": None, "to": None, "flags": []}
+    options = Options(**places, merge=merge, push_to_hub=name, private=private)
+    config: Any = SimpleNamespace(adapter=AdapterConfig(method=adapter), model=SimpleNamespace(name_or_path="/models/base"))
+    assert sentence in refusal(_check_push, options, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("mine/model", {}, "the export will be uploaded to HUB/mine/model, which is private\n"),
+        ("mine/public", {}, "the export will be uploaded to HUB/mine/public, which is public\n"),
+        ("mine/bad", {}, r"where the hub does not let this token write \(.*Invalid credentials.*\): check the name"),
+        ("theirs/model", {}, r"where the hub does not let this token write \(.*rights to create a model under.*\): check"),
+        ("model", {}, "export.push_to_hub is model: give NAMESPACE/NAME"),
+        ("mine/model", {"train.max_steps": 0}, "a run with train.max_steps 0 exports nothing: leave it out"),
+        ("mine/model", {"adapter.method": "lora"}, "the adapter's base /models/base is a folder here: set export.merge"),
+    ],
+)
+def test_a_run_makes_its_repository_or_is_refused_before_it_trains(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, changes: Any, sentence: str
+) -> None:
+    token = "hf_bad" if name == "mine/bad" else "hf_good"
+    monkeypatch.setenv("HF_TOKEN", token)
+    given = {"model.name_or_path": "/models/base", "data.source": "x", "train.max_steps": 1, "export.push_to_hub": name}
+    config = load_config("llm", overrides=given | changes)
+    if "HUB" in sentence:
+        prepare_push(config)
+        assert sentence.replace("HUB", hub.url) in capsys.readouterr().out and name in hub.repositories
+    else:
+        said = refusal(prepare_push, config)
+        assert re.search(sentence, said) and token not in said

@@ -31,7 +31,6 @@ class Conditions:
     """What is the same for all presets."""
 
     command: list[str]
-    """The recipe and its arguments."""
     num_steps: int
     """Optimizer updates, including those of the warm-up."""
     warmup_steps: int
@@ -124,7 +123,11 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
         path = save_preset(adapted, output / f"{name}.yaml")
         if slow := slow_bf16(adapted):
             logger.warning(f"{preset}: {slow}")
-        _check_devices(adapted)
+        # Raised here, because the ranks would do so only after seconds of imports.
+        num_gpus, wanted = torch.accelerator.device_count(), adapted.get("num_processes", 1)
+        if adapted["distributed_type"] != "NO" and not adapted.get("use_cpu") and num_gpus < wanted:
+            seen = num_gpus or "none"
+            raise UserError(f"it needs {wanted} GPUs, but torch sees {seen} here: add --use-cpu, or give fewer --num-processes")
     except UserError as error:
         failure = str(error)
     about: dict[str, Any] = {
@@ -155,29 +158,20 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
         return Outcome(**about, failure=f"no figures: {error}")
 
 
-def _check_devices(mapping: dict[str, Any]) -> None:
-    """Raise here for missing GPUs, because the ranks would do so only after seconds of imports."""
-    if mapping["distributed_type"] == "NO" or mapping.get("use_cpu"):
-        return
-    if (num_gpus := torch.accelerator.device_count()) < mapping["num_processes"]:
-        wanted, seen = mapping["num_processes"], num_gpus or "none"
-        raise UserError(f"it needs {wanted} GPUs, but torch sees {seen} here: add --use-cpu, or give fewer --num-processes")
-
-
 def _changes(mapping: dict[str, Any], adapted: dict[str, Any]) -> list[str]:
     """The differences between two accelerate YAMLs, as in "num_processes 8 → 2"."""
+
+    def spelt(value: Any) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
     changes = []
     for key, value in adapted.items():
         before = mapping.get(key)
         if isinstance(value, dict):
             changes += _changes(before or {}, value)
         elif value != before and key not in CHANGES_NOT_SHOWN and (before, value) != (None, 1):
-            changes.append(f"{key} {_spelt(before)} → {_spelt(value)}")
+            changes.append(f"{key} {spelt(before)} → {spelt(value)}")
     return changes
-
-
-def _spelt(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> None:

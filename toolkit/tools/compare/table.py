@@ -43,7 +43,6 @@ class Figures:
     num_bytes: int | None
     """Size of the last save, summed over ranks."""
     evaluation: dict[str, float]
-    """Metrics of the last evaluation; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Outcome:
     """Changes to the preset's file, as in "num_processes 8 → 2"."""
     figures: Figures | None = None
     failure: str | None = None
-    """A sentence, if there are no figures."""
 
 
 def read_figures(metrics_path: Path, warmup_steps: int) -> Figures:

@@ -103,8 +103,6 @@ def read_prompts(item: RowInput) -> Iterator[Row]:
 
 def _open_file(options: Options, usage: Usage, has_chat_template: bool) -> RowInput:
     path = Path(str(options.file))
-    if not path.is_file():
-        raise UserError(f"--file {path} does not exist, or is not a file: check the path")
     kind, how = find_kind(path, "--file"), ""
     form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding)
     saved = build_form(None, usage.encoding).encoding
@@ -147,9 +145,14 @@ def begin_output(options: Options) -> int:
     output = options.output
     assert output is not None
     about, lock = _beside(output, UNFINISHED), _beside(output, LOCK)
+    settings = {**dataclasses.asdict(options), "output": None, "batch_size_rows": None, "file": None}
     try:
         take_lock(lock, f"another process is writing --output {output}: wait for its end, or name another file")
-        mine = _digest(options)
+        # What decides the texts beside the rows: settings, and the files of the model and, for an adapter, of its base.
+        folder = Path(find_folder(options.model))
+        folders = [folder, Path(read_base_name(folder))] if (folder / CONFIG_FILE).is_file() else [folder]
+        decides = json.dumps([settings, [*map(describe_files, folders)]], default=str)
+        mine = hashlib.sha256(decides.encode()).hexdigest()
         if output.exists():
             if not about.exists() or about.read_text(encoding="utf-8").partition("\n")[0] != mine:
                 raise UserError(f"--output {output} exists, and is not what this command left unfinished: name another file")
@@ -205,14 +208,6 @@ def _num_written(output: Path) -> int:
         if not isinstance(value, dict) or value.get("row") != num:
             raise UserError(f"{output}, line {line}: not row {num}: {way_out}")
     return num
-
-
-def _digest(options: Options) -> str:
-    """A hash of what decides the texts beside the rows: settings, and the files of the model and, for an adapter, of its base."""
-    folder = Path(find_folder(options.model))
-    folders = [folder, Path(read_base_name(folder))] if (folder / CONFIG_FILE).is_file() else [folder]
-    settings = {**dataclasses.asdict(options), "output": None, "batch_size_rows": None, "file": None}
-    return hashlib.sha256(json.dumps([settings, [*map(describe_files, folders)]], default=str).encode()).hexdigest()
 
 
 def _beside(output: Path, ending: str) -> Path:

@@ -72,7 +72,6 @@ class Generator:
     """Of the model, or of its adapter."""
     base: ModelConfig
     config: PretrainedConfig
-    """That of the base."""
     model: Any
     tokenizer: PreTrainedTokenizerBase
     usage: Usage

@@ -22,17 +22,20 @@ MASK_MULTIPLE = 16
 @contextlib.contextmanager
 def kernels_of_cuda() -> Iterator[None]:
     """Context in which `torch.nn.functional` and attention by document use the stand-ins."""
+
+    def varlen_attention(module: Any, query: Any, key: Any, value: Any, *_: Any) -> torch.Tensor:
+        """The varlen kernel keeps the same as the others, and no mask."""
+        return _fused_attention(query, key, value).transpose(1, 2)
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
     with (
-        mock.patch.object(documents, "attend_by_document", _varlen_attention),
+        mock.patch.object(documents, "attend_by_document", varlen_attention),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
-        mock.patch.object(F, "dropout", _fused_dropout),
+        mock.patch.object(F, "dropout", dropout),
     ):
         yield
-
-
-def _varlen_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The varlen kernel keeps the same as the others, and no mask."""
-    return _fused_attention(query, key, value).transpose(1, 2)
 
 
 def _fused_attention(
@@ -44,10 +47,6 @@ def _fused_attention(
         is_bool = attn_mask.dtype == torch.bool
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if is_bool else attn_mask.to(query.dtype)
     return _Attention.apply(query, key, value, attn_mask)
-
-
-def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
 class _Attention(torch.autograd.Function):

@@ -3,36 +3,42 @@
 FSDP2 is traced (`trace`). A single process and DDP are traced as the plain model under autocast, with DDP's buckets by
 arithmetic. FSDP1 is derived from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
 
-The plan itself traces the full model. The searches for other micro-batches and presets trace two models with few blocks and
-extrapolate: memory in every phase of a micro-batch grows linearly with the number of blocks.
+The plan itself traces the full model; `search` tries other micro-batches and presets on models with few blocks.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Iterable
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from toolkit.errors import UserError, one_line
+from toolkit.distributed.device import GIB
+from toolkit.errors import UserError, align, one_line
 from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.optimizers import state_bytes
 from toolkit.parallel.units import describe_units, local_tensor
-from toolkit.tools.plan.peak import OPTIMIZER, estimate_peak, local_state_bytes, trace_rank
+from toolkit.tools.plan.search import MOST_ROWS, find_change, largest_micro_batch, show_progress
 from toolkit.tools.plan.strategy import Strategy, load_strategy
-from toolkit.tools.plan.subject import Subject, build_subject, num_micro_batches, row_tokens
+from toolkit.tools.plan.subject import (
+    OPTIMIZER,
+    Subject,
+    build_subject,
+    local_state_bytes,
+    num_micro_batches,
+    row_tokens,
+    trace_rank,
+)
 from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
 
 USABLE_SHARE = 0.92
 """Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""
-MOST_ROWS = 4096
-"""Upper limit of the search for the largest micro-batch."""
+
+_UNIT_HEAD = ("shard unit", "count", "parameters", "dtype", "trainable", "all-gather MiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +58,10 @@ class Plan:
     host_bytes: Bytes
     checkpoint_bytes: Bytes
     moved_bytes: Bytes
-    """Bytes that each rank receives in one step."""
     units: list[dict[str, Any]]
     """Of `describe_units`, with `gather_bytes` of each."""
     largest_gather_bytes: int
     tied: list[list[str]]
-    """All names of each tied weight."""
     usable_bytes: int
     largest_micro_batch_rows: int | None
     """0: none fits; None: no search."""
@@ -101,22 +105,21 @@ def build_plan(
         raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
     # What to plan for.
     strategy = load_strategy(preset, num_processes, gpu_memory_gib, mixed_precision)
-    _show_progress(f"building {model}")
+    show_progress(f"building {model}")
     subject = build_subject(model, strategy, run_arguments, recipe)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows
     # Trace the run, then search for the largest micro-batch and, if the run does not fit, a change of the preset.
     with fake_ranks(num_processes):
-        _show_progress("tracing a micro-batch of the full model")
+        show_progress("tracing a micro-batch of the full model")
         trace, sharded = trace_rank(subject, strategy, subject.skeleton, rows)
         largest = largest_micro_batch(subject, strategy, usable) if searches else None
         fits = sum(trace.peak.values()) <= usable
-        change = _find_change(subject, strategy, usable) if searches and not fits else None
+        change = find_change(subject, strategy, usable) if searches and not fits else None
     # The rest is arithmetic. A checkpoint has no frozen weights.
-    num = num_micro_batches(subject.config, strategy, rows)
+    num, itemsize = num_micro_batches(subject.config, strategy, rows), strategy.compute_dtype.itemsize
     trained = [p for p in subject.skeleton.parameters() if p.requires_grad]
     num_trainable = sum(p.numel() for p in trained)
-    itemsize = strategy.compute_dtype.itemsize
     return Plan(
         model=model,
         preset=str(preset),
@@ -139,57 +142,6 @@ def build_plan(
         change=change,
         notes=_notes(subject, strategy, largest),
     )
-
-
-def _show_progress(doing: str) -> None:
-    """A line on stderr: stdout has the result alone, which may be JSON."""
-    print(one_line(f"planning: {doing}"), file=sys.stderr, flush=True)
-
-
-def largest_micro_batch(subject: Subject, strategy: Strategy, usable: int) -> int:
-    """Most rows of a micro-batch that fit in `usable` bytes: secant search with bisection bounds, as memory is near linear."""
-    _show_progress("searching for the largest micro-batch that fits")
-    fits, fails, rows = 0, MOST_ROWS + 1, 1
-    before = (0, 0)
-    while fails - fits > 1:
-        needed = estimate_peak(subject, strategy, rows)
-        fits, fails = (rows, fails) if needed <= usable else (fits, rows)
-        slope = max(1.0, (needed - before[1]) / (rows - before[0])) if before[0] else float("inf")
-        guess = rows + int((usable - needed) // slope) if before[0] else 2
-        before = rows, needed
-        rows = min(max(guess, fits + 1), fails - 1)
-    return fits
-
-
-def _find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None:
-    """The first change with which the micro-batch fits; tries each alone, then each on top of those before it."""
-    _show_progress("searching for a change of the preset with which it fits")
-    changes = list(_changes(strategy))
-    for chosen in [*([change] for change in changes), *(changes[:end] for end in range(2, len(changes) + 1))]:
-        together = {key: value for _, change in chosen for key, value in change.items()}
-        changed = dataclasses.replace(strategy, **together)
-        if estimate_peak(subject, changed, subject.config.train.micro_batch_size_rows) <= usable:
-            return " and ".join(text for text, _ in chosen)
-    return None
-
-
-def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Changes of a preset that save memory, the cheapest in time first."""
-    whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
-    sharded = {} if strategy.is_fsdp else whole | {"kind": "fsdp2"}
-    if not strategy.is_fsdp:
-        if strategy.num_processes > 1:
-            yield "accelerate_configs/fsdp2_shard_grad_op.yaml", sharded | {"reshard_after_forward": False}
-        yield "accelerate_configs/fsdp2_full_shard.yaml", sharded | {"reshard_after_forward": True}
-    elif not strategy.reshard_after_forward:
-        key = "fsdp_reshard_after_forward: true" if strategy.kind == "fsdp2" else "fsdp_sharding_strategy: FULL_SHARD"
-        yield key, {"reshard_after_forward": True}
-    if strategy.is_fsdp and strategy.num_replicas > 1:
-        yield "no parallelism_config (full shard over all ranks)", whole
-    if not strategy.activation_checkpointing:
-        yield "fsdp_activation_checkpointing: true", sharded | {"activation_checkpointing": True}
-    if not strategy.offload:
-        yield "fsdp_offload_params: true", sharded | {"offload": True}
 
 
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
@@ -249,3 +201,67 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
         "largest micro-batch and changes: extrapolated from models of few blocks": True,
     }
     return [note for note, applies in notes.items() if applies]
+
+
+def show_plan(run_flags: list[str], *, accelerate_config: Path, config: str | None, as_json: bool, **options: Any) -> bool:
+    """Build and print a run's memory plan, and return whether the run fits; arguments and errors of `plan.build_plan`."""
+    run_arguments = [*([f"--config={config}"] if config else []), *run_flags]
+    plan = build_plan(preset=accelerate_config, run_arguments=run_arguments, **options)
+    print(json.dumps(plan_as_dict(plan), indent=2) if as_json else plan_as_text(plan))
+    return plan.fits
+
+
+def plan_as_text(plan: Plan) -> str:
+    """The plan as tables, with the verdict last."""
+    units = []
+    for unit in plan.units:
+        num, mib = unit["num_parameters"], f"{unit['gather_bytes'] / 2**20:,.1f}"
+        share = f"{unit['num_trainable'] / max(1, num):.2%}"
+        units.append([unit["unit"], str(unit["count"]), f"{num:,}", "+".join(unit["dtypes"]), share, mib])
+    tokens = ", ".join(f"{name} of {length} tokens" for name, length in plan.row_tokens.items())
+    lines = [
+        f"{plan.model}, {plan.preset}, {plan.strategy.num_processes} processes: {plan.strategy.num_shards} shards x "
+        f"{plan.strategy.num_replicas} replicas",
+        f"micro-batch of {plan.micro_batch_size_rows} rows ({tokens}), {plan.num_micro_batches} a step and rank",
+        "",
+        *_table("at the peak, GiB a rank", plan.device_bytes),
+        "",
+        *_table("host, GiB a rank", plan.host_bytes, with_total=False),
+        "",
+        *_table("checkpoint, GiB in all", plan.checkpoint_bytes),
+        "",
+        *_table("received, GiB a step and rank", plan.moved_bytes),
+        "",
+        *align([_UNIT_HEAD, *units], left=(0, 3)),
+        f"largest all-gather: {plan.largest_gather_bytes / 2**20:,.1f} MiB",
+        *(f"tied: {' = '.join(names)}" for names in plan.tied),
+        *(f"note: {note}" for note in plan.notes),
+        "",
+        _verdict(plan),
+    ]
+    return "\n".join(map(one_line, lines))
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan for JSON, in bytes."""
+    own = {name: value for name, value in vars(plan).items() if name != "strategy"}
+    strategy = {name: getattr(plan.strategy, name) for name in ("kind", "num_processes", "num_shards", "num_replicas")}
+    return own | strategy | {"device_bytes_total": plan.total, "fits": plan.fits}
+
+
+def _table(title: str, by_kind: Bytes, *, with_total: bool = True) -> list[str]:
+    rows = {**by_kind, "total": sum(by_kind.values())} if with_total else by_kind
+    return [title, *(f"  {kind:<36}{num_bytes / GIB:>10.2f}" for kind, num_bytes in rows.items())]
+
+
+def _verdict(plan: Plan) -> str:
+    need, usable = plan.total / GIB, plan.usable_bytes / GIB
+    of = f"{need:.1f} of {usable:.1f} usable GiB ({USABLE_SHARE:.0%} of the GPU)"
+    largest, rows = "", plan.largest_micro_batch_rows
+    if rows is not None:
+        how_many = f"{rows} row{'' if rows == 1 else 's'}{' or more' if rows == MOST_ROWS else ''}"
+        largest = f"; the largest micro-batch that fits has {how_many}" if rows else "; no micro-batch fits"
+    if plan.fits:
+        return f"FITS: {of}{largest}"
+    change = f"the cheapest change with which it fits: {plan.change}" if plan.change else "no change of the preset makes it fit"
+    return f"DOES NOT FIT: {of}{largest}" + ("" if rows is None else f"; {change}")

@@ -1,13 +1,14 @@
-"""The model and batch to plan for, built by the run's own code without weights or data."""
+"""The model and batch to plan for, built by the run's own code without weights or data, and the trace of a rank's micro-batch."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from toolkit.config.load import RecipeConfig, load_config
@@ -15,6 +16,7 @@ from toolkit.config.python import CONFIGS
 from toolkit.config.validate import check_config
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
+from toolkit.loss import summed_loss
 from toolkit.models.config import load_model_config
 from toolkit.models.experts import check_experts
 from toolkit.models.freeze import cast_frozen, freeze
@@ -23,13 +25,25 @@ from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.patches.documents import choose_packed_attention
 from toolkit.models.patches.masks import choose_packing
 from toolkit.models.position_limits import check_positions
-from toolkit.optimizers import check_sharding
-from toolkit.parallel.units import repeated_blocks
-from toolkit.tools.plan.strategy import Strategy, planned_frozen_dtype
+from toolkit.optimizers import check_sharding, state_bytes
+from toolkit.parallel.units import local_tensor, repeated_blocks
+from toolkit.parallel.wrap import ShardedModel, shard_model
+from toolkit.tools.plan.strategy import Strategy, planned_accelerator, planned_frozen_dtype
+from toolkit.tools.plan.trace import (
+    GRADIENTS,
+    SHARDED_PARAMETERS,
+    UNSHARDED_GRADIENTS,
+    Trace,
+    fake_copy,
+    trace_micro_batch,
+)
+from toolkit.tools.private import FAKE_POINTER_READ, private, replaced
 from toolkit.tools.recipes import find_recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+OPTIMIZER = "optimizer state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,19 +135,53 @@ def find_stacks(model: PreTrainedModel) -> list[list[nn.Module]]:
     return [blocks_of for blocks_of in lists if blocks_of and all(id(block) in blocks for block in blocks_of)]
 
 
-def even_stack_length(model: PreTrainedModel) -> int | None:
-    """Number of blocks in each stack, if all stacks have equally many, alike from the second on; else None."""
-    stacks = find_stacks(model)
-    sizes = [{(p.shape, p.dtype, p.requires_grad) for p in block.parameters()} for stack in stacks for block in stack[1:]]
-    lengths = {len(stack) for stack in stacks}
-    each = len(sizes) // max(1, len(stacks))
-    is_even = len(lengths) == 1 and all(size == sizes[place // each * each] for place, size in enumerate(sizes))
-    return lengths.pop() if is_even else None
+def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, rows: int) -> tuple[Trace, ShardedModel]:
+    """The trace of one micro-batch of `rows`, with optimizer state, and the model it ran on; call within `fake_ranks`. A wrap
+    class that is not in the model, or a weight that is tied across shard units, is a `UserError`."""
+    accelerator = planned_accelerator(strategy)
+    batch = build_batch(subject, rows)
+    off_device = frozenset({SHARDED_PARAMETERS, GRADIENTS}) if strategy.offload else frozenset()
+    vocab_size = subject.skeleton.config.get_text_config().vocab_size
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        is_autocast = not strategy.is_fsdp and strategy.compute_dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+            return summed_loss(model, batch)[0]  # label smoothing has the same peak
+
+    # transformers' own grouped products keep the same tensors as torch's, whose fake ones are in bf16 only. And `fully_shard`
+    # need not cut the shards of the ranks that do not exist.
+    grouped = replaced("_can_use_grouped_mm", lambda *_: False)
+    own_shard = replaced("_chunk_with_empty", lambda tensor, num, dim: [tensor.narrow(dim, 0, -(-tensor.size(dim) // num))])
+    with warnings.catch_warnings(), private("FakeTensorMode")(allow_non_fake_inputs=True), grouped:
+        warnings.filterwarnings("ignore", message=FAKE_POINTER_READ)
+        # The sharded model; accumulated gradients exist if a step has several micro-batches.
+        with own_shard:
+            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), gpu_bytes=strategy.gpu_bytes or 0)
+        if num_micro_batches(subject.config, strategy, rows) > 1:
+            for parameter in sharded.model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        fake_batch = {
+            name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+        stacks = find_stacks(sharded.plain)
+        trace = trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
+        num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
+        optimizer_bytes = local_state_bytes(subject, sharded.model)
+    # What the trace does not see.
+    if strategy.kind == "fsdp1":  # one flat gradient per unit, frozen parameters included: its shard in fp32
+        frozen = [unit.num_parameters - unit.num_trainable for unit in sharded.units if unit.num_trainable]
+        for peak in trace.peaks[trace.first_backward_phase :]:
+            peak[UNSHARDED_GRADIENTS] += max(frozen, default=0) * strategy.compute_dtype.itemsize
+            peak[GRADIENTS] += 0 if strategy.offload else sum(frozen) * 4 // strategy.num_shards
+    for peak in trace.peaks:
+        peak[OPTIMIZER] = 0 if strategy.offload else optimizer_bytes
+        if strategy.kind == "ddp" and strategy.num_processes > 1:
+            peak[GRADIENTS] = num_trainable * 4  # views of DDP's buckets, which it allocates at the start
+    return trace, sharded
 
 
-def shortened(model: PreTrainedModel, length: int) -> PreTrainedModel:
-    """A copy with only the first `length` blocks of each stack."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    chosen = [s for s in stacks if any(list(s) == stack for stack in find_stacks(model))]
-    memo: dict[int, Any] = {id(stack): nn.ModuleList(copy.deepcopy(block) for block in stack[:length]) for stack in chosen}
-    return copy.deepcopy(model, memo)
+def local_state_bytes(subject: Subject, model: nn.Module) -> int:
+    """Bytes of the optimizer state on a rank, for its shards of the trainable parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sum(state_bytes(subject.config.optim.name, tuple(p.shape), tuple(local_tensor(p).shape)) for p in trained)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,9 +46,7 @@ class Trace:
     backward, so that in models that differ only in the number of blocks, each peak grows linearly with that number."""
     first_backward_phase: int = 0
     gathered_bytes: int = 0
-    """Outputs of all all-gathers."""
     reduced_bytes: int = 0
-    """Inputs of all reduce-scatters."""
     largest_gather_bytes: int = 0
 
     @property
@@ -67,17 +64,6 @@ def fake_ranks(num_processes: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def first_shards() -> Iterator[None]:
-    """Context in which `fully_shard` cuts only rank 0's shard from each parameter, not those of all ranks."""
-
-    def first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
-
-    with replaced("_chunk_with_empty", first_chunk):
-        yield
 
 
 def fake_copy(model: nn.Module) -> nn.Module:
@@ -120,9 +106,17 @@ def trace_micro_batch(
     for value in (*model.buffers(), *batch.values()):
         if isinstance(value, torch.Tensor):
             tracker.tag(value, INPUTS)
+
+    def end_phases(block: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        """End a phase before this block's forward, and one after its backward."""
+        tracker.end_phase()
+        hidden = next((x for x in (*args, *inputs.values()) if isinstance(x, torch.Tensor) and x.requires_grad), None)
+        if hidden is not None:
+            hidden.register_hook(lambda _: tracker.end_phase())
+
     # A phase ends at the second and at the last block of each stack.
     for block in {id(block): block for stack in stacks for block in (stack[min(1, len(stack) - 1)], stack[-1])}.values():
-        block.register_forward_pre_hook(functools.partial(_end_phases, tracker), with_kwargs=True)
+        block.register_forward_pre_hook(end_phases, with_kwargs=True)
     with _watched(tracker), contextlib.nullcontext() if is_cpu else kernels_of_cuda(), tracker:
         loss_sum = loss(model, batch)
         tracker.end_phase()
@@ -130,14 +124,6 @@ def trace_micro_batch(
         loss_sum.backward()
         tracker.end_phase()  # what is left for the optimizer
     return tracker.trace
-
-
-def _end_phases(tracker: _Tracker, block: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-    """End a phase before this block's forward, and one after its backward."""
-    tracker.end_phase()
-    hidden = next((x for x in (*args, *inputs.values()) if isinstance(x, torch.Tensor) and x.requires_grad), None)
-    if hidden is not None:
-        hidden.register_hook(lambda _: tracker.end_phase())
 
 
 _DispatchMode: Any = private("TorchDispatchMode")
@@ -157,8 +143,10 @@ class _Tracker(_DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # the call comes again with the local tensors
-        if func is torch.ops.aten.add.Tensor and _sums_gradients(args):
-            return args[0]
+        if func is torch.ops.aten.add.Tensor and _in_backward() and all(isinstance(of, torch.Tensor) for of in args):
+            first, second = args
+            if (first.shape, first.dtype) == (second.shape, second.dtype):
+                return first  # autograd accumulates a gradient in place, but not for fake tensors
         result = func(*args, **(kwargs or {}))
         # Collectives: their buffers and traffic.
         if func is private("_allgather_base_").default:
@@ -269,10 +257,3 @@ def _key(storage: torch.UntypedStorage) -> int:
 def _in_backward() -> bool:
     """Whether a backward runs. A checkpointed block's recomputed forward records gradients, and does not count."""
     return private("_current_graph_task_id")() != -1 and not torch.is_grad_enabled()
-
-
-def _sums_gradients(args: Any) -> bool:
-    """Whether this `add` accumulates a gradient: autograd does that in place, but not for fake tensors."""
-    first, second = args
-    both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
-    return both and _in_backward() and (first.shape, first.dtype) == (second.shape, second.dtype)

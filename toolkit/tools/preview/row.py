@@ -62,7 +62,6 @@ class Side:
     tokens: list[Token]
     """Also those that were cut off."""
     num_tokens: int
-    """After the cut."""
     num_lost: int
     limit: int
 
@@ -75,7 +74,6 @@ class RowView:
     where: str
     """Its file and row number."""
     split: str
-    """`training` or `evaluation`."""
     sides: list[Side]
     num_tokens: int
     num_label_tokens: int

@@ -22,7 +22,6 @@ LOSS, CONTEXT, PADDING, LOST = "loss", "context", "padding", "lost"
 """What a token is for: it counts in the loss, is context, is padding; or it was cut off."""
 NAMES = {LOSS: "counts in the loss", CONTEXT: "context", PADDING: "padding", LOST: "cut off"}
 MOST_PACKS = 24
-"""Packs of the step that are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +46,11 @@ class StepView:
     """The first step of a run."""
 
     plan: BatchPlan
-    """That of the run."""
     num_steps: int
-    """Of the run."""
     positions: dict[str, int]
     """Positions of the step's tensors, over all ranks, by kind."""
     num_micro_batches: int
-    """On each rank."""
     num_tensor_rows: int
-    """Rows of all micro-batches' tensors."""
     packs: list[Pack]
 
     def find_pack(self, row_id: int) -> Pack | None:

@@ -203,17 +203,15 @@ def _chart(title: str, unit: str, curves: list[Curve], runs: Sequence[RunFacts],
     drawn = [curve for curve in curves if curve.steps]
     is_positive = all(value > 0 for curve in drawn for value in curve.values)
     unit = unit if is_positive else unit.removesuffix(", log scale")
-    return Chart(title, unit, drawn, is_log and is_positive, () if runs[0].prefix else _marks(runs[0]))
+    marks = []
+    for kind in () if runs[0].prefix else MARKS:  # of a page with one run
+        if steps := sorted({line["step"] for line in runs[0].lines if line["kind"] == kind}):
+            marks.append((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))))
+    return Chart(title, unit, drawn, is_log and is_positive, tuple(marks))
 
 
 def _color(run: RunFacts) -> str:
     return COLORS[run.place % len(COLORS)]
-
-
-def _marks(run: RunFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    steps_of = {kind: sorted({line["step"] for line in run.lines if line["kind"] == kind}) for kind in MARKS}
-    shown = ((kind, tuple(steps[i] for i in even_places(len(steps), MOST_MARKS))) for kind, steps in steps_of.items())
-    return tuple((kind, steps) for kind, steps in shown if steps)
 
 
 def means(curve: Curve) -> tuple[list[int], list[float]]:

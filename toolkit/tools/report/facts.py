@@ -14,6 +14,8 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.distributed.comm import rank, world_size
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import BASELINE, FLAWS
@@ -52,7 +54,6 @@ class RunFacts:
     name: str
     """The folder's name; its path, where several runs have one name."""
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Of metrics.jsonl."""
     config: dict[str, Any] = field(default_factory=dict)
     """By dotted name."""
     checkpoints: list[Entry] = field(default_factory=list)
@@ -175,8 +176,9 @@ def _read_run(folder: Path, name: str) -> RunFacts:
             return default
         try:
             return reader(path)
-        except (*NOT_AS_WRITTEN, OSError, RecursionError) as error:
-            facts.missing[section] = f"{name} cannot be read ({error}): {consequence}"
+        except (*NOT_AS_WRITTEN, OSError, RecursionError, yaml.YAMLError) as error:
+            reason = str(error).partition("\n")[0] if isinstance(error, yaml.YAMLError) else error
+            facts.missing[section] = f"{name} cannot be read ({reason}): {consequence}"
             return default
 
     none = "there are no curves and no evaluations"
@@ -241,12 +243,7 @@ def _load_plan(path: Path, memory: dict[str, Any]) -> int | None:
 
 
 def _load_config(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        return dict(_flatten(_load_mapping(path, yaml.safe_load)))
-    except yaml.YAMLError as error:
-        raise ValueError(str(error).partition("\n")[0]) from None
+    return dict(_flatten(_load_mapping(path, yaml.safe_load)))
 
 
 def _flatten(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

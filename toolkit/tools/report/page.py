@@ -31,7 +31,6 @@ MOST_BYTES = 2_500_000
 """Of all texts of a page, as they are written there."""
 _SHORTEST_TEXT = 60
 NUM_COLUMNS = 3
-"""Of the picture."""
 NO_PREDICTIONS = [Lines(["There are no predictions: no evaluation has generated texts, or their files are gone."])]
 
 

@@ -82,7 +82,6 @@ def load_template(**names: Any) -> Any:
 
 
 Section = Callable[[Sequence[RunFacts]], Iterable[Any]]
-"""The parts of a section about these runs."""
 
 
 def show(section: Section, runs: Sequence[RunFacts], draw: Callable[[list[Any]], str]) -> str:

@@ -84,28 +84,21 @@ def watch_dropout(probes: Probes) -> None:
 
 
 def look_at_dropout(run: Run, rank: int, step: int, micro_batch: int) -> dict[str, Any]:
-    """What the current random state drops, in the mode that the model is in. Collective under FSDP."""
-    losses = {"loss": _loss(run), "plain_loss": _loss(run, dropout=False)}
-    return {"rank": rank, "step": step, "micro_batch": micro_batch, **losses, "mask": _mask(run.sharded.accelerator.device)}
-
-
-def _loss(run: Run, *, dropout: bool = True) -> float:
-    """Loss of the first training row with the current random state, which is kept, as is the mode. Collective under FSDP."""
-    model = run.sharded.model
-    batch = run.evaluation.collator.collate([[run.train_rows[0]]])
+    """What the current random state drops, in the mode that the model is in; both are kept. Collective under FSDP."""
+    model, device = run.sharded.model, run.sharded.accelerator.device
+    seen: dict[str, Any] = {"rank": rank, "step": step, "micro_batch": micro_batch}
+    batch = move_to(device, run.evaluation.collator.collate([[run.train_rows[0]]]))
     modes = [(module, module.training) for module in model.modules()]
-    with random_state_kept(), torch.no_grad():
-        if not dropout:
+    for name in ("loss", "plain_loss"):
+        if name == "plain_loss":
             model.eval()
-        loss_sum, _ = summed_loss(model, move_to(run.sharded.accelerator.device, batch))
+        with random_state_kept(), torch.no_grad():
+            seen[name] = summed_loss(model, batch)[0].item()
     for module, mode in modes:
         module.training = mode
-    return loss_sum.item()
-
-
-def _mask(device: torch.device) -> list[bool]:
     with random_state_kept():
-        return torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist()
+        mask = torch.nn.functional.dropout(torch.ones(64, device=device), 0.5).bool().tolist()
+    return seen | {"mask": mask}
 
 
 def prepare_few(prepare_rows: Callable[..., TokenizedRows], num_rows: int, *args: Any) -> TokenizedRows:

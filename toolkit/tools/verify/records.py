@@ -76,7 +76,6 @@ class Proof:
     is_reached: bool = True
     """False if a run, or the one whose checkpoint it needs, ended before this check; another row has the reason."""
     detail: str = ""
-    """The tensor or step that is wrong."""
 
 
 def prove(check: str, run: WatchedRun, work: Callable[[WatchedRun], Proof | Iterable[Proof] | None]) -> list[Proof]:

@@ -43,9 +43,7 @@ class Box:
 
     recipe: Path
     arguments: list[str]
-    """The recipe's arguments, as the user would give them."""
     config: RecipeConfig
-    """The config that the arguments give."""
     num_positions: int | None
     """Position limit of a causal model; None if there is none."""
     presets: list[str]
@@ -62,14 +60,10 @@ class WatchedRun:
     """One run to launch; then one that has ended."""
 
     name: str
-    """Name of its folder."""
     title: str
-    """Its name in the table."""
     mapping: dict[str, Any]
-    """Its accelerate YAML."""
     flags: dict[str, Any]
     output: Path
-    """That of the command."""
     after: str | None = None
     """The run whose checkpoint it loads,"""
     from_step: int = 0

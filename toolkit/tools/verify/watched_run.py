@@ -183,6 +183,11 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
         "parameter_bytes": sum(local_tensor(p).nbytes for p in model.parameters()),
         "moment_bytes": sum(local_tensor(t).nbytes for t in here if isinstance(t, torch.Tensor) and t.dim()),
     }
+    # Of this rank's generators; hashed here, because the toolkit's own capture is what is being checked.
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    numbers = [state.tolist() for state in (torch.get_rng_state(), *devices)]
+    of_numpy: Any = np.random.get_state(legacy=True)
+    random_state = repr((random.getstate(), of_numpy[1].tolist(), of_numpy[2:], numbers))
     about = {
         "ranks": gather_objects(local),
         "placements": sorted({str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}),
@@ -191,7 +196,7 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
             name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
             for name, p in named.items()
         },
-        "random": gather_objects(_hash_random_state()),
+        "random": gather_objects(hashlib.sha256(random_state.encode()).hexdigest()),
         "buffers": {clean(name): [str(t.dtype), hash_tensor(t, t.dtype)] for name, t in sharded.plain.named_buffers()},
         "has_relu": any(isinstance(module, torch.nn.ReLU) for module in sharded.skeleton.modules()),
         "frozen": {name: hash_tensor(t, t.dtype) for name, t in weights.items() if name in frozen},
@@ -199,14 +204,6 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
     trained = {f"model.{name}": t for name, t in weights.items() if name in named and name not in frozen}
     kept = _on_cpu((f"optimizer.{name}", t) for name, t in states.items() if name.startswith("state."))
     _save(path, trained | kept, about | more)
-
-
-def _hash_random_state() -> str:
-    """Of this rank's generators; computed here, because the toolkit's own capture is what is being checked."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    numbers = [state.tolist() for state in (torch.get_rng_state(), *devices)]
-    of_numpy: Any = np.random.get_state(legacy=True)
-    return hashlib.sha256(repr((random.getstate(), of_numpy[1].tolist(), of_numpy[2:], numbers)).encode()).hexdigest()
 
 
 def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
