@@ -196,7 +196,9 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _listed(names: str) -> list[str]:
-    return [name for name in names.split(",") if name]
+    if not (listed := [name for name in names.split(",") if name]):
+        raise argparse.ArgumentTypeError("it is empty: give names in accelerate_configs/, as in ddp_cpu,fsdp2_cpu")
+    return listed
 
 
 def _check(file: Path) -> None:

@@ -52,13 +52,17 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
             log.
 
     Raises:
-        UserError: before anything runs: an unknown preset or one given twice, a change to an unknown key, no such recipe, nothing
-            to time, a folder that is not empty or cannot be created.
+        UserError: before anything runs: an unknown preset, a change to an unknown key, nothing to time, a folder that is not
+            empty or cannot be created.
     """
     if not command:
         raise UserError("compare needs a recipe after its own options: add -- recipes/t5.py --config RUN.yaml")
     conditions = Conditions(command, **given)
-    _check(presets, conditions, output)
+    if conditions.num_steps <= conditions.warmup_steps:
+        few, warmup = conditions.num_steps, conditions.warmup_steps
+        raise UserError(f"--steps {few} leaves no step to time after --warmup-steps {warmup}: give more")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output} exists and is not an empty folder: name a new one")
     mappings = {preset: load_preset(preset) for preset in presets}
     with refusal_named(f"--output {output} cannot be made", "name a folder that you can write to"):
         output.mkdir(parents=True, exist_ok=True)
@@ -66,10 +70,10 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
     for place, (preset, mapping) in enumerate(mappings.items(), start=1):
         start_s = time.perf_counter()
         name = f"{place}-{Path(preset.partition(':')[0]).stem}"
-        logger.info(f"{place}/{len(presets)} {preset}: running, output in {output / name}.log")
+        logger.info(f"{place}/{len(mappings)} {preset}: running, output in {output / name}.log")
         outcomes.append(_run(preset, mapping, name, conditions, output))
         how = f"failed: {outcomes[-1].failure}" if outcomes[-1].failure else "done"
-        logger.info(f"{place}/{len(presets)} {preset}: {how} ({time.perf_counter() - start_s:.0f} s)")
+        logger.info(f"{place}/{len(mappings)} {preset}: {how} ({time.perf_counter() - start_s:.0f} s)")
     _report(outcomes, conditions, output)
     return all(outcome.failure is None for outcome in outcomes)
 
@@ -92,21 +96,6 @@ def load_preset(preset: str) -> dict[str, Any]:
         mapping = mapping | ({section: {**(mapping.get(section) or {}), key: parsed}} if section else {key: parsed})
     check_mapping(mapping, f"--presets {preset}")
     return mapping
-
-
-def _check(presets: Sequence[str], conditions: Conditions, output: Path) -> None:
-    if not presets:
-        raise UserError("--presets is empty: give names in accelerate_configs/, as in ddp_cpu,fsdp2_cpu")
-    if twice := next((preset for preset in presets if presets.count(preset) > 1), None):
-        raise UserError(f"--presets names {twice} twice: give each once")
-    if conditions.num_steps <= conditions.warmup_steps:
-        raise UserError(
-            f"--steps {conditions.num_steps} leaves no step to time after --warmup-steps {conditions.warmup_steps}: give more"
-        )
-    if not Path(conditions.command[0]).is_file():
-        raise UserError(f"there is no recipe {conditions.command[0]}: give its file after --, as in -- recipes/t5.py --config …")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output} exists and is not an empty folder: name a new one")
 
 
 def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions, output: Path) -> Outcome:
