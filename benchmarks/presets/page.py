@@ -97,7 +97,7 @@ def choice_table(cells: list[dict[str, Any]]) -> str:
 
 
 def hash_inputs(folder: Path) -> str:
-    """sha256 of the planner's code, without comments and docstrings, and of the settings of the presets it chooses among."""
+    """sha256 of the planner's code, as `_code_of` has it, and of the settings of the presets it chooses among."""
     import yaml
 
     digest = hashlib.sha256()
@@ -130,11 +130,13 @@ def _cell(cell: dict[str, Any]) -> str:
 
 
 def _code_of(path: Path) -> str:
-    """The code of a Python file without comments and docstrings."""
+    """The code of a Python file without comments, docstrings and imports, which change where a file is moved."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            node.body = [line for line in body if not _is_docstring(line)]  # type: ignore[attr-defined]
+            node.body = [  # type: ignore[attr-defined]
+                line for line in body if not (_is_docstring(line) or isinstance(line, ast.Import | ast.ImportFrom))
+            ]
     return str(_nodes(tree))
 
 
