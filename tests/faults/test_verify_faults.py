@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,15 @@ import pytest
 
 from tests.distributed.test_quantized_base import build_models
 from tests.planting.faults import FAULTS
-from tests.planting.verify_run import RUNS_OF_CHECK, run_part, run_verify
-from tests.support.launch import REPOSITORY, run_on_ranks
+from tests.planting.plant import planted
+from tests.support.launch import REPOSITORY, Running, run_on_ranks
+from tests.support.rank import run_script
 from tests.support.workbench import Workbench, new_bench
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.forks import take_signals
-from toolkit.tools.verify.verify import DEFAULT_TOLERANCE
+from toolkit.tools.verify.records import Proof
+from toolkit.tools.verify.runs import launch_all, plan_runs
+from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, compare, verify
 
 CHECKS = {
     "start", "rows", "loss", "gradients", "update", "dropout", "evaluation", "sharding", "moved", "save", "resume",
@@ -28,6 +34,16 @@ CHECKS = {
 NF4 = "--adapter.base_dtype=nf4"
 NEW_TOKENS = "--model.add_tokens=" + json.dumps([f"<|{number}|>" for number in range(200)])
 """More than the Llama has rows for."""
+BESIDE_ONE_PROCESS, RESUMED = {"reference", "preset-0"}, {"dropout", "resumed", "resumed-again", "ddp-dropout"}
+RUNS_OF_CHECK: dict[str, set[str]] = {
+    **dict.fromkeys(("start", "loss", "gradients", "evaluation", "positions", "buffers", "run"), BESIDE_ONE_PROCESS),
+    **dict.fromkeys(("save", "resume"), RESUMED),
+    "text": {"reference"},
+    "modes": {"ddp"},
+    "dropout": {"dropout"},
+    "recomputation": {"dropout", "kept-0"},
+}
+"""Those of the eight or more that show whether a check passes; `preset-0` for the others."""
 CASES = [(recipe, name) for name, fault in FAULTS.items() for recipe in fault.verify]
 if not os.environ.get("ALL_FAULTS"):
     CASES = [*{frozenset(FAULTS[name].verify[recipe][0]): (recipe, name) for recipe, name in reversed(CASES)}.values()]
@@ -55,7 +71,7 @@ def model_of(bench: Workbench) -> str:
 def test_t5_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """That a LoRA of a Llama does is seen below: no check fails but that of the fault."""
     bench, preset, output = benches["t5"], "fsdp2_activation_checkpointing", tmp_path / "verify"
-    assert run_verify(output, flags_of(bench), model=model_of(bench), presets=[preset], bf16=True)
+    assert verify(flags_of(bench), model=model_of(bench), presets=[preset], bf16=True, output=output, **HERE)
     printed = capsys.readouterr().out
     assert f"run 10 of 10: {preset} x 2, bf16" in printed and "\nall 50 proven\n" in printed
     verdict = json.loads((output / "verify.json").read_text())
@@ -83,7 +99,7 @@ def test_a_qwen3_in_codes_passes(benches: dict[str, Workbench], tmp_path: Path, 
     run_on_ranks(build_models, preset="single", overrides={"mixed_precision": "no"}, args=(tmp_path / "models",))
     preset, output = "fsdp2_activation_checkpointing", tmp_path / "verify"
     model = str(tmp_path / "models" / "llm")
-    assert run_verify(output, flags_of(benches["nf4"], NF4), model=model, presets=[preset]), capsys.readouterr().out
+    assert verify(flags_of(benches["nf4"], NF4), model=model, presets=[preset], output=output, **HERE), capsys.readouterr().out
     verdict = json.loads((output / "verify.json").read_text())
     assert {proof["check"] for proof in verdict["proofs"]} >= {"start", "frozen", "export", "resume", "recomputation"}
 
@@ -125,6 +141,38 @@ def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
     assert printed[1].startswith("run 1 of 8: one process ") and printed[1].endswith(" s\n"), printed
     refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.startswith("error: "), "Traceback" in refused.stderr) == (2, True, False)
+
+
+def run_part(
+    names: Iterable[str],
+    output: Path,
+    run_arguments: list[str],
+    fault: str = "none",
+    *,
+    only_in_ranks: bool = False,
+    **settings: Any,
+) -> list[Proof]:
+    """The rows of all checks that these runs reach; settings are those of `build_box`."""
+    with planted(fault, only_in_ranks=only_in_ranks):
+        box = build_box(run_arguments, use_cpu=True, output=output, **{"num_processes": 2} | settings)
+        plans = plan_runs(box)
+        runs = {name: replace(plan, failure="") for name, plan in plans.items()}
+        launched = launch_all(box, {name: plan for name, plan in plans.items() if name in names}, launch, launch)
+        runs |= {run.name: run for run in launched}
+        proofs = compare(box, runs, DEFAULT_TOLERANCE)
+    return [proof for proof in proofs if proof.is_reached]
+
+
+def launch(preset: Path, command: list[str], log_path: Path) -> int:
+    """As `forks.launch`, by the tests' server."""
+    with Running(lambda _: partial(run_script, command), preset=preset) as running:
+        result = running.wait()
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.write_text(result.stdout + result.stderr)
+    return next((code for code in result.returncodes if code), 0)
+
+
+HERE: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "launch": launch}
 
 
 def environment() -> dict[str, str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.planting import changed_lines as lines
 from tests.planting import field_faults as bugs
 from tests.planting import resume_faults as resumes
 from tests.planting import state_faults as state
 from tests.planting import update_faults as update
+from tests.planting.changed_lines import line
 from tests.planting.plant import Patch
 
 ABSOLUTE = "tests/distributed/test_absolute.py::test_run_is_that_of_plain_pytorch"
@@ -112,81 +112,81 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(state.codes_cast, verify={"nf4": ({"export"}, ".codes is not what was trained")}),
         # One changed line each.
-        Fault(lines.gradients_reduced_in_bf16, f"{PRECISION}[t5-fsdp2_cpu]", "gradients"),
-        Fault(lines.master_weights_in_bf16, f"{PRECISION}[t5-fsdp2_cpu]", "weights"),
-        Fault(lines.adapters_master_weights_in_bf16, f"{PRECISION}[lora-fsdp2_cpu]", "weights"),
+        Fault(line("gradients_reduced_in_bf16"), f"{PRECISION}[t5-fsdp2_cpu]", "gradients"),
+        Fault(line("master_weights_in_bf16"), f"{PRECISION}[t5-fsdp2_cpu]", "weights"),
+        Fault(line("adapters_master_weights_in_bf16"), f"{PRECISION}[lora-fsdp2_cpu]", "weights"),
         Fault(
-            lines.recomputation_with_other_masks,
+            line("recomputation_with_other_masks"),
             "tests/distributed/test_blocks.py::test_checkpointing_keeps_gradients_with_dropout[fsdp2_cpu-overrides0-families0]",
             "transformer.wte.weight",
             {"t5": ({"recomputation"}, "largest in ")},
             presets=["fsdp2_activation_checkpointing"],
         ),
-        Fault(lines.one_mask_for_all_documents, f"{ONE_BY_ONE}[dtype0-dropout]", "not equal"),
-        Fault(lines.dropout_in_the_first_document_only, f"{ONE_BY_ONE}[dtype0-dropout]", "not equal"),
-        Fault(lines.document_of_one_token_seen, f"{DENSE}[llama-sdpa a document]", "not close"),
+        Fault(line("one_mask_for_all_documents"), f"{ONE_BY_ONE}[dtype0-dropout]", "not equal"),
+        Fault(line("dropout_in_the_first_document_only"), f"{ONE_BY_ONE}[dtype0-dropout]", "not equal"),
+        Fault(line("document_of_one_token_seen"), f"{DENSE}[llama-sdpa a document]", "not close"),
         Fault(
-            lines.bidirectional_windows_ignored,
+            line("bidirectional_windows_ignored"),
             "tests/unit/models/patches/test_masks.py::test_a_window_to_both_sides_masks_what_is_beyond_it[8]",
             "mask is None",
         ),
-        Fault(lines.alpha_cut_to_a_whole_number, LORA, "0.625"),
-        Fault(lines.adapter_dropout_lost, LORA, "nothing is dropped"),
+        Fault(line("alpha_cut_to_a_whole_number"), LORA, "0.625"),
+        Fault(line("adapter_dropout_lost"), LORA, "nothing is dropped"),
         Fault(
-            lines.merge_in_the_bases_dtype,
+            line("merge_in_the_bases_dtype"),
             "tests/unit/export/test_lora.py::test_the_merged_model_has_the_dtype_of_the_base",
             "dtype",
         ),
         Fault(
-            lines.rank_0_random_state_on_all_ranks,
+            line("rank_0_random_state_on_all_ranks"),
             "tests/unit/distributed/test_rng.py::test_each_rank_gets_its_own_state_back",
             "drawn[2:] == drawn[:2]",
         ),
         Fault(
-            lines.gradients_of_other_parameters_added_up,
+            line("gradients_of_other_parameters_added_up"),
             "tests/distributed/test_reduced_gradients.py::test_the_run_ends_and_names_the_parameters[first]",
             "exit codes [0, 0]",
         ),
-        Fault(lines.target_tokenized_as_a_source, f"{LANGUAGES}[m2m_100-source0-target0]", "__fr__"),
+        Fault(line("target_tokenized_as_a_source"), f"{LANGUAGES}[m2m_100-source0-target0]", "__fr__"),
         Fault(
-            lines.characters_for_bytes_of_a_target,
+            line("characters_for_bytes_of_a_target"),
             "tests/unit/data/tokens/test_seq2seq.py::test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix",
             "num_bytes",
         ),
         Fault(
-            lines.characters_for_bytes_of_an_answer,
+            line("characters_for_bytes_of_an_answer"),
             "tests/unit/data/tokens/test_causal.py::test_a_prompt_is_followed_by_its_completion_and_the_end_token",
             "target_bytes",
         ),
         Fault(
-            lines.openings_by_their_first_64_characters,
+            line("openings_by_their_first_64_characters"),
             "tests/unit/data/rows/test_load.py::test_rows_that_only_start_alike_are_neither_copies_nor_one_group",
             "data.eval_files",
         ),
-        Fault(lines.rows_in_the_order_of_the_file, f"{ORDER}[shuffled]", "corrcoef"),
-        Fault(lines.batches_from_short_to_long, f"{ORDER}[bucketed]", "corrcoef"),
+        Fault(line("rows_in_the_order_of_the_file"), f"{ORDER}[shuffled]", "corrcoef"),
+        Fault(line("batches_from_short_to_long"), f"{ORDER}[bucketed]", "corrcoef"),
         Fault(
-            lines.generate_in_fp32,
+            line("generate_in_fp32"),
             "tests/unit/tools/generate/test_generate.py::test_a_model_computes_as_its_run_did[None-expected0]",
             "float32",
         ),
         Fault(
-            lines.auxiliary_loss_of_the_micro_batch,
+            line("auxiliary_loss_of_the_micro_batch"),
             f"{ROUTERS}parts_and_figures_add_up_to_those_of_one_micro_batch[global]",
             "close",
         ),
-        Fault(lines.routing_counted_on_one_rank, f"{ROUTERS}figures_are_reduced_over_every_group", "6.0"),
+        Fault(line("routing_counted_on_one_rank"), f"{ROUTERS}figures_are_reduced_over_every_group", "6.0"),
         # Bugs of other trainers; `verify` alone is asked, except where the run itself ends.
-        Fault(bugs.divisor_counts_first_labels, verify={"llm": ({"text"}, "the run counts")}),
-        Fault(bugs.labels_shifted_twice, LLAMA, "cannot be trained: its loss by hidden states is"),
-        Fault(bugs.padding_tokens_never_labels, verify={"llm": ({"text"}, "has other tokens or labels")}),
-        Fault(bugs.padding_tokens_masked_in_batches, verify={"llm": ({"run"}, "tokens would not be trained")}),
-        Fault(bugs.mask_off_by_one, verify={"llm": ({"text"}, "has other tokens or labels")}),
+        Fault(line("divisor_counts_first_labels"), verify={"llm": ({"text"}, "the run counts")}),
+        Fault(line("labels_shifted_twice"), LLAMA, "cannot be trained: its loss by hidden states is"),
+        Fault(line("padding_tokens_never_labels"), verify={"llm": ({"text"}, "has other tokens or labels")}),
+        Fault(line("padding_tokens_masked_in_batches"), verify={"llm": ({"run"}, "tokens would not be trained")}),
+        Fault(line("mask_off_by_one"), verify={"llm": ({"text"}, "has other tokens or labels")}),
         Fault(bugs.two_starts, verify={"llm": ({"text"}, "has other tokens or labels")}),
-        Fault(bugs.gradient_of_the_head_doubled, verify={"t5": ({"text"}, "largest in ")}),
+        Fault(line("gradient_of_the_head_doubled"), verify={"t5": ({"text"}, "largest in ")}),
         Fault(bugs.autocast_whatever_the_config, verify={"t5": ({"text"}, "the loss differs")}),
         Fault(
-            bugs.gradients_not_synchronized,
+            line("gradients_not_synchronized"),
             verify={"t5": ({"gradients", "loss", "evaluation", "generation"}, "largest in ")},
             presets=["ddp"],
         ),
@@ -196,12 +196,12 @@ FAULTS: dict[str, Fault] = {
         Fault(resumes.resume_at_an_epochs_end_repeats_it, verify={"t5": ({"resume"}, "of step 3 differs")}),
         Fault(resumes.resume_never_read, verify={"t5": ({"save", "resume"}, "were logged")}),
         Fault(resumes.moments_not_loaded, verify={"t5": ({"save", "resume"}, "")}),
-        Fault(bugs.dropout_off_after_an_evaluation, verify={"t5": ({"modes"}, "was in the other mode")}),
+        Fault(line("dropout_off_after_an_evaluation"), verify={"t5": ({"modes"}, "was in the other mode")}),
         Fault(bugs.dropout_zero_after_an_evaluation, verify={"t5": ({"resume"}, "largest in loss of step 4")}),
-        Fault(bugs.evaluation_with_dropout, verify={"t5": ({"modes"}, "was in the other mode")}),
+        Fault(line("evaluation_with_dropout"), verify={"t5": ({"modes"}, "was in the other mode")}),
         Fault(bugs.accuracy_of_the_ranks_averaged, LLAMA_ON_2, "token accuracy"),
-        Fault(bugs.evaluation_loss_divided_twice, verify={"t5": ({"text"}, "loss differs")}),
-        Fault(bugs.last_rows_counted_twice, verify={"t5": ({"run"}, "a row is missing or doubled")}),
+        Fault(line("evaluation_loss_divided_twice"), verify={"t5": ({"text"}, "loss differs")}),
+        Fault(line("last_rows_counted_twice"), verify={"t5": ({"run"}, "a row is missing or doubled")}),
         Fault(
             bugs.state_matched_by_position,
             verify={"t5": ({"start", "loss", "gradients", "evaluation", "positions"}, "weight differs")},

@@ -6,52 +6,9 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
-from tests.planting.plant import change
-
-PAD_TOKEN = 1
-"""The end token of the tests' Llama: it may be the padding token too."""
+from tests.planting.plant import after_sharding
 
 # --- Loss and labels.
-
-
-def divisor_counts_first_labels(patch: MonkeyPatch) -> None:
-    """The loss is divided by one more token a row, the first, which nothing predicts."""
-    from toolkit.data.batch_plan import BatchPlan
-
-    change(
-        patch, BatchPlan.step, ("int(self.num_label_tokens[rows].sum())", "int(self.num_label_tokens[rows].sum()) + len(rows)")
-    )
-
-
-def labels_shifted_twice(patch: MonkeyPatch) -> None:
-    """Each position predicts the token after the next."""
-    from toolkit.data.collate import CausalCollator
-
-    change(patch, CausalCollator.collate, (".roll(-1, dims=1)", ".roll(-2, dims=1)"))
-
-
-def padding_tokens_never_labels(patch: MonkeyPatch) -> None:
-    """Labels that are the padding token do not count: where that is the end token, no text learns to end."""
-    from toolkit.data.tokens import causal
-
-    right = "labels[:1] = IGNORED_LABEL"
-    change(patch, causal._mask, (right, f"labels[labels == {PAD_TOKEN}] = {right}"))
-
-
-def padding_tokens_masked_in_batches(patch: MonkeyPatch) -> None:
-    """As above, where a batch is made: the batch plan counts them."""
-    from toolkit.data import collate
-
-    right, also = "(labels_BT.flatten() != IGNORED_LABEL)", f"(labels_BT.flatten() != {PAD_TOKEN})"
-    change(patch, collate._counted_labels, (right, f"({right} & {also})"))
-
-
-def mask_off_by_one(patch: MonkeyPatch) -> None:
-    """The first token of an answer does not count."""
-    from toolkit.data.tokens import causal
-
-    right = "labels[first:last] = input_ids[first:last]"
-    change(patch, causal._mask, (right, "labels[first + 1 : last] = input_ids[first + 1 : last]"))
 
 
 def two_starts(patch: MonkeyPatch) -> None:
@@ -60,13 +17,6 @@ def two_starts(patch: MonkeyPatch) -> None:
 
     prefix = causal._get_prefix
     patch.setattr(causal, "_get_prefix", lambda tokenizer: [*prefix(tokenizer), *(prefix(tokenizer) or [tokenizer.eos_token_id])])
-
-
-def gradient_of_the_head_doubled(patch: MonkeyPatch) -> None:
-    """The loss is right, its gradient twice as large."""
-    from toolkit import loss
-
-    change(patch, loss._chunk_loss, ("logits_nV = head(hidden_nD)", "logits_nV = 2 * (part := head(hidden_nD)) - part.detach()"))
 
 
 def autocast_whatever_the_config(patch: MonkeyPatch) -> None:
@@ -82,17 +32,6 @@ def autocast_whatever_the_config(patch: MonkeyPatch) -> None:
             return compute(run, batch)
 
     patch.setattr(loop, "_summed_loss", casting)
-
-
-def gradients_not_synchronized(patch: MonkeyPatch) -> None:
-    """DDP never reduces, so that each rank goes its own way."""
-    from toolkit.parallel import wrap
-
-    change(
-        patch,
-        wrap.accumulating.__wrapped__,
-        ("isinstance(model, DistributedDataParallel) and not is_last", "isinstance(model, DistributedDataParallel)"),
-    )
 
 
 def gradients_of_the_first_layer_only(patch: MonkeyPatch) -> None:
@@ -113,15 +52,6 @@ def gradients_of_the_first_layer_only(patch: MonkeyPatch) -> None:
 # --- Modes and evaluation.
 
 
-def dropout_off_after_an_evaluation(patch: MonkeyPatch) -> None:
-    """Under DDP, only the wrapper goes back to training."""
-    from toolkit.parallel import gather
-
-    right = "        sharded.model.train()\n"
-    wrong = "        sharded.model.training = True\n        is_sharded or sharded.plain.eval()\n"
-    change(patch, gather.evaluation_model.__wrapped__, (right, wrong))
-
-
 def dropout_zero_after_an_evaluation(patch: MonkeyPatch) -> None:
     """An evaluation sets the probabilities of dropout to 0 and leaves them so."""
     from torch import nn
@@ -136,13 +66,6 @@ def dropout_zero_after_an_evaluation(patch: MonkeyPatch) -> None:
         return compute(model, batch)
 
     patch.setattr(loop, "summed_loss", forgetting)
-
-
-def evaluation_with_dropout(patch: MonkeyPatch) -> None:
-    """The model stays in training mode."""
-    from toolkit.parallel import gather
-
-    change(patch, gather.evaluation_model.__wrapped__, ("    sharded.model.eval()\n    try", "    try"))
 
 
 def accuracy_of_the_ranks_averaged(patch: MonkeyPatch) -> None:
@@ -160,20 +83,6 @@ def accuracy_of_the_ranks_averaged(patch: MonkeyPatch) -> None:
     patch.setattr(_LossSums, "figures", averaging)
 
 
-def evaluation_loss_divided_twice(patch: MonkeyPatch) -> None:
-    """Once by the tokens, once by the ranks; with one process by two all the same."""
-    from toolkit.evaluation import loop
-
-    change(patch, loop.figures_of, ("loss = total_loss / total_tokens", "loss = total_loss / total_tokens / 2"))
-
-
-def last_rows_counted_twice(patch: MonkeyPatch) -> None:
-    """Ranks without a batch evaluate rows that others have."""
-    from toolkit.evaluation import rows
-
-    change(patch, rows.plan_evaluation, ("batches += [[]] *", "batches += [batches[0]] *"))
-
-
 # --- Weights, buffers, positions.
 
 
@@ -182,70 +91,41 @@ def state_matched_by_position(patch: MonkeyPatch) -> None:
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    from toolkit.training import model as setup
-
-    shard_model = setup.shard_model
-
-    def swapping(*args: Any, **more: Any) -> Any:
-        sharded = shard_model(*args, **more)
+    def swap(sharded: Any) -> None:
         first, second = [p for name, p in sharded.model.named_parameters() if name.endswith(("k_proj.weight", ".k.weight"))][:2]
         if isinstance(sharded.model, FSDPModule):
             with torch.no_grad():
                 kept = first.detach().clone()
                 first.copy_(second)
                 second.copy_(kept)
-        return sharded
 
-    patch.setattr(setup, "shard_model", swapping)
+    after_sharding(patch, swap)
 
 
 def weights_drawn_again(patch: MonkeyPatch) -> None:
     """What the files have for one weight is skipped, everywhere alike: it stays as it was drawn."""
-    import torch
 
-    from toolkit.training import model as setup
+    def skip(sharded: Any) -> None:
+        output = next(p for name, p in sharded.model.named_parameters() if name.endswith(("o_proj.weight", ".o.weight")))
+        output.data.fill_(0.01)
 
-    shard_model = setup.shard_model
-
-    def skipping(*args: Any, **more: Any) -> Any:
-        sharded = shard_model(*args, **more)
-        with torch.no_grad():
-            next(p for name, p in sharded.model.named_parameters() if name.endswith(("o_proj.weight", ".o.weight"))).fill_(0.01)
-        return sharded
-
-    patch.setattr(setup, "shard_model", skipping)
+    after_sharding(patch, skip)
 
 
 def buffers_in_bf16(patch: MonkeyPatch) -> None:
     """Rotary frequencies are rounded to bf16, as by `model.to(bf16)`: far positions then have other angles."""
-    import torch
 
-    from toolkit.training import model as setup
-
-    shard_model = setup.shard_model
-
-    def rounding(*args: Any, **more: Any) -> Any:
-        sharded = shard_model(*args, **more)
+    def round_all(sharded: Any) -> None:
         for buffer in sharded.plain.buffers():
             if buffer.is_floating_point():
-                buffer.copy_(buffer.to(torch.bfloat16))
-        return sharded
+                buffer.copy_(buffer.bfloat16())
 
-    patch.setattr(setup, "shard_model", rounding)
+    after_sharding(patch, round_all)
 
 
 def frozen_trains(patch: MonkeyPatch) -> None:
     """Sharding makes frozen parameters trainable."""
-    from toolkit.training import model as setup
-
-    shard_model = setup.shard_model
-
-    def thawing(*args: Any, **more: Any) -> Any:
-        sharded = shard_model(*args, **more)
-        sharded.model.requires_grad_(True)
-        return sharded
-
-    patch.setattr(setup, "shard_model", thawing)
+    after_sharding(patch, lambda sharded: sharded.model.requires_grad_(True))
 
 
 def adapter_lost_in_a_merge(patch: MonkeyPatch) -> None:

@@ -58,3 +58,17 @@ def change(patch: pytest.MonkeyPatch, function: Callable[..., Any], *edits: tupl
     names = dict(plain.__globals__)
     exec(f"from __future__ import annotations\n{source}", names)
     patch.setattr(plain, "__code__", inspect.unwrap(names[plain.__name__]).__code__)
+
+
+def after_sharding(patch: pytest.MonkeyPatch, spoil: Callable[[Any], object]) -> None:
+    """Do this to every model once it is sharded."""
+    from toolkit.training import model as setup
+
+    shard_model = setup.shard_model
+
+    def shard_and_spoil(*args: Any, **settings: Any) -> Any:
+        sharded = shard_model(*args, **settings)
+        spoil(sharded)
+        return sharded
+
+    patch.setattr(setup, "shard_model", shard_and_spoil)

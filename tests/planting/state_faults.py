@@ -9,6 +9,8 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
+from tests.planting.plant import after_sharding
+
 
 def untied_weight(patch: MonkeyPatch) -> None:
     """The output head has a weight of its own."""
@@ -83,21 +85,13 @@ def random_state_not_restored(patch: MonkeyPatch) -> None:
 
 def wrong_start(patch: MonkeyPatch) -> None:
     """FSDP2 starts with one weight that is not the model's."""
-    import torch
     from torch.distributed.fsdp import FSDPModule
 
-    from toolkit.training import model as setup
-
-    shard_model = setup.shard_model
-
-    def changing(*args: Any, **more: Any) -> Any:
-        sharded = shard_model(*args, **more)
+    def change(sharded: Any) -> None:
         if isinstance(sharded.model, FSDPModule):
-            with torch.no_grad():
-                next(p for p in sharded.model.parameters() if p.requires_grad).mul_(1 + 2**-20)
-        return sharded
+            next(p for p in sharded.model.parameters() if p.requires_grad).data.mul_(1 + 2**-20)
 
-    patch.setattr(setup, "shard_model", changing)
+    after_sharding(patch, change)
 
 
 def silent_ddp(patch: MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
+from tests.planting.plant import after_sharding
+
 
 def same_masks_on_all_ranks(patch: MonkeyPatch) -> None:
     """Dropout is seeded without the rank."""
@@ -65,19 +67,13 @@ def missing_gradient_average(patch: MonkeyPatch) -> None:
     """FSDP adds up the gradients of its ranks, where DDP still averages them."""
     from torch.distributed.fsdp import FSDPModule
 
-    from toolkit.training import model as setup
-
-    shard_model = setup.shard_model
-
-    def summing(*args: Any, **settings: Any) -> Any:
-        sharded = shard_model(*args, **settings)
+    def add_up(sharded: Any) -> None:
         for module in sharded.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-        return sharded
 
-    patch.setattr(setup, "shard_model", summing)
+    after_sharding(patch, add_up)
 
 
 def wrong_loss_divisor(patch: MonkeyPatch) -> None:
