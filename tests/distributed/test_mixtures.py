@@ -1,7 +1,8 @@
-"""Mixtures of experts train as one plain process does, on any number of ranks and with any micro-batch, packed or not."""
+"""Mixtures of experts, and adapters on them, train as one plain process does, on any number of ranks, packed or not."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from tests.planting.plant import NO_FAULT
 from tests.support import plain_mixture as plain
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import MIXTURES, build_model_folders, make_rows, save_jsonl
-from tests.support.pairwise import Case, cover_pairs
 from tests.support.small_run import figures, train_and_record_gradients
 from tests.support.workbench import FP32, as_flags
 from toolkit.files.json_lines import load_json_lines
 
+Case = dict[str, Any]
 NUM_ROWS, TOLERANCE = 12, 1e-5
 ROUTERS = r".*\.(gate|router)\.(weight|bias)"
-TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS}
-"""What a run trains, and what it freezes, as a regular expression."""
+TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS, "attention": "", "experts": ""}
+"""What a run trains, and what it freezes, as a regular expression. The last two are adapters on that, or on that too."""
+ADAPTED = ("attention", "experts")
 BLOCKS: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": CHECKPOINTING, "compiled": COMPILED}
 """Overrides of the accelerate YAML."""
 PRESETS: dict[str | int, tuple[str, int, dict[str, Any]]] = {
@@ -47,18 +49,32 @@ UNEVEN = ("qwen3_moe", "olmoe")
 
 
 def exists(case: Case) -> bool:
-    """Every family is on two ranks, plain and checkpointed. One is compiled, and alone, under HSDP and FSDP1, in one way."""
-    if case["blocks"] == "compiled" or case["ranks"] not in (2, 4):
-        if (case["trained"], case["auxiliary"], case["packing"]) != ("full", "global", True):
-            return False
-        if case["ranks"] == "fsdp1" and case["micro_batch_rows"] != 1:
-            return False
+    """Every family is on two ranks, plain and checkpointed. One is compiled, and alone, under HSDP and FSDP1, in one way. An
+    adapter keeps the auxiliary loss off."""
+    if case["trained"] in ADAPTED and case["auxiliary"] != "off":
+        return False
+    in_one_way = (case["trained"], case["auxiliary"], case["packing"], case["micro_batch_rows"]) == ("full", "global", True, 1)
+    if (case["blocks"] == "compiled" or case["ranks"] not in (2, 4)) and not in_one_way:
+        return False
     if case["ranks"] == 2:
         return case["blocks"] != "compiled" or case["family"] == "mixtral"
     return case["blocks"] == "plain" and case["family"] in (UNEVEN if case["ranks"] == 4 else ("mixtral",))
 
 
-CASES = {"-".join(str(value) for value in case.values()): case for case in cover_pairs(FACTORS, exists)}
+def cover_pairs() -> list[Case]:
+    """The cases, chosen one after another, in which each value of a factor meets each value of every other factor at least once:
+    each meets the most pairs that no one before it has met."""
+    every = [case for values in itertools.product(*FACTORS.values()) if exists(case := dict(zip(FACTORS, values, strict=True)))]
+    pairs_of = [frozenset(itertools.combinations(case.items(), 2)) for case in every]
+    left, chosen = set().union(*pairs_of), []
+    while left:
+        best = max(range(len(every)), key=lambda place: len(pairs_of[place] & left))
+        chosen.append(every[best])
+        left -= pairs_of[best]
+    return chosen
+
+
+CASES = {"-".join(str(value) for value in case.values()): case for case in cover_pairs()}
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +97,20 @@ def expected(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
 
 
 def train_all_plainly(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
-    wanted = {(case["family"], case["trained"], case["auxiliary"]) for case in CASES.values()}
-    return {
-        (family, trained, auxiliary): plain.train_plain(folder / family, make_prompts(), TRAINED[trained], auxiliary)
-        for family, trained, auxiliary in sorted(wanted)
-    }
+    found = {}
+    for family, trained, auxiliary in sorted({(case["family"], case["trained"], case["auxiliary"]) for case in CASES.values()}):
+        adapter = folder / f"{family}-{trained}" if trained in ADAPTED else None
+        if adapter:
+            plain.start_adapter(folder / family, trained == "experts", adapter)
+        how = (TRAINED[trained], auxiliary, adapter)
+        found[family, trained, auxiliary] = plain.train_plain(folder / family, make_prompts(), *how)
+    return found
 
 
 @pytest.fixture(scope="module")
-def gradients(folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
+def gradients(folder: Path, expected: Any) -> dict[str, list[dict[str, np.ndarray]]]:
     """Of the first step, by case, on every rank. All cases of a number of ranks and a preset run one after another."""
+    assert expected  # has written the adapters
     found: dict[str, list[dict[str, np.ndarray]]] = {}
     for ranks, blocks in {(case["ranks"], case["blocks"]): None for case in CASES.values()}:
         names = [name for name, case in CASES.items() if (case["ranks"], case["blocks"]) == (ranks, blocks)]
@@ -104,14 +124,17 @@ def gradients(folder: Path) -> dict[str, list[dict[str, np.ndarray]]]:
 def train_cases(folder: Path, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
     found = {}
     for name in names:
-        case, frozen = CASES[name], TRAINED[CASES[name]["trained"]]
-        own = {"model.dropout": 0, "model.freeze": [frozen] if frozen else [], "optim.router_aux_loss": case["auxiliary"]}
-        found[name] = train_and_record_gradients("llm", flags(folder, name, case, own), 2**26)
+        found[name] = train_and_record_gradients("llm", flags(folder, name, CASES[name]), 2**26)
     return found
 
 
-def flags(folder: Path, name: str, case: Case, own: dict[str, Any]) -> list[str]:
-    """Of a case of this matrix or of the adapters', which differ in `own`."""
+def flags(folder: Path, name: str, case: Case) -> list[str]:
+    if case["trained"] in ADAPTED:  # the merge takes as long as a run
+        adapter = folder / f"{case['family']}-{case['trained']}"
+        own = {"adapter.method": "lora", "adapter.name_or_path": adapter, "export.merge": case["trained"] == "experts"}
+    else:
+        freeze = [TRAINED[case["trained"]]] if TRAINED[case["trained"]] else []
+        own = {"model.dropout": 0, "model.freeze": freeze, "optim.router_aux_loss": case["auxiliary"]}
     values: dict[str, Any] = {
         "model.name_or_path": folder / case["family"],
         "data.source": "jsonl",
@@ -151,10 +174,13 @@ def test_a_run_is_that_of_one_plain_process(
     np.testing.assert_allclose(logged["loss"], wanted.losses, rtol=TOLERANCE)
     for figure, of_plain in (("router_aux_loss", wanted.auxiliary_losses), ("router_busiest_share", wanted.busiest_shares)):
         np.testing.assert_allclose(logged.get(figure, []), of_plain, rtol=TOLERANCE, err_msg=figure)
-    weights = load_file(run / "export" / "model.safetensors")
-    assert weights.keys() == wanted.weights.keys()
-    for parameter, weight in wanted.weights.items():
-        assert_close(weights[parameter].numpy(), weight.numpy(), f"exported {parameter}")
+    files = [file for file in wanted.files if (run / f"{file}.safetensors").exists()]
+    assert files == list(wanted.files)[: 2 if case["trained"] == "experts" else 1]
+    for file in files:
+        weights = load_file(run / f"{file}.safetensors")
+        assert weights.keys() == wanted.files[file].keys()
+        for parameter, weight in wanted.files[file].items():
+            assert_close(weights[parameter].numpy(), weight.numpy(), f"{file} {parameter}")
 
 
 def assert_close(actual: np.ndarray, wanted: np.ndarray, what: str) -> None:

@@ -1,6 +1,7 @@
-"""The reference of the mixtures of experts: a few steps of plain transformers and torch on one process, a row at a time, in fp64.
+"""The reference of the mixtures of experts: a few steps of plain transformers, torch and peft on one process, by rows, in fp64.
 
-Nothing of the toolkit is imported here. Experts are computed by the model's own loop, not by grouped products.
+Nothing of the toolkit is imported here. Experts are computed by the model's own loop, not by grouped products; those with an
+adapter with weights that peft has added A·B to.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 from tests.support.plain_pytorch import Row
 
 NUM_STEPS, LR, BETA1, BETA2, EPS, WEIGHT_DECAY = 3, 1e-2, 0.8, 0.9, 1e-3, 0.1
 """The large eps lets the size of a gradient count, to which Adam is blind without it."""
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ADAPTER_RANK = 3
+"""Ranks share its rows unevenly."""
 
 
 @dataclass
@@ -34,24 +40,44 @@ class Expected:
     """Shares of the tokens that the busiest expert gets, of any layer."""
     gradients: dict[str, Any] = field(default_factory=dict)
     """Of the first step, numpy, by the names of what trains."""
-    weights: dict[str, Any] = field(default_factory=dict)
-    """After the last step, torch, by the names that `save_pretrained` writes."""
+    files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """What `save_pretrained` writes after the last step, by the place in a run's folder."""
 
 
-def train_plain(folder: Path, rows: list[Row], frozen: str, auxiliary: str) -> Expected:
+def load_plain(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """The model of `folder`, with experts in the model's own loop."""
+    how: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how).eval()
+
+
+def start_adapter(folder: Path, has_experts: bool, to: Path) -> None:
+    """Save an adapter with random values on the attention of a model, or on that and the experts, as peft does."""
+    torch.manual_seed(0)
+    model = load_plain(folder, torch.float32)
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    targets = sorted({name.rpartition(".")[2] for name in linear if ".self_attn." in name})
+    experts = EXPERTS if has_experts else None
+    adapted = get_peft_model(model, LoraConfig(r=ADAPTER_RANK, lora_alpha=6, target_modules=targets, target_parameters=experts))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.1 * torch.randn(parameter.shape)
+    adapted.save_pretrained(to)
+
+
+def train_plain(folder: Path, rows: list[Row], frozen: str, auxiliary: str, adapter: Path | None) -> Expected:
     """Train the model of `folder`; each step takes all rows, and the learning rate falls linearly to 0.
 
     Args:
         frozen: a regular expression of the names of what does not train; empty: nothing.
         auxiliary: `off`, or what has a load-balancing loss: each `document`, or all rows together (`global`).
+        adapter: a folder with one, which is all that trains; None: the model.
     """
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    model = load_plain(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    trained = {name: p for name, p in model.named_parameters() if not (frozen and re.fullmatch(frozen, name))}
+    adapted = None if adapter is None else PeftModel.from_pretrained(model, adapter, is_trainable=True)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
+        parameter.requires_grad_(parameter.requires_grad and not (frozen and re.fullmatch(frozen, name)))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = [name for name in trained if "norm" in name or "bias" in name]
     groups = [
         {
@@ -83,7 +109,11 @@ def train_plain(folder: Path, rows: list[Row], frozen: str, auxiliary: str) -> E
             group["lr"] = LR * (NUM_STEPS - step) / NUM_STEPS
         optimizer.step()
         optimizer.zero_grad()
-    expected.weights = load_saved(model, folder)
+    if adapted is None or adapter is None:
+        expected.files["export/model"] = load_saved(model, folder)
+    else:
+        expected.files["export/adapter_model"] = load_saved(adapted, adapter)
+        expected.files["merged/model"] = load_saved(adapted.merge_and_unload(), adapter / "merged")
     return expected
 
 
@@ -138,7 +168,6 @@ def _balance_sum(model: Any, routes: Routes, loads_L: list[torch.Tensor]) -> tor
 
 def load_saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     """What `save_pretrained` writes."""
-    from safetensors.torch import load_file
-
     model.save_pretrained(folder / "trained")
-    return load_file(folder / "trained" / "model.safetensors")
+    (file,) = (folder / "trained").glob("*.safetensors")
+    return load_file(file)
