@@ -136,6 +136,13 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
+def make_the_manifest_match(folder: Path) -> None:
+    """Let it say of the files what they are now, and nothing of those that are not there; as who changed them may."""
+    contents = {name: (folder / name).read_bytes() for name in read_manifest(folder)["files"] if (folder / name).exists()}
+    files = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
+    write_manifest(folder, read_manifest(folder) | {"files": files})
+
+
 def whole_checkpoints(run: Path) -> list[int]:
     """Steps of the checkpoints that are whole, in this module's own judgement, oldest first."""
     return sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").iterdir() if is_whole(folder))

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -40,20 +39,6 @@ def die(kind: type[BaseException]) -> NoReturn:
 
 
 # --- Saves.
-
-
-def bad_disk(path: str) -> None:
-    """What rank 1 has written to that file does not reach the disk."""
-    fsync = os.fsync
-
-    def fail() -> None:
-        def refuse_fsync(descriptor: int) -> None:
-            os.fsync = fsync
-            refuse(errno.EIO)
-
-        os.fsync = refuse_fsync
-
-    on_rank(1, "open", path, fail)
 
 
 def save_by_step_4(fault: Fault) -> None:
@@ -131,20 +116,6 @@ def full_from(kind: str, step: int) -> None:
     MetricsLog.write = write_in_no_room  # type: ignore[method-assign]
 
 
-def hold_the_lock() -> None:
-    """Another process has it, as long as this one lives."""
-    from toolkit.launch import run_folder
-
-    run_folder.LOCK_TIMEOUT_S = 0.5
-    if this_rank() != 0:
-        return
-    tell()
-    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code, str(this_run() / ".lock")]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-
-
 # --- One rank alone.
 
 
@@ -172,14 +143,6 @@ def few_open_files() -> None:
 
     under_torch_elastic()
     wrap(accelerator, "connecting", limit)
-
-
-def refuse_reads_of_weights() -> None:
-    """The disk under the model fails after its files were opened."""
-    from toolkit.models import safetensors_index
-
-    if this_rank() == 1:
-        wrap(safetensors_index, "_read_part", lambda *_: refuse(errno.EIO))
 
 
 def refuse_to_open_tokens() -> None:
@@ -210,7 +173,7 @@ def fill_before(event: str, path: str, disk: Path, spare_pages: int) -> None:
 
 
 def lose(*numbers: int, how: str) -> None:
-    """The file descriptors lead to a full disk, to a pipe that nobody reads any more, to a closed terminal, or are closed."""
+    """The file descriptors lead to a full disk, to a pipe that nobody reads any more, or to a closed terminal."""
     import pty
 
     tell()
@@ -219,16 +182,12 @@ def lose(*numbers: int, how: str) -> None:
     elif how == "no reader":
         reader, lost = os.pipe()
         os.close(reader)
-    elif how == "closed terminal":
+    else:  # a closed terminal
         terminal, lost = pty.openpty()
         os.close(terminal)
         sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # it was one as the run began: bars are on it
     for number in numbers:
-        if how == "closed":
-            os.close(number)
-            setattr(sys, {1: "stdout", 2: "stderr"}[number], None)  # as Python starts then
-        else:
-            os.dup2(lost, number)
+        os.dup2(lost, number)
 
 
 def interrupt_with_its_reader(step: int) -> None:

@@ -5,7 +5,6 @@ A damaged checkpoint is that of step 4, the newest of a run that was killed afte
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import re
@@ -21,6 +20,7 @@ from tests.faults.harness import (
     attempt_with,
     check_like_whole,
     check_one_sentence,
+    make_the_manifest_match,
     read_manifest,
     resume,
     run_with,
@@ -59,13 +59,6 @@ def drop_a_moment(folder: Path) -> None:
         del metadata.storage_data[index]
     (folder / "state/.metadata").write_bytes(pickle.dumps(metadata))
     make_the_manifest_match(folder)
-
-
-def make_the_manifest_match(folder: Path) -> None:
-    """Let it say of the files what they are now, and nothing of those that are not there."""
-    contents = {name: (folder / name).read_bytes() for name in read_manifest(folder)["files"] if (folder / name).exists()}
-    files = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
-    write_manifest(folder, read_manifest(folder) | {"files": files})
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {

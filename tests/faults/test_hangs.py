@@ -6,30 +6,98 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.faults.workers import hanging_ranks, waiting_recipe
-from tests.faults.workers.waiting_recipe import STEP
-from tests.support.launch import LaunchResult, Running, start
+from tests.faults.workers import waiting_recipe
+from tests.faults.workers.waiting_recipe import STEP, sleep
+from tests.support.launch import LaunchResult, Running, start, start_on_ranks
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.small_run import write_inputs
 from toolkit.distributed.rank_status import hang_file
+from toolkit.distributed.watchdog import Watchdog
 from toolkit.errors import EXIT_HANG
 
 FP32 = {"mixed_precision": "no"}
 TIMEOUT_S = 2
-"""Of the watchdog."""
+"""Of the watchdog of ranks that run no recipe."""
 END_S = 300.0
 """Until when a run must have ended."""
 
 
-def hang(way: str, folder: Path, *, preset: str = "fsdp2_cpu") -> Running:
+# --- Ranks that hang in one way each, under a `Watchdog`.
+
+
+def before_a_new_group(watchdog: Watchdog, rank: int) -> None:
+    """Rank 0 waits for rank 1 inside the store itself."""
+    watchdog.at("start", 1)
+    if rank == 1:
+        sleep()
+    dist.new_group(backend="gloo")
+
+
+def for_each_other(watchdog: Watchdog, rank: int) -> None:
+    """Each rank waits in a group where the other never comes."""
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    watchdog.at("evaluation", 7)
+    dist.all_reduce(torch.ones(1), group=groups[rank])
+
+
+def stopped(watchdog: Watchdog, rank: int) -> None:
+    """Rank 0 gets SIGSTOP in the saving of step 2; rank 1 waits for it."""
+    watchdog.at("saving", 2)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1)  # time enough to have reported its place
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def alone(watchdog: Watchdog, rank: int) -> None:
+    """One process without a process group."""
+    watchdog.at("update", 5)
+    sleep()
+
+
+def suspended(watchdog: Watchdog, rank: int) -> None:
+    """No hang: the process is stopped for longer than the watchdog's patience, as a scheduler does, and goes on."""
+    watchdog.at("loading rows", 1)
+    time.sleep(0.3)  # its clock runs
+    waker = subprocess.Popen(["sh", "-c", f"sleep {2 * watchdog.timeout_s}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
+    waker.wait()
+    watchdog.at("update", 1)
+
+
+def left_by_its_peer(watchdog: Watchdog, rank: int) -> None:
+    """No hang: rank 0 leaves the watchdog, and rank 1 stays, moving, for longer than the patience."""
+    for _ in range(6 * rank):
+        watchdog.at("saving", 1)
+        time.sleep(watchdog.timeout_s / 4)
+
+
+def watch(way: Callable[[Watchdog, int], None], folder: Path) -> None:
+    """On a rank."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    with Watchdog(TIMEOUT_S, folder) as watchdog:
+        way(watchdog, int(os.environ.get("RANK", "0")))
+        print("came to the end")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def hang(way: Callable[[Watchdog, int], None], folder: Path, preset: str = "fsdp2_cpu") -> Running:
     """Start ranks that hang."""
-    return start(hanging_ranks.__file__, [way, str(folder), str(TIMEOUT_S)], preset=preset)
+    return start_on_ranks(watch, preset=preset, args=(way, folder))
 
 
 def error_lines(stderr: str) -> list[str]:
@@ -53,81 +121,52 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: flo
 @pytest.mark.parametrize(
     ("way", "sentence", "sleeper"),
     [
-        (
-            "sleep_before_new_group",
-            "rank 1 did not arrive: in step 1, start, for … s, at hanging_ranks.py:… in sleepy_compute",
-            1,
-        ),
-        (
-            "wait_for_each_other",
-            "ranks 0 and 1 stopped moving, none behind the others: in step 7, evaluation, for … s, at …",
-            None,
-        ),
+        (before_a_new_group, "rank 1 did not arrive: in step 1, start, for … s, at waiting_recipe.py:… in sleep", 1),
+        (for_each_other, "ranks 0 and 1 stopped moving, none behind the others: in step 7, evaluation, for … s, at …", None),
     ],
-    ids=["sleep_before_new_group", "wait_for_each_other"],
 )
-def test_a_rank_that_does_not_arrive(way: str, sentence: str, sleeper: int | None, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_arrive(
+    way: Callable[[Watchdog, int], None], sentence: str, sleeper: int | None, tmp_path: Path
+) -> None:
     with hang(way, tmp_path) as running:
         result = running.wait(END_S)
     check_hang(result, tmp_path, sentence)
     for rank in range(2):  # the stacks of both, in the files and on stderr: who sleeps and who waits
-        assert ("in sleepy_compute" in hang_file(tmp_path, rank).read_text().split("\n", 2)[2]) == (rank == sleeper)
+        assert ("in sleep\n" in hang_file(tmp_path, rank).read_text().split("\n", 2)[2]) == (rank == sleeper)
     assert result.stderr.count("in _end") == 2
 
 
-@pytest.mark.parametrize(
-    ("stopped", "sentence"),
-    [
-        (1, "rank 1 did not arrive: no answer, last heard of in step 2, saving"),
-        # Without torch elastic, rank 0 is the store's host: nobody can be asked.
-        (0, "rank 1 stopped moving: in step 2, saving, for"),
-    ],
-    ids=["rank_1", "rank_0"],
-)
-def test_a_stopped_rank(stopped: int, sentence: str, tmp_path: Path) -> None:
-    other = 1 - stopped
-    with hang(f"stop_rank_{stopped}", tmp_path) as running:
-        wait_until(lambda: not is_alive(running.pids[other]), running)
-        os.kill(running.pids[stopped], signal.SIGKILL)
+def test_where_the_host_of_the_store_is_stopped_nobody_can_be_asked(tmp_path: Path) -> None:
+    """Without torch elastic that is rank 0."""
+    with hang(stopped, tmp_path) as running:
+        wait_until(lambda: not is_alive(running.pids[1]), running)
+        os.kill(running.pids[0], signal.SIGKILL)
         result = running.wait(END_S)
-    assert result.returncodes[other] == EXIT_HANG and result.returncodes[stopped] == -signal.SIGKILL
+    assert result.returncodes == [-signal.SIGKILL, EXIT_HANG]
     (said_once,) = error_lines(result.stderr)
-    assert sentence in said_once
-    assert ("cannot be asked" in said_once) == (stopped == 0)
-    assert hang_file(tmp_path, other).exists() and not hang_file(tmp_path, stopped).exists()
+    assert "rank 1 stopped moving: in step 2, saving, for" in said_once and "cannot be asked" in said_once
+    assert hang_file(tmp_path, 1).exists() and not hang_file(tmp_path, 0).exists()
 
 
 def test_one_process_hangs_alone(tmp_path: Path) -> None:
-    with hang("hang_alone", tmp_path, preset="single") as running:
+    with hang(alone, tmp_path, preset="single") as running:
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG]
     assert "rank 0 stopped moving: in step 5, update, for" in error_lines(result.stderr)[0]
-    assert "sleepy_compute" in hang_file(tmp_path, 0).read_text()
+    assert "in sleep\n" in hang_file(tmp_path, 0).read_text()
 
 
-@pytest.mark.parametrize(
-    ("way", "preset"), [("be_slow", "fsdp2_cpu"), ("leave_while_peer_is_busy", "fsdp2_cpu"), ("be_suspended", "single")]
-)
-def test_no_hang(way: str, preset: str, tmp_path: Path) -> None:
-    """A rank that others wait for but that moves; ranks that leave one by one; a job that is suspended and goes on."""
+@pytest.mark.parametrize(("way", "preset"), [(left_by_its_peer, "fsdp2_cpu"), (suspended, "single")])
+def test_no_hang(way: Callable[[Watchdog, int], None], preset: str, tmp_path: Path) -> None:
+    """Ranks that leave one by one; a job that is suspended and goes on."""
     with hang(way, tmp_path, preset=preset) as running:
         result = running.wait(END_S)
     assert not any(result.returncodes), result.stderr[-3000:]
     assert result.stdout.count("came to the end") == len(result.returncodes)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("hang-rank-*")) == []
 
 
-def test_every_rank_shows_its_stacks_under_the_real_launcher(tmp_path: Path) -> None:
-    """It ends the other ranks a tenth of a second after one has ended."""
-    argv = ["sleep_in_compute", tmp_path, str(TIMEOUT_S)]
-    launcher = accelerate_launch(hanging_ranks.__file__, argv, folder=tmp_path, preset="ddp_cpu")
-    printed = finish(launcher)
-    assert launcher.returncode != 0
-    assert f"exitcode  : {EXIT_HANG}" in printed, printed[-3000:]
-    # Of each rank, in one write; it may stand within a line of the other rank's stacks, which are written in pieces.
-    said = f"error: no progress for {TIMEOUT_S:g} s (run.timeout_s): rank 1 did not arrive: in step 4"
-    assert printed.count(said) == 2, printed[-3000:]
-    assert all("most recent call first" in hang_file(tmp_path, rank).read_text() for rank in range(2))
+# --- Runs of a recipe.
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +177,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> Running:
-    """Start a small run of a recipe whose ranks are held up."""
+def arguments(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> list[str]:
+    """Of `waiting_recipe.py`, for a small run whose ranks are held up."""
     flags = [
         "--model.name_or_path", str(inputs / "model"), "--model.from_scratch", "true",
         "--data.source", "jsonl", "--data.files", str(inputs / "rows.jsonl"), "--data.cache_dir", str(inputs / cache),
@@ -147,8 +186,25 @@ def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: s
         "--eval.at_start", "false", "--eval.every_steps", "3", "--eval.max_new_tokens", "4", "--checkpoint.every_steps", "3",
         "--run.output_dir", str(inputs / "runs"), "--run.name", name, "--run.timeout_s", str(waiting_recipe.TIMEOUT_S),
     ]  # fmt: skip
-    argv = [json.dumps(holds), "t5", *flags]
-    return start(waiting_recipe.__file__, argv, preset="fsdp2_cpu", overrides=FP32)
+    return [json.dumps(holds), "t5", *flags]
+
+
+def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> Running:
+    """Start it."""
+    return start(waiting_recipe.__file__, arguments(inputs, name, holds, cache), preset="fsdp2_cpu", overrides=FP32)
+
+
+def test_every_rank_shows_its_stacks_under_the_real_launcher(inputs: Path) -> None:
+    """It ends the other ranks a tenth of a second after one has ended."""
+    argv = arguments(inputs, "launched", [("forward and backward", 1, "sleep")])
+    launcher = accelerate_launch(waiting_recipe.__file__, argv, folder=inputs, preset="ddp_cpu")
+    printed = finish(launcher)
+    assert launcher.returncode != 0
+    assert f"exitcode  : {EXIT_HANG}" in printed, printed[-3000:]
+    # Of each rank, in one write; it may stand within a line of the other rank's stacks, which are written in pieces.
+    said = f"error: no progress for {waiting_recipe.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in step {STEP}"
+    assert printed.count(said) == 2, printed[-3000:]
+    assert all("most recent call first" in hang_file(inputs / "runs" / "launched", rank).read_text() for rank in range(2))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +222,6 @@ def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
 
 
 PLACES = {
-    "evaluation": (1, f"step {STEP}, evaluation, for … s, at waiting_recipe.py:… in sleep"),
     "saving": (1, "step 5, saving, for … s, at …"),  # the thread that writes sleeps while training goes on, up to the last save
     "tokenizing": (0, "tokenizing, for … s, at waiting_recipe.py:… in sleep"),
     "loading the checkpoint": (1, "loading the checkpoint, for … s, at waiting_recipe.py:… in sleep"),

@@ -1,11 +1,10 @@
-"""What surrounds a run: modes of files, places of the export, control characters in rows, templates, killed helpers."""
+"""What surrounds a run: modes of files, control characters in rows and in names."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import stat
 from functools import partial
 from typing import Any
@@ -13,27 +12,12 @@ from typing import Any
 import pytest
 
 from tests.faults.harness import attempt_with, run_with
-from tests.faults.workers.faulty_recipe import wrap
-from tests.recipes.bad_input import Case, check
-from tests.support.launch import LaunchResult
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.workbench import Workbench, new_bench
 
 CHANGES: dict[str, Any] = {"train__max_steps": 2, "log_row_ids": True}
 TITLE = "\x1b]0;owned\x07"
 """A terminal that prints it has another title."""
-
-
-def kill_tokenizing_process() -> None:
-    """One of the processes that rank 0 tokenizes with is killed, as by a system that runs out of memory."""
-    from transformers import PreTrainedTokenizerBase
-
-    from toolkit.data.tokens import prepare
-
-    prepare._ROWS_WORTH_SEVERAL_PROCESSES = 1
-    rank_itself = os.getpid()
-    look = lambda *_, **__: None if os.getpid() == rank_itself else os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-    wrap(PreTrainedTokenizerBase, "__call__", look)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +30,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     assert result.returncodes == [0, 0], result.stderr[-6000:]
     (bench.runs / "printed.txt").write_text(result.stdout + result.stderr)
     return bench
-
-
-def refused(bench: Workbench, result: LaunchResult, sentence: str) -> None:
-    check(bench.runs, Case(sentence=sentence), result)
 
 
 def test_every_file_has_the_mode_of_the_umask(bench: Workbench) -> None:
@@ -81,11 +61,3 @@ def test_names_of_files_and_columns_are_one_line_and_can_be_written(bench: Workb
     assert "<img" not in card and r"\[x\](javascript" in card and "<img src=x>" not in page
     # The same command goes on from there: the names that it has written are the names that it reads.
     assert "nothing left to train" in run_with(bench, "names", **changes)
-
-
-def test_a_tokenizing_process_that_is_killed(bench: Workbench) -> None:
-    changes = CHANGES | {"data__num_tokenizer_workers": 2, "data__cache_dir": bench.runs / "cache"}
-    result = attempt_with(bench, "killed", kill_tokenizing_process, **changes)
-    refused(bench, result, "one of the 2 processes that tokenize the train rows was killed, as the system does where memory …")
-    assert [path.name for path in (bench.runs / "cache").iterdir()] == ["rows"]
-    assert "2 training rows" in run_with(bench, "killed", **changes)  # the same command, with enough memory

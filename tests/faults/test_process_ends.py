@@ -75,13 +75,10 @@ def phase(phase: str, step: int, ranks: list[int], *names: str, **more: Any) -> 
 # Name: fault, steps it may end after, whether it then owes an evaluation, settings.
 LOADERS: dict[str, Any] = {"data__num_loader_workers": 2}
 MOMENTS: dict[str, tuple[Fault, set[int], bool, dict[str, Any]]] = {
-    "between two micro-batches": (phase("forward and backward", 1, [1], "SIGINT", nth=2), {2}, False, {}),
     "update": (phase("update", 2, [0, 1], "SIGHUP"), {3}, True, {}),
-    "evaluation, loss": (phase("evaluation", 3, [1], "SIGTERM", nth=2), {3}, True, {}),
     "evaluation, last batch": (partial(signals.signal_in_generation, 3, [0, 1], ["SIGUSR1"]), {5}, False, {}),
     "before a save": (phase("saving", 2, [1], "SIGQUIT"), {3}, True, {}),
     "save under way": (partial(signals.signal_in_save, 4, [1], ["SIGTERM"]), {5, 6}, False, {}),
-    "last save": (partial(signals.signal_in_save, 6, [0], ["SIGTERM"]), {6}, False, {}),
     "signals until the end": (partial(signals.signals_until_the_end, ["SIGTERM", "SIGINT"], every_s=0.01), {0, 1, 2}, False, {}),
     # Loader workers get the signal of a terminal too.
     "loader workers": (phase("forward and backward", 1, [0, 1], "SIGINT", "SIGINT", to_group=True), {2}, False, LOADERS),
@@ -248,7 +245,6 @@ def test_killed_rank_restarts_the_run_from_the_last_checkpoint(bench: Workbench,
 ENDS: dict[str, tuple[str, int, str]] = {
     "terminated": ("fsdp2_cpu", signal.SIGTERM, "SIGTERM"),
     "killed": ("fsdp2_cpu", signal.SIGKILL, "the end of its launcher"),
-    "of one process, terminated": ("single", signal.SIGTERM, "the end of its launcher"),
     "what started it, killed": ("single", 0, "the end of its launcher"),
 }
 """Preset, signal to `accelerate launch`, and what the run says of it. 0: the process dies that `TOOLKIT_STARTED_BY` names, as

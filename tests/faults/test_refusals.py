@@ -65,21 +65,15 @@ REFUSED: dict[str, tuple[Fault, str, int, dict[str, Any]]] = {
         partial(save_by_step_4, partial(on_rank, 0, "os.rename", "{3}.tmp .*{3} ", READ_ONLY_NOW)),
         f"{UNSAVED_3}Read-only file system.*", 2, EVERY_3,
     ),
-    "bad disk": (
-        partial(save_by_step_4, partial(fault.bad_disk, SHARD % 3)), f"{UNSAVED_3}Input/output error.*", 2, EVERY_3,
-    ),
     "last save": (partial(on_rank, 1, "open", SHARD % 6, NO_ROOM), UNSAVED % 6, 4, {}),
     "last but one, late": (partial(fault.fail_when_next_is_asked, SHARD % 4), UNSAVED % 4, 2, {}),
     "at a stop": (partial(fault.stop_and_refuse, SHARD % 34), UNSAVED % 34, 2, {"checkpoint__every_steps": 6}),
     # The figures: no checkpoint is newer than its lines.
     "lines of training": (partial(fault.full_from, "train", 5), rf".*/metrics\.jsonl cannot .* \({NO_SPACE}\): fix.*", 4, {}),
     "rows": (partial(on_rank, 1, "open", r"rows-00001\.jsonl a ", NO_ROOM), r".*/rows-00001\.jsonl cannot be written .*", 2, {}),
-    "cutting": (partial(on_rank, 0, "open", r"metrics\.jsonl\.tmp w", NO_ROOM), r".*/metrics\.jsonl cannot be used .*", 2, {}),
-    "folder in use": (fault.hold_the_lock, r"another run is writing into .*: wait for its end, or take another run\.name", 2, {}),
     # Anything else, of one rank.
     "memory": (partial(fault.no_memory_at_step, 3), "the system refuses: Cannot allocate memory; .*", 0, {}),
     "open files": (fault.few_open_files, r"the system refuses: Too many open files.*; raise the limit on open files .*", 0, {}),
-    "reading weights": (fault.refuse_reads_of_weights, IO, 0, {}),
     "opening tokens": (fault.refuse_to_open_tokens, IO, 0, {}),
 }  # fmt: skip
 
@@ -118,17 +112,12 @@ def test_a_writer_that_dies_of_its_own_error_ends_the_run(faulty_bench: Workbenc
 CANNOT_PRINT = "WARNING: stdout cannot be written (No space left on device): the run goes on without it\n"
 SHORT: dict[str, Any] = {"train__max_steps": 3, "eval__at_start": True, "exports": True}
 GOES_ON: dict[str, tuple[Fault, str, str | None, dict[str, Any]]] = {
-    "the rename of an old checkpoint": (
-        partial(on_rank, 0, "os.rename", r"{2} .*{2}\.removing", partial(refuse, errno.EBUSY)),
-        "could not be removed", None, {"checkpoint__keep_last": 1},
-    ),
     "a later removal": (
         partial(on_rank, 0, "os.rmdir", "^state ", partial(refuse, errno.EBUSY), standing=f"{step_name(2)}.removing"),
         "could not be removed", None, {"checkpoint__keep_last": 1},
     ),
     "a full disk under the log": (partial(fault.lose, 1, how="full disk"), CANNOT_PRINT, NO_SPACE, SHORT),
     "a closed terminal": (partial(fault.lose, 1, 2, how="closed terminal"), "", "Input/output error", SHORT),
-    "closed outputs": (partial(fault.lose, 1, 2, how="closed"), "", None, SHORT),
 }  # fmt: skip
 
 
@@ -144,8 +133,7 @@ def test_a_run_comes_to_its_end_without_what_it_lost(faulty_bench: Workbench, na
         return
     assert step_name(3) in bench.checkpoints(name) and (bench.runs / name / "report.html").exists()
     assert (bench.runs / name / "export" / "model.safetensors").exists()
-    lost = [(line["name"], line["reason"]) for line in bench.lines(name, "lost_output")]
-    assert ("stdout", noted) in lost if noted else lost == []
+    assert ("stdout", noted) in [(line["name"], line["reason"]) for line in bench.lines(name, "lost_output")]
 
 
 def test_ctrl_c_that_ends_the_reader_too_loses_no_step(faulty_bench: Workbench) -> None:
@@ -206,7 +194,6 @@ def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench: 
         )
         is_refused("open", "cache/rows/.*/train.arrow w", 0, f"the cache of rows cannot be written to .* {room}")
         assert os.listdir(cache / "rows") == []
-        is_refused("os.mkdir", "cache/unfinished-[^/]*/content ", 0, f"the token cache cannot be written .* {room}")
         path = "cache/unfinished-.*/tokenizer/tokenizer_config.json w"
         is_refused("open", path, 1, f"the token cache cannot be written to {cache} {room}")
         assert os.listdir(cache) == ["rows"] and len(os.listdir(cache / "rows")) == 1

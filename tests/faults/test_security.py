@@ -15,8 +15,14 @@ from unittest.mock import patch
 import pytest
 from transformers import T5Config
 
-from tests.faults.hostile_checkpoints import CHECKPOINTS, make_the_manifest_match, run_by_manifest
-from tests.faults.hostile_folders import FOLDERS, fill_with_code, with_unknown_model_code
+from tests.faults.harness import make_the_manifest_match
+from tests.faults.hostile import (
+    CHECKPOINTS,
+    FOLDERS,
+    fill_with_code,
+    run_by_manifest,
+    with_unknown_model_code,
+)
 from tests.recipes.bad_input import ROWS, Case, attempt, check, write
 from tests.support.launch import TIMEOUT_S, LaunchResult, launch
 from tests.support.rank import PAGES

@@ -49,7 +49,10 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
         ("dropout=dropout", "dropout=0.0 if outputs else dropout"),
     ),
     # A document starts where positions fall; after a single token they do not.
-    "document_of_one_token_seen": ("toolkit.models.patches.masks:known_masks", ("prepend=before_B1) != 1)", "prepend=before_B1) < 0)")),
+    "document_of_one_token_seen": (
+        "toolkit.models.patches.masks:known_masks",
+        ("prepend=before_B1) != 1)", "prepend=before_B1) < 0)"),
+    ),
     # A mask without padding is left out, although it has a window.
     "bidirectional_windows_ignored": (
         "toolkit.models.patches.masks:known_masks",

@@ -14,7 +14,6 @@ from tests.support.launch import TIMEOUT_S, LaunchResult, launch
 from tests.support.workbench import RECIPES
 from toolkit.errors import EXIT_USER_ERROR
 
-OTHER_DATA = "in its rows or in the tokens that this version makes of them"
 NUM_ROWS = 24
 T5 = {
     "model_type": "t5", "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2, "vocab_size": 64,

@@ -1,23 +1,24 @@
-"""Every model family trains, generates, saves, resumes and exports under FSDP2; plain transformers reads the export."""
+"""Every model family trains, generates, saves, resumes and exports under FSDP2; plain transformers reads the export.
+
+Adapters are in `test_adapter_runs.py`.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.model_folders import FAMILIES
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.translation_tokenizers import LANGUAGES
-from tests.support.workbench import Workbench, run_without_toolkit
+from tests.support.workbench import RELOAD, Workbench, run_without_toolkit
 from toolkit.files.json_lines import load_json_lines
 
 LOGIT_TOLERANCE = {"no": 1e-4, "bf16": 5e-2}
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest, by precision."""
 
-RELOAD = """
+RELOAD_SEQ2SEQ = """
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -98,28 +99,31 @@ def test_family_trains_generates_saves_and_resumes(bench: Workbench, trained: di
 
 @pytest.mark.usefixtures("trained")
 def test_plain_transformers_reads_every_export(bench: Workbench, tmp_path: Path) -> None:
-    found = run_without_toolkit(RELOAD, [bench.runs / family for family in FAMILIES], tmp_path)
+    found = run_without_toolkit(RELOAD_SEQ2SEQ, [bench.runs / family for family in FAMILIES], tmp_path)
     differences = {family: about.pop("difference") for family, about in found.items()}
-    assert found == {
-        family: {
-            "loading": {},
-            "times_stored": [1],
-            "has_ties": True,
-            "text": "alpha beta gamma",
-            "generates": True,
-            "starts_right": True,
-        }
-        for family in FAMILIES
-    }
+    right = {"loading": {}, "times_stored": [1], "text": "alpha beta gamma", "generates": True, "starts_right": True}
+    assert found == {family: right | {"has_ties": True} for family in FAMILIES}
     assert all(difference <= LOGIT_TOLERANCE[precision(family)] for family, difference in differences.items()), differences
 
 
-def test_positions_limit_texts_and_no_rank_drops_layers(bench: Workbench) -> None:
-    folder = bench.runs / "bart_with_layerdrop"
-    shutil.copytree(bench.models["bart"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"encoder_layerdrop": 0.1}))
-    result = bench.attempt("limited", model=folder, eval__max_new_tokens=65)
-    assert all(result.returncodes)
-    assert "WARNING: encoder_layerdrop of" in result.stderr and "is set to 0" in result.stderr
-    assert "has only 64 positions: set eval.max_new_tokens to at most 64" in result.stderr and "Traceback" not in result.stderr
+@pytest.fixture(scope="module")
+def causal(llm_bench: Workbench) -> dict[str, str]:
+    """Every family of causal models trained for three steps: what its run printed."""
+    return llm_bench.run_all({family: {"model": family} for family in CAUSAL_FAMILIES})
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_a_causal_family_trains_generates_and_saves(llm_bench: Workbench, causal: dict[str, str], family: str) -> None:
+    assert [line["step"] for line in llm_bench.lines(family, "train")] == [1, 2, 3]
+    assert "every rank loads all of" not in causal[family]
+    assert llm_bench.checkpoints(family) == ["step-00000003"]
+    (evaluation,) = llm_bench.lines(family, "eval")
+    assert evaluation["step"] == 3 and {"rougeL", "exact_match"} <= evaluation.keys()
+    assert len(load_json_lines(llm_bench.runs / family / "predictions-3.jsonl")) == 3
+
+
+@pytest.mark.usefixtures("causal")
+def test_plain_transformers_reads_every_causal_export(llm_bench: Workbench, tmp_path: Path) -> None:
+    found = run_without_toolkit(RELOAD, [llm_bench.runs / family for family in CAUSAL_FAMILIES], tmp_path)
+    assert found.keys() == CAUSAL_FAMILIES.keys()
+    assert all(about["export"] <= LOGIT_TOLERANCE["no"] for about in found.values()), found

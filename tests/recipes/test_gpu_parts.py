@@ -18,7 +18,7 @@ PARTS = [part for part in read_parts(DOC.read_text(encoding="utf-8")) if part.lo
 
 AS_OTHERS = ("t5-large", "compiled")
 """They differ from `t5-base` in the size of the model, and in what `tests/distributed/test_invariants.py` compiles."""
-TRIED = ("single", "fsdp2_full_shard", "fsdp2_offload", "fsdp1_full_shard", "fsdp2_fp8")
+TRIED = ("single", "fsdp2_full_shard", "fsdp1_full_shard", "fsdp2_fp8")
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,16 @@
-"""Causal models, whole and with adapters: killed and resumed they are the same run, bit for bit, on the same frozen base."""
+"""Causal models, whole and with adapters: resumed they are the same run, bit for bit, on the same frozen base."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recipes.test_resume import EXACT, NUM_STEPS, kill_and_go_on, on_one_process, rows_by_place
+from tests.recipes.test_resume import EXACT, NUM_STEPS, go_on, on_one_process, rows_by_place
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 from tests.support.workbench import FP32, Workbench
@@ -56,20 +57,31 @@ def bench_of(bench: Workbench, kind: str) -> Workbench:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
+def test_a_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
+    """As if all ranks had died in step 7, after which the checkpoint of step 6 stands."""
     settings, bench = settings_of(bench, kind), bench_of(bench, kind)
     bench.run("whole", **settings)
-    whole = kill_and_go_on(bench, **settings)
+    later = shutil.ignore_patterns("step-00000009", "step-00000010", "export")
+    shutil.copytree(bench.runs / "whole", bench.runs / "killed", ignore=later)
+    whole = go_on(bench, 6, **settings)
     assert [line["step"] for line in whole] == list(range(1, NUM_STEPS + 1))
     assert len({line["loss"] for line in whole}) == NUM_STEPS
     rows = rows_by_place(bench.runs / "whole")
     assert max(micro_batch for _, _, micro_batch in rows) > 0 and max(map(len, rows.values())) > 1, "not packed, or in one go"
 
 
-def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(bench: Workbench) -> None:
-    bench = bench_of(bench, "sizes")
-    bench.run("run", **LORA)
-    folder = bench.runs / "run" / "checkpoints" / "step-00000003"
+@pytest.fixture(scope="module")
+def taught(bench: Workbench) -> Workbench:
+    """A bench with a finished run `taught` of an adapter, on a copy `mine` of the Llama."""
+    bench = bench_of(bench, "adapter")
+    mine = shutil.copytree(bench.models["llama"], bench.runs / "mine")
+    bench = replace(bench, models=bench.models | {"llama": mine})
+    bench.run("taught", **LORA)
+    return bench
+
+
+def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(taught: Workbench) -> None:
+    folder = taught.runs / "taught" / "checkpoints" / "step-00000003"
     stored = on_one_process(describe_tensors, folder / "state")
     weights = {name.removeprefix("model."): size for name, size in stored.items() if name.startswith("model.")}
     assert weights and all(".lora_A.default" in name or ".lora_B.default" in name for name in weights)
@@ -83,40 +95,37 @@ def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(bench: Wo
     num_bytes = sum(path.stat().st_size for path in (folder / "state").glob("*.distcp"))
     assert num_bytes <= sum(stored.values()) + 2 * 2048 * len(stored)
     base = json.loads((folder / "manifest.json").read_text())["identity"]
-    assert base["config"]["model.name_or_path"] == str(bench.models["llama"]) and base["config"]["model.revision"] is None
+    assert base["config"]["model.name_or_path"] == str(taught.models["llama"]) and base["config"]["model.revision"] is None
     assert len(base["frozen_hashes"]) == 21, "nine weights a layer, embeddings, head and the last norm"
 
 
-def test_resume_refuses_another_base_and_says_which_differs(bench: Workbench) -> None:
-    from safetensors.numpy import load_file, save_file
+def test_run_of_no_steps_only_evaluates(taught: Workbench) -> None:
+    taught.run("fresh", train__max_steps=0)
+    assert taught.lines("fresh", "train") == taught.lines("fresh", "checkpoint") == []
+    assert [line["step"] for line in taught.lines("fresh", "eval")] == [0]
+    assert not (taught.runs / "fresh" / "export").exists() and not (taught.runs / "fresh" / "checkpoints").exists()
 
-    bench = bench_of(bench, "bases")
-    mine = shutil.copytree(bench.models["llama"], bench.runs / "mine")
-    bench.run("run", model=mine, **LORA)
-    weights = load_file(mine / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 2.0**-12
-    save_file(weights, mine / "model.safetensors", metadata={"format": "pt"})
-    changed = bench.attempt("run", model=mine, train__max_steps=5, **LORA)
-    assert changed.returncodes == [2, 2] and "Traceback" not in changed.stderr
-    assert "was trained on: 1 differ, model.layers.1.mlp.up_proj.weight first; give the same base, or take" in changed.stderr
-
-
-def test_run_of_no_steps_only_evaluates(bench: Workbench) -> None:
-    bench = bench_of(bench, "evaluated")
-    bench.run("fresh", train__max_steps=0)
-    assert bench.lines("fresh", "train") == bench.lines("fresh", "checkpoint") == []
-    assert [line["step"] for line in bench.lines("fresh", "eval")] == [0]
-    assert not (bench.runs / "fresh" / "export").exists() and not (bench.runs / "fresh" / "checkpoints").exists()
-
-    bench.run("taught", **LORA)
-    trained = bench.lines("taught", "eval")
-    bench.run("taught", **LORA | {"train__max_steps": 0, "eval__batch_size_rows": 1})
-    at_end, again = (bench.lines("taught", "eval")[place] for place in (0, -1))
-    assert bench.lines("taught", "eval")[:-1] == trained and (at_end["step"], again["step"]) == (3, 3)
-    assert bench.checkpoints("taught") == ["step-00000003"]
+    trained = taught.lines("taught", "eval")
+    taught.run("taught", **LORA | {"train__max_steps": 0, "eval__batch_size_rows": 1})
+    at_end, again = (taught.lines("taught", "eval")[place] for place in (0, -1))
+    assert taught.lines("taught", "eval")[:-1] == trained and (at_end["step"], again["step"]) == (3, 3)
+    assert taught.checkpoints("taught") == ["step-00000003"]
     assert again["loss"] == pytest.approx(at_end["loss"], rel=1e-6)
     assert again["rougeL"] == at_end["rougeL"]
-    assert abs(at_end["loss"] - bench.lines("fresh", "eval")[0]["loss"]) > 1e-3
+    assert abs(at_end["loss"] - taught.lines("fresh", "eval")[0]["loss"]) > 1e-3
+
+
+def test_resume_refuses_another_base_and_says_which_differs(taught: Workbench) -> None:
+    """Last, as it changes the base."""
+    from safetensors.numpy import load_file, save_file
+
+    file = taught.models["llama"] / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 2.0**-12
+    save_file(weights, file, metadata={"format": "pt"})
+    changed = taught.attempt("taught", train__max_steps=5, **LORA)
+    assert changed.returncodes == [2, 2] and "Traceback" not in changed.stderr
+    assert "was trained on: 1 differ, model.layers.1.mlp.up_proj.weight first; give the same base, or take" in changed.stderr
 
 
 def describe_tensors(folder: Path) -> dict[str, int]:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.distributed.test_quantized_base import build_models
@@ -169,13 +168,3 @@ def evaluate(flags: list[str], has_room: bool) -> set[str]:
     with patch.object(gather, "_replica", look), patch.object(gather, "fits_whole", fits):
         run_in_this_process("llm", flags)
     return seen
-
-
-def test_a_model_that_is_only_loaded_in_full_is_refused(wide: Workbench, tmp_path: Path) -> None:
-    folder = shutil.copytree(wide.models["llama"], tmp_path / "pickled")
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    refused = wide.attempt("pickled", model=folder, **NF4)
-    assert set(refused.returncodes) == {2} and "Traceback" not in refused.stderr
-    what = "adapter.base_dtype is nf4, which quantizes weights while they are read in slices, but "
-    assert f"error: {what}{folder} can only be loaded in full ({folder} has no model.safetensors" in refused.stderr

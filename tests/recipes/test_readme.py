@@ -47,7 +47,7 @@ FILLED_IN = {
 RUN_ELSEWHERE = {
     "train": "the blocks",
     "generate": "the blocks",
-    "compare": "tests/recipes/test_compare.py",
+    "compare": "tests/recipes/test_commands.py",
     "plan": "tests/unit/tools/plan/test_plan.py",
     "verify": "tests/faults/test_verify_faults.py",
 }

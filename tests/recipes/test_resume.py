@@ -103,9 +103,14 @@ def kill_and_go_on(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
     """A run beside the finished `whole` is killed and resumed: the same, bit for bit. Returns the training lines of `whole`."""
     with bench.start("killed", **settings) as running:
         kill_after(running, bench, step=7)
-    before = bench.lines("killed", "train")
     committed = max(int(name.removeprefix("step-")) for name in bench.checkpoints("killed") if not name.endswith(".tmp"))
     assert committed in (6, 9)
+    return go_on(bench, committed, **settings)
+
+
+def go_on(bench: Workbench, committed: int, **settings: Any) -> list[dict[str, Any]]:
+    """The run `killed` goes on from that step to the end of `whole`."""
+    before = bench.lines("killed", "train")
     printed = bench.run("killed", **settings)
     assert f"step-{committed:08d}, after step {committed}\n" in printed
     whole, killed = (bench.lines(name, "train") for name in ("whole", "killed"))

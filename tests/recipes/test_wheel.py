@@ -90,14 +90,6 @@ def test_a_project_trains_away_from_the_checkout(run: Command, tmp_path: Path) -
     assert text.returncode == 0, text.stderr
 
 
-def test_a_project_is_not_written_over_another(run: Command, tmp_path: Path) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.py").write_text("")
-    ended = run("shardtune", "init", ".")
-    assert (ended.returncode, ended.stderr) == (2, "error: recipes exists already: name another folder, or remove it\n")
-    assert [path.name for path in tmp_path.rglob("*")] == ["recipes", "mine.py"]
-
-
 @pytest.mark.parametrize("name", ["toolkit/__init__.py", "toolkit.py"])
 def test_an_import_that_another_toolkit_hides_is_said(run: Command, tmp_path: Path, name: str) -> None:
     assert run("shardtune", "init", ".").returncode == 0

@@ -36,9 +36,7 @@ def accelerate_launch(
     """
     accelerate_yaml, _ = write_accelerate_yaml(Path(tempfile.mkdtemp(dir=folder)), preset, overrides)
     command = [*within, sys.executable, "-m", "accelerate.commands.launch", "--config_file", accelerate_yaml, *flags]
-    # This checkout, installed or not, behind what the rehearsal of `make gpu` puts there.
-    python_path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)]))
-    environment = os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": python_path} | (env or {})
+    environment = os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)} | (env or {})
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": take_signals}
     return subprocess.Popen([*command, script, *argv], cwd=REPOSITORY, env=environment, **pipes)
 

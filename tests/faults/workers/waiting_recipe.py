@@ -28,7 +28,7 @@ from toolkit.training import setup
 
 TIMEOUT_S = 4
 """Of the watchdog."""
-BUSY_S = 2 * TIMEOUT_S
+BUSY_S = 1.5 * TIMEOUT_S
 """How long what moves goes on."""
 FOREVER_S = 600.0
 STEP = 3

@@ -1,21 +1,29 @@
-"""The run folder, or a file of it, is removed under the run: it notices, and comes to its end, or ends with a sentence."""
+"""The folder of a run: one that not every node can use is refused; one that is removed under the run is made again."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.faults.harness import attempt_with, run_with
 from tests.faults.workers.faulty_recipe import wrap
-from tests.recipes.test_best_weights import WORSENING
 from tests.support.checkpoint_files import found_folder
+from tests.support.launch import run_on_ranks
 from tests.support.workbench import Workbench, new_bench
-from toolkit.errors import EXIT_USER_ERROR
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
+from toolkit.errors import EXIT_USER_ERROR, UserError
 
+NOBODY = 65534
 CHANGES: dict[str, Any] = {
     "train__max_steps": 6,
     "checkpoint__every_steps": 2,
@@ -27,8 +35,60 @@ CHANGES: dict[str, Any] = {
 TABLE = ["lead sentence", "constant", "after step 4", "after step 6"]
 
 
+def test_a_folder_that_one_node_does_not_see_or_nobody_may_write_to_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """The first is there on both nodes, and so would be every folder of a checkpoint, each with a half of it."""
+    for node in ("node0", "node1"):
+        (tmp_path / node / "runs/run").mkdir(parents=True)
+    unwritable = Path(tempfile.mkdtemp(prefix="unwritable-"))  # where a user without rights finds it
+    unwritable.chmod(0o555)
+    host = socket.gethostname()
+    found = run_on_ranks(open_on_two_nodes, preset="fsdp2_cpu", args=(tmp_path, unwritable))
+    unwritable.rmdir()
+    assert found[0] == found[1] == [
+        f"run.output_dir runs: what {host} writes into runs/run is not there in {tmp_path}/node1/runs/run on {host}: name a "
+        "folder on a file system that all nodes share",
+        "runs/run",
+        f"run.output_dir {unwritable}: {unwritable}/run cannot be written (Permission denied): name a folder that you can write "
+        "to",
+    ]  # fmt: skip
+    assert list((tmp_path / "node0/runs/run").iterdir()) == []
+
+
+def open_on_two_nodes(folder: Path, unwritable: Path) -> list[str]:
+    """On a rank, which stands for a node and has a working directory of its own: what comes of a relative `runs` on each node's
+    disk; of one that rank 1 sees late, as on a network file system that answers from its cache; of one without rights."""
+    from toolkit.distributed.comm import gather_objects, rank
+    from toolkit.launch import run_folder
+    from toolkit.launch.accelerator import build_accelerator
+
+    def attempt(output_dir: str) -> str:
+        run = RunConfig(output_dir=output_dir, name="run")
+        config = SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="not/read"), run=run)
+        try:
+            return str(run_folder.open_run_folder(config))
+        except UserError as error:
+            return str(error)
+
+    os.chdir(folder / f"node{os.environ['RANK']}")
+    build_accelerator()
+    with patch.object(run_folder, "PROBE_TIMEOUT_S", 0.5):
+        found = [attempt("runs")]
+    if rank() == 1:
+        shutil.rmtree("runs")
+    gather_objects(None)
+    if rank() == 1:
+        threading.Timer(1.0, lambda: Path("runs").symlink_to("../node0/runs")).start()
+    found.append(attempt("runs"))
+    user = os.geteuid()
+    if user == 0:  # who may write everywhere
+        os.seteuid(NOBODY)
+    found.append(attempt(str(unwritable)))
+    os.seteuid(user)
+    return found
+
+
 def remove(path: Path, step: int, in_save: bool = False) -> None:
-    """Rank 0 removes a file or a folder when it begins a step, or once it has written its shards of the step's checkpoint."""
+    """Rank 0 removes a folder when it begins a step, or once it has written its shards of the step's checkpoint."""
     from toolkit.checkpoint import save as checkpoint_writer
     from toolkit.distributed.comm import rank
     from toolkit.training import loop
@@ -39,8 +99,7 @@ def remove(path: Path, step: int, in_save: bool = False) -> None:
         if rank() == 0 and left:
             left.clear()
             print(f"removed {path}", flush=True)
-            gone = path.rename(path.with_name(f"{path.name}.gone"))  # all of it at once
-            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+            shutil.rmtree(path.rename(path.with_name(f"{path.name}.gone")))  # all of it at once
 
     if in_save:
         wrap(checkpoint_writer, "describe_files", lambda folder, _: strike() if folder.stem == f"step-{step:08d}" else None)
@@ -82,21 +141,12 @@ def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
         assert (run / name).exists(), name
 
 
-def test_a_folder_that_is_removed_while_a_checkpoint_is_written(bench: Workbench) -> None:
+def test_a_folder_that_is_removed_while_a_checkpoint_is_written_ends_the_run(bench: Workbench) -> None:
     fault = partial(remove, bench.runs / "saving", step=4, in_save=True)
     outcome = attempt_with(bench, "saving", fault, **CHANGES)
     assert set(outcome.returncodes) == {EXIT_USER_ERROR}, outcome.stderr
     (said,) = [line for line in outcome.stderr.splitlines() if "could not be written" in line]
     assert f"checkpoint {bench.runs}/saving/checkpoints/step-00000004 could not be written: [Errno 2] No such file" in said
-
-
-def test_a_best_checkpoint_that_is_removed_is_no_longer_the_best(bench: Workbench) -> None:
-    """The next evaluated step is better than all that are left, and is kept."""
-    changes = WORSENING | {"eval__early_stopping_patience": None, "export__weights": "last", "checkpoint__async_save": False}
-    run_with(bench, "best", partial(remove, bench.runs / "best/checkpoints/step-00000001", step=2), **changes)
-    losses = {line["step"]: line["loss"] for line in bench.lines("best", "eval") if line["step"]}
-    assert sorted(losses, key=lambda step: losses[step])[:2] == [1, 2]
-    assert bench.checkpoints("best") == ["step-00000002", "step-00000005"]
 
 
 def test_a_start_without_the_figures_of_the_steps_before(bench: Workbench) -> None:

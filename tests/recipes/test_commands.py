@@ -1,0 +1,136 @@
+"""Commands as a user types them, each a process of its own: `train`, `compare`, `preview`, the notebook, the script for SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import REPOSITORY, TIMEOUT_S
+from tests.support.previews import call_preview
+from tests.support.workbench import Workbench, new_bench
+from toolkit.files.json_lines import load_json_lines
+from toolkit.tools.preview.preview import collect
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+
+
+def run_python(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def test_train_starts_a_run_by_the_line_that_it_prints_and_ends_with_its_exit_code(bench: Workbench, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("recipe: t5\noptim:\n  lr: 1.0e-3\n")
+    words = ["-m", "toolkit", "train", "run.yaml", *bench.flags("trained")]
+    done = run_python(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    preset, recipe = REPOSITORY / "accelerate_configs/single_cpu.yaml", REPOSITORY / "recipes/t5.py"
+    assert f"\naccelerate launch --config_file {preset} --quiet {recipe} " in done.stdout
+    assert [line["step"] for line in bench.lines("trained", "train")] == [1, 2, 3]
+    # What only the run itself can refuse ends with its sentence.
+    refused = run_python(*words, "--data.files", "nowhere.jsonl", cwd=tmp_path)
+    assert refused.returncode and refused.stderr.splitlines()[-1].startswith("error: data.files: there is no file nowhere.jsonl")
+
+
+def test_compare_shows_one_preset_that_trains_and_one_that_cannot(tmp_path: Path) -> None:
+    done = run_python(
+        *("-m", "toolkit", "compare", "--presets", "fsdp2_cpu,fsdp2_size_wrap:fsdp_offload_params=true"),
+        *("--use-cpu", "--num-processes", "2", "--steps", "6", "--warmup-steps", "2", "--output", tmp_path / "compared"),
+        *("--", "recipes/mnist.py", "--config", "recipes/configs/mnist_digits.yaml"),
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr
+    reason = "no repeated block found in Sequential: name one in fsdp_transformer_layer_cls_to_wrap"
+    assert f"1/2 fsdp2_cpu: failed: {reason}" in done.stdout
+    plain = json.loads((tmp_path / "compared" / "comparison.json").read_text())
+    failed, ran = plain["presets"]
+    assert failed["figures"] is None and failed["failure"].startswith(reason)
+    assert plain["compared_with"] == "fsdp2_size_wrap:fsdp_offload_params=true" and ran["failure"] is None
+    assert ran["figures"]["num_timed_steps"] == 4 and ran["figures"]["unit"] == "rows/s"
+    assert all(ran["figures"][name] > 0 for name in ("loop_s", "speed", "peak_memory_gib", "save_waits_s", "save_stands_s"))
+    assert 0 <= ran["figures"]["evaluation"]["accuracy"] <= 100
+    assert (tmp_path / "compared" / "comparison.png").is_file()
+    assert "| fsdp2_size_wrap:fsdp_offload_params=true |" in (tmp_path / "compared" / "comparison.md").read_text()
+
+
+def test_preview_and_the_run_share_a_cache_and_take_the_same_rows(tmp_path_factory: pytest.TempPathFactory) -> None:
+    bench = new_bench(tmp_path_factory, "preview")
+    changes: dict[str, Any] = {"data__prefix": "preview: ", "log_row_ids": True}
+    # Its reader stops early, as `head` does.
+    command = [sys.executable, "-m", "toolkit", "preview", *bench.flags("run", **changes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:
+        assert started.stdout is not None and started.stderr is not None
+        lines = [next(started.stdout)]
+        while "an encoder-decoder" not in lines[-1]:
+            lines.append(next(started.stdout))
+        started.stdout.close()
+        printed = started.stderr.read()
+        assert started.wait(timeout=TIMEOUT_S) == 0 and "Traceback" not in printed and "BrokenPipe" not in printed, printed
+    assert ": read as a source with its target" in lines[0]
+    # The run on two processes.
+    tokenized = token_files(bench)
+    assert tokenized
+    bench.run("run", **changes)
+    assert token_files(bench) == tokenized
+    # The config that the run has saved gives the same view, and its first step is the one that was shown.
+    saved = bench.runs / "run" / "config.yaml"
+    assert call_preview(["--config", str(saved)]) == 0 and token_files(bench) == tokenized
+    found = collect(bench.flags("run", **changes), REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml", None, 0, None)
+    assert found.step is not None and found.step.plan.world_size == 2
+    for rank in range(2):
+        logged = [line for line in load_json_lines(bench.runs / "run" / f"rows-{rank:05d}.jsonl") if line["step"] == 1]
+        shown = [sorted(pack.row_ids) for pack in found.step.packs if pack.rank == rank]
+        assert sorted(row for line in logged for row in line["row_ids"]) == sorted(row for rows in shown for row in rows)
+
+
+def token_files(bench: Workbench) -> dict[Path, int]:
+    """The files of tokenized rows in the cache, with what changes where one is written again."""
+    return {path: path.stat().st_ino for path in (bench.data / "cache").rglob("train/*.arrow")}
+
+
+def test_the_notebook_runs_offline_and_its_model_learns(tmp_path: Path) -> None:
+    """Its cells in order, in one process without a launcher."""
+    notebook = json.loads((REPOSITORY / "docs" / "examples" / "python_api.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "the notebook is kept without outputs"
+    checks = "assert losses[-1][1] < 0.6 * losses[0][1] and result.figures['first_digit'] > 30, (losses, result)\n"
+    checks += "assert text == row['prompt'] + row['completion'] and result.figures['exact_match'] > 90, (text, row, result)"
+    script = tmp_path / "notebook.py"
+    script.write_text("\n\n".join(["".join(cell["source"]) for cell in cells] + [checks]))
+    ran = run_python(script, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    assert "Creating parquet" not in ran.stderr, "a library's progress bar"
+    assert "data        train-" in ran.stdout, "data given in Python has a name"
+    assert "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" in ran.stdout
+
+
+@pytest.mark.parametrize(("exit_code", "calls"), [(75, "requeue 4711\n"), (0, ""), (2, "")])
+def test_a_job_of_slurm_starts_every_rank_and_only_one_that_was_stopped_goes_back_into_the_queue(
+    tmp_path: Path, exit_code: int, calls: str
+) -> None:
+    """With stand-ins for its commands, and for the recipe; under SLURM itself it is `tests/slurm/test_slurm.py`."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_ACCELERATE_YAML")
+    (tmp_path / "recipe.py").write_text(
+        f"import os, sys\nprint(*map(os.environ.get, {names}), *sys.argv[1:], flush=True)\nsys.exit({exit_code})\n"
+    )
+    tasks = 'for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=0 "${@:4}" || code=$?; done; exit ${code:-0}'
+    hosts = f'[ "$1" = show ] && printf "first\\nsecond\\n" || echo "$@" >> {tmp_path}/calls'
+    for name, text in {"srun": tasks, "scontrol": hosts}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"JOB_ID": "4711", "JOB_NODELIST": "nodes", "NTASKS": "2", "NTASKS_PER_NODE": "1", "CPUS_PER_TASK": "1"}
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
+    environment = ENVIRONMENT | {f"SLURM_{name}": value for name, value in job.items()} | {"PATH": path}
+    command = ["bash", str(REPOSITORY / "docs/launch/slurm.sbatch"), str(tmp_path / "recipe.py"), "--config", "RUN.yaml"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    places = "first 24711 accelerate_configs/fsdp2_hsdp.yaml --config RUN.yaml"
+    assert done.stdout.splitlines() == [f"{rank} 2 0 1 {places}" for rank in (0, 1)], done.stderr
+    found = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
+    assert (done.returncode, found) == (exit_code, calls)
