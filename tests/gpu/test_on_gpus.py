@@ -154,7 +154,7 @@ def report_backends() -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
 def test_the_varlen_kernel_computes_what_a_dense_mask_does(family: str) -> None:
     """In bf16, with grouped queries, and with windows shorter than the documents."""
-    from tests.unit.models.patches.test_chunked_loss import build_rows
+    from tests.support.tiny_models import build_rows
     from tests.unit.models.patches.test_documents import LENGTHS, build
     from toolkit.data.collate import CausalCollator, move_to
     from toolkit.loss import summed_loss

@@ -16,7 +16,7 @@ import torch
 
 from tests.support import seq2seq_families
 from tests.support.eval_rows import eval_rows, rows_for
-from tests.unit.models.patches.test_chunked_loss import one_process
+from tests.support.tiny_models import one_process
 from toolkit.config.schema import EvalConfig
 from toolkit.evaluation import generate, loop
 from toolkit.evaluation.generate import FLAWS, describe_flaws, find_flaws, repeats_itself

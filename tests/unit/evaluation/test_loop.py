@@ -14,7 +14,7 @@ import torch
 from tests.support import seq2seq_families
 from tests.support.eval_rows import eval_rows, rows_for
 from tests.support.model_folders import FAMILIES
-from tests.unit.models.patches.test_chunked_loss import one_process
+from tests.support.tiny_models import one_process
 from toolkit.checkpoint.find import Goal
 from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError

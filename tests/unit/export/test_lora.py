@@ -27,7 +27,7 @@ from tests.support.adapter_models import (
     save_base,
 )
 from tests.support.model_folders import _build_tokenizer
-from tests.unit.models.patches.test_chunked_loss import one_process
+from tests.support.tiny_models import one_process
 from toolkit.config.python import load_config
 from toolkit.data.collate import CausalCollator
 from toolkit.distributed.progress import Phase

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.support.adapter_models import compare_logits
-from tests.unit.models.patches.test_chunked_loss import one_process
+from tests.support.tiny_models import one_process
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ExportConfig, ModelConfig, RunConfig, SummarizationConfig
 from toolkit.data.collate import SummarizationCollator

@@ -20,6 +20,7 @@ from transformers.integrations import moe
 
 from tests.support.adapter_models import adapter_config, logits, randomize, with_adapter
 from tests.support.model_folders import LLAMA_SIZES, MIXTURES, SMALL_EXPERTS, T5_SIZES
+from tests.support.tiny_models import build_causal
 from toolkit.errors import UserError
 from toolkit.models.experts import check_experts, expert_counts
 from toolkit.models.lora import check_adapter_config
@@ -97,13 +98,6 @@ ALL_LINEAR: dict[str, set[str]] = dict.fromkeys(MIXTURES, ATTENTION) | {
 INPUTS = {"input_ids": torch.arange(2, 36).view(2, 17)}
 
 
-def build(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    class_name, settings = MIXTURES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, class_name)(vocab_size=256, **settings | more)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
 def adapt(model: Any, **settings: Any) -> Any:
     return with_adapter(model, adapter_config(**settings))
 
@@ -117,7 +111,7 @@ def adapted_parameters(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_all_linear_leaves_experts_and_routers_out_unless_asked(family: str, experts: bool) -> None:
-    plain, model = build(family), adapt(build(family), experts=experts)
+    plain, model = build_causal(family), adapt(build_causal(family), experts=experts)
     adapted = adapted_parameters(model)
     own = {name for name in adapted if name.endswith(".weight")}
     assert {name.split(".")[-2] for name in own} == ALL_LINEAR[family]
@@ -130,9 +124,9 @@ def test_all_linear_leaves_experts_and_routers_out_unless_asked(family: str, exp
 @pytest.mark.parametrize("rank", [3, 8])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_low_rank_beside_the_products_is_pefts(family: str, rank: int) -> None:
-    model = adapt(build(family), rank=rank, experts=True)
+    model = adapt(build_causal(family), rank=rank, experts=True)
     randomize(model)
-    folded = build(family)
+    folded = build_causal(family)
     inject_adapter_in_model(copy.deepcopy(model.peft_config["default"]), folded)
     folded.load_state_dict(model.state_dict())
     folded.config._experts_implementation = "eager"
@@ -149,12 +143,12 @@ def test_the_low_rank_beside_the_products_is_pefts(family: str, rank: int) -> No
     for module in model.modules():
         if hasattr(module, "lora_A"):
             module.enable_adapters(False)
-    torch.testing.assert_close(logits(model, INPUTS), logits(build(family), INPUTS))
+    torch.testing.assert_close(logits(model, INPUTS), logits(build_causal(family), INPUTS))
 
 
 def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not() -> None:
     """The weight that products stand for, found from many of them, holds A·B, a thousandth of it, or does not."""
-    model = adapt(build("qwen3_moe", torch.bfloat16, hidden_size=64), rank=8, experts=True, target_modules=[])
+    model = adapt(build_causal("qwen3_moe", torch.bfloat16, hidden_size=64), rank=8, experts=True, target_modules=[])
     randomize(model)
     outer = model.model.layers[0].mlp.experts
     inner, experts = outer.base_layer, outer.get_base_layer()
@@ -181,7 +175,7 @@ def test_what_cannot_be_adapted_is_refused() -> None:
     for ends in (["gate_proj"], ["o_proj", "down_proj"]):
         sentence = rf"^adapter.target_modules {ends[-1]} is what peft takes for experts or routers in a deepseek_v3, also where "
         with pytest.raises(UserError, match=sentence):
-            adapt(build("deepseek_v3"), target_modules=ends)
+            adapt(build_causal("deepseek_v3"), target_modules=ends)
     for given, settings in {"adapter.dropout 0.1": {"dropout": 0.1}, "adapter.method dora": {"method": "dora"}}.items():
         config = SimpleNamespace(model=None, adapter=adapter_config(experts=True, **settings))
         with pytest.raises(UserError, match=f"^adapter.experts is true, and peft has no {given} for experts: set "):
@@ -191,10 +185,10 @@ def test_what_cannot_be_adapted_is_refused() -> None:
 def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_path: Path) -> None:
     for name, parameters in {"router": ["gate.weight"], "down": ["experts.down_proj"]}.items():
         lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
-        get_peft_model(build("mixtral"), lora).save_pretrained(tmp_path / name)
+        get_peft_model(build_causal("mixtral"), lora).save_pretrained(tmp_path / name)
     with pytest.raises(UserError, match=r" weight of model.layers.0.mlp.gate, which is not a weight of experts: adapt its "):
-        adapt(build("mixtral"), name_or_path=str(tmp_path / "router"))
-    model = adapt(build("mixtral"), name_or_path=str(tmp_path / "down"))
+        adapt(build_causal("mixtral"), name_or_path=str(tmp_path / "router"))
+    model = adapt(build_causal("mixtral"), name_or_path=str(tmp_path / "down"))
     assert {name.rpartition(".")[2] for name in adapted_parameters(model)} == {"weight", "down_proj"}
     randomize(model)
     model(**INPUTS).logits.sum().backward()
@@ -204,7 +198,7 @@ def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_pat
 @pytest.mark.parametrize("min_num_params", [1, 2000, 20000])
 def test_by_size_no_part_of_an_adapter_of_experts_is_a_unit(min_num_params: int) -> None:
     """It reads the parameters of its parts, and does not call these."""
-    model = adapt(build("mixtral"), experts=True)
+    model = adapt(build_causal("mixtral"), experts=True)
     plugin: Any = SimpleNamespace(auto_wrap_policy=size_based_auto_wrap_policy, min_num_params=min_num_params)
     blocks = find_blocks(plugin, model)
     assert any("experts" in name or name.endswith("mlp") for name in blocks) or min_num_params == 20000
@@ -215,15 +209,15 @@ def test_experts_inside_an_adapter_are_refused_as_a_wrap_class() -> None:
     plugin: Any = SimpleNamespace(
         auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=["MixtralDecoderLayer", "MixtralExperts"]
     )
-    find_blocks(plugin, build("mixtral"))  # inside of a layer
+    find_blocks(plugin, build_causal("mixtral"))  # inside of a layer
     plugin.transformer_cls_names_to_wrap = ["MixtralExperts"]
     with pytest.raises(UserError, match=r"names MixtralExperts, which an adapter of experts reads from outside: name"):
-        find_blocks(plugin, adapt(build("mixtral"), experts=True))
+        find_blocks(plugin, adapt(build_causal("mixtral"), experts=True))
 
 
 def test_under_autocast_experts_compute_in_its_dtype_with_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cast, fp32 products of groups would read their sizes on the host of a GPU."""
-    model, dtypes = build("mixtral"), []
+    model, dtypes = build_causal("mixtral"), []
 
     def note(inputs: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         dtypes.append(weight.dtype)

@@ -15,8 +15,8 @@ from accelerate.utils import DynamoBackend
 from peft import LoraConfig, inject_adapter_in_model
 
 from tests.support import seq2seq_families
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
-from tests.unit.models.patches.test_chunked_loss import build_rows, one_process
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
+from tests.support.tiny_models import build_causal, build_rows, one_process
 from toolkit.data.collate import CausalCollator
 from toolkit.loss import summed_loss
 from toolkit.models.patches.experts import routes_noted
@@ -37,9 +37,11 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("family", "num_layers", "num_graphs"), [("llama", 2, 3), ("llama", 4, 3), ("bart", 3, 6), ("t5", 3, 12)]
-)
+def compiler(backend: str, fullgraph: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(backend=DynamoBackend[backend], mode="default", fullgraph=fullgraph, dynamic=False)
+
+
+@pytest.mark.parametrize(("family", "num_layers", "num_graphs"), [("llama", 4, 3), ("bart", 3, 6), ("t5", 3, 12)])
 def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(
     family: str, num_layers: int, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,35 +66,29 @@ def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(
     ("device", "backend", "warns"), [("cpu", "INDUCTOR", True), ("cpu", "EAGER", False), ("cuda", "INDUCTOR", False)]
 )
 def test_compilation_on_a_cpu_is_warned_about(device: str, backend: str, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    plugin = SimpleNamespace(backend=DynamoBackend[backend], mode="default", fullgraph=False, dynamic=False)
-    accelerator: Any = SimpleNamespace(device=torch.device(device), state=SimpleNamespace(dynamo_plugin=plugin))
+    accelerator: Any = SimpleNamespace(device=torch.device(device), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
     compile_blocks(accelerator, seq2seq_families.build_model("t5"))
     printed = "".join(capsys.readouterr())
     assert ("blocks are compiled (dynamo_backend INDUCTOR), which on a CPU" in printed) == warns
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_routes_are_noted_once_and_carry_gradients_however_blocks_run(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "backend", "checkpoints"),
+    [("mixtral", "NO", True), ("mixtral", "AOT_EAGER", True), ("deepseek_v3", "EAGER", False)],
+)
+def test_routes_are_noted_once_and_carry_gradients_however_blocks_run(family: str, backend: str, checkpoints: bool) -> None:
     """Without a graph of a recomputation that a block would keep."""
-    expected = gradients_of_routes(family, compiles=False, checkpoints=False)
-    for compiles, checkpoints in ((False, True), (True, False), (True, True)):
-        for name, gradient in gradients_of_routes(family, compiles=compiles, checkpoints=checkpoints).items():
-            torch.testing.assert_close(gradient, expected[name], msg=f"{name}, compiled {compiles}, checkpointed {checkpoints}")
+    expected = gradients_of_routes(family, "NO", checkpoints=False)
+    for name, gradient in gradients_of_routes(family, backend, checkpoints=checkpoints).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-def gradients_of_routes(family: str, *, compiles: bool, checkpoints: bool) -> dict[str, torch.Tensor]:
+def gradients_of_routes(family: str, backend: str, *, checkpoints: bool) -> dict[str, torch.Tensor]:
     """Of the squares of all scores, after a step of other lengths."""
     torch._dynamo.reset()
-    config_class, settings = MIXTURES[family]
-    config = getattr(transformers, config_class)(vocab_size=256, **settings | {"num_hidden_layers": 3})
-    backend = DynamoBackend.AOT_EAGER if compiles else DynamoBackend.NO
-    plugins: dict[str, Any] = {
-        "dynamo_plugin": SimpleNamespace(backend=backend, mode="default", fullgraph=True, dynamic=False),
-        "fsdp_plugin": SimpleNamespace(activation_checkpointing=checkpoints),
-    }
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(**plugins))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(dynamo_plugin=compiler(backend, True)))
+    accelerator.state.fsdp_plugin = SimpleNamespace(activation_checkpointing=checkpoints)
+    model = build_causal(family, num_hidden_layers=3).train()
     with routes_noted(model, repeated_blocks(model)) as noted:
         compile_blocks(accelerator, model)
         checkpoint_activations(accelerator, model)
@@ -117,8 +113,7 @@ def graphs_by_step(family: str, num_layers: int) -> list[int]:
     auto_class = transformers.AutoModelForCausalLM if family in CAUSAL_FAMILIES else transformers.AutoModelForSeq2SeqLM
     config = getattr(transformers, class_name)(vocab_size=256, **settings | layers)
     accelerator = one_process()
-    plugin = SimpleNamespace(backend=DynamoBackend.EAGER, mode="default", fullgraph=False, dynamic=False)
-    accelerator.state = SimpleNamespace(dynamo_plugin=plugin)
+    accelerator.state = SimpleNamespace(dynamo_plugin=compiler("EAGER"))
     model: Any = wrap.shard_model(accelerator, auto_class.from_config(config, dtype=torch.float32)).model.train()
     collator: Any = CausalCollator(0) if family in CAUSAL_FAMILIES else seq2seq_families.build_collator(model)
     generator, seen = torch.Generator().manual_seed(0), []
@@ -134,10 +129,8 @@ def graphs_by_step(family: str, num_layers: int) -> list[int]:
 
 def test_a_router_that_an_adapter_trains_in_full_has_one_route() -> None:
     """peft keeps the original beside it, and never calls that."""
-    config_class, settings = MIXTURES["mixtral"]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(vocab_size=256, **settings))
-    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp.gate"])
-    inject_adapter_in_model(lora, model)
+    model = build_causal("mixtral")
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp.gate"]), model)
     with routes_noted(model, repeated_blocks(model)) as noted:
         pass
     for _ in range(2):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models.patches.test_chunked_loss import build_model
+from tests.support.tiny_models import build_causal
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.models.patches import chunked_loss
@@ -19,7 +19,7 @@ from toolkit.training import model_checks
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny Llama, as if it were sharded."""
-    model = build_model("llama")
+    model = build_causal("llama")
     chunked_loss.install(model)
 
     @dataclasses.dataclass

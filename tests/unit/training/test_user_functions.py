@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.models.patches.test_chunked_loss import build_model
+from tests.support.tiny_models import build_causal
 from toolkit import UserError, load_config
 from toolkit.data.collate import CausalCollator
 from toolkit.evaluation.metrics import describe_code
@@ -52,7 +52,7 @@ def test_code_is_known_by_its_source() -> None:
 
 
 def test_cross_entropy_as_ones_own_loss_is_the_toolkits() -> None:
-    model = build_model("llama")
+    model = build_causal("llama")
     chunked_loss.install(model)
     rows = [{"input_ids": [3, 4, 5, 6], "labels": [-100, -100, 5, 6]}, {"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}]
     for packs in ([rows], [[row] for row in rows]):

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
+from tests.support.refusals import refusal
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens.chat_template import (
-    NoMaskError,
-    RefusedChatError,
-    check_chat_template,
-    read_chat_template,
-    render_turns,
-)
+from toolkit.data.tokens.chat_template import NoMaskError, RefusedChatError, check_chat_template, read_chat_template, render_turns
 from toolkit.data.tokens.chat_template import render_chat as render_marked
 from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.data.tokens.special_tokens import show
-from toolkit.errors import UserError
 
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
-}
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}]
+CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
 ANSWER = {"role": "tool", "content": "4"}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_chat_tokenizer("<|im_start|>", "<|im_end|>")
+    return build_chat_tokenizer("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 def render_chat(tokenizer, messages, tools, **options):
@@ -87,10 +79,16 @@ OTHER_END = CLOSING.replace("{% else %}{{ eos_token }}{% endif %}", "{% endif %}
         (STRIPPING, THINKING[:2], [("<think>hm</think>one", IM_END)]),
         (STRIPPING, say("hello", "one", "two", "three\n", "a", "b"), [("one", IM_END), ("three\n", IM_END), ("b", IM_END)]),
         (OTHER_END, BASIC, [("one", "</s>")]),
+        # The generation prompt after the last turn, whether asked for or not.
+        *((PROMPTING, say("hi", text), [(text, "<|eot_id|>")]) for text in ("one", "assistant", "<|eot_id|> is a token")),
     ],
 )
 def test_every_turn_is_found_through_its_end_token_and_no_further(tokenizer, template, messages, expected):
     assert find(tokenizer, template, messages, TOOLS if messages is CALLED else None) == expected
+
+
+TWO_PLEASE = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}"
+IN_WORDS = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% endfor %}{{ '### assistant:\n' }}"
 
 
 @pytest.mark.parametrize(
@@ -99,35 +97,17 @@ def test_every_turn_is_found_through_its_end_token_and_no_further(tokenizer, tem
         (STRIPPING, LONG, "prints the first"),
         (STRIPPING, THINKING, "prints the first 2 messages differently when more follow"),
         (OTHER_END, TWO, "prints the first 2 messages differently when more follow"),
-        (
-            "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}" + CHATML,
-            BASIC,
-            r"refuses the first 1 messages on their own \(two, please\)",
-        ),
-        (
-            MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last"),
-            TWO,
-            "mark 1 texts for 2 assistant turns",
-        ),
+        (TWO_PLEASE + CHATML, BASIC, r"refuses the first 1 messages on their own \(two, please\)"),
+        (MARKED.replace("message.role == 'assistant'", "loop.last"), TWO, "mark 1 texts for 2 assistant turns"),
+        (PROMPTING, TWO, "prints the first 2 messages differently when more follow"),
+        # The text of a call is the template's own: where it ends is not known from the message.
+        (PROMPTING, [*say("hello"), CALL], "prints a generation prompt after the last turn without being asked"),
+        (IN_WORDS, BASIC, "prints a generation prompt after the last turn without being asked"),
     ],
 )
 def test_a_template_that_does_not_show_its_turns_gives_no_mask(tokenizer, template, messages, reason):
     with pytest.raises(NoMaskError, match=reason):
         find(tokenizer, template, messages)
-
-
-def test_a_template_may_print_the_generation_prompt_after_the_last_turn():
-    tokenizer = build_chat_tokenizer("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    for content in ("one", "assistant", "<|eot_id|> is a token"):
-        assert find(tokenizer, PROMPTING, say("hello", content)) == [(content, "<|eot_id|>")]
-    with pytest.raises(NoMaskError, match="prints the first 2 messages differently when more follow"):
-        find(tokenizer, PROMPTING, say("hello", "one", "two", "three"))
-    # The text of a call is the template's own: where it ends is not known from the message.
-    with pytest.raises(NoMaskError, match="prints a generation prompt after the last turn without being asked"):
-        find(tokenizer, PROMPTING, [*say("hello"), CALL])
-    in_words = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n' }}{% endfor %}{{ '### assistant:\n' }}"
-    with pytest.raises(NoMaskError, match="prints a generation prompt after the last turn without being asked"):
-        find(tokenizer, in_words, say("hello", "one"))
 
 
 def test_an_end_mark_that_is_plain_text_to_the_tokenizer_ends_a_turn_too():
@@ -141,7 +121,7 @@ def test_an_end_mark_that_is_plain_text_to_the_tokenizer_ends_a_turn_too():
 
 def test_the_marked_chatml_template_prints_as_qwen_does_and_marks_every_turn(tokenizer):
     template = (Path(__file__).parents[4] / "recipes/chat_templates/chatml_generation.jinja").read_text()
-    calls = {"role": "assistant", "content": "wait", "tool_calls": CALL["tool_calls"] * 2}
+    calls = {"role": "assistant", "content": "wait", "tool_calls": CALLS * 2}
     last = {"role": "assistant", "content": "it is four", "reasoning_content": "hm"}
     messages = [*say("hello", " one\n", "<think>a</think>b", "<think>a</think>b", "2 + 2?", system="be brief"), CALL, ANSWER]
     messages += [calls, ANSWER, ANSWER, last]
@@ -188,19 +168,19 @@ def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokeniz
 
 def test_a_template_with_a_syntax_error_is_refused_by_line(tokenizer):
     tokenizer.chat_template = "{{ bos_token }}\u2028\x0c\n{% for message in messages %}\n{{ message.content }\n{% endfor %}"
-    with pytest.raises(UserError, match=r"chat template is broken in line 3 \(unexpected '}'\): '{{ message.content }'"):
-        check_chat_template(tokenizer)
+    broken = "chat template is broken in line 3 (unexpected '}'): '{{ message.content }'"
+    assert broken in refusal(check_chat_template, tokenizer)
     tokenizer.chat_template = "{{ raise_exception('never mind') }}"
     check_chat_template(tokenizer)
 
 
 def test_no_template_and_no_default_one_are_refused(tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template, which chats need: set data.chat_template"):
-        render_chat(tokenizer, say("a"), None)
-    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
-    with pytest.raises(UserError, match="chat templates rag, tool_use, but no default one"):
-        render_chat(tokenizer, say("a"), None)
+    for template, sentence in (
+        (None, "has no chat template, which chats need: set data.chat_template"),
+        ({"rag": CHATML, "tool_use": CHATML}, "chat templates rag, tool_use, but no default one"),
+    ):
+        tokenizer.chat_template = template
+        assert sentence in refusal(render_chat, tokenizer, say("a"), None)
     assert "Tools:" in render_chat(tokenizer, say("a"), TOOLS)
 
 
@@ -209,11 +189,10 @@ def test_the_setting_is_a_template_or_a_file(tmp_path):
     assert read_chat_template("{{ messages }}") == "{{ messages }}"
     (tmp_path / "chat.jinja").write_text(LLAMA2)
     assert read_chat_template(str(tmp_path / "chat.jinja")) == LLAMA2
-    with pytest.raises(UserError, match=r"data.chat_template chatml cannot be read \(No such file or directory\)"):
-        read_chat_template("chatml")
+    no_file = "data.chat_template chatml cannot be read (No such file or directory)"
+    assert no_file in refusal(read_chat_template, "chatml")
     (tmp_path / "chat.jinja").write_bytes(b"caf\xe9 ")
-    with pytest.raises(UserError, match="chat.jinja is not valid UTF-8"):
-        read_chat_template(str(tmp_path / "chat.jinja"))
+    assert "chat.jinja is not valid UTF-8" in refusal(read_chat_template, str(tmp_path / "chat.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +208,5 @@ def test_the_setting_is_a_template_or_a_file(tmp_path):
 def test_arithmetic_and_recursion_of_a_template_are_one_sentence(tokenizer, template):
     tokenizer.chat_template = template
     check_chat_template(tokenizer)
-    example = Example(messages=say("hello", "one"))
-    with pytest.raises(UserError, match=r"^row 3: the chat template refuses this conversation \(.*\): change the row, or "):
-        prepare_chat(tokenizer, example, "completions", "row 3")
+    sentence = refusal(prepare_chat, tokenizer, Example(messages=BASIC), "completions", "row 3")
+    assert re.match(r"row 3: the chat template refuses this conversation \(.*\): change the row, or ", sentence)

@@ -16,7 +16,6 @@ from tests.support.tokenizer_kinds import LLAMA_3, build_byte_level
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.read_tokenizer import open_tokenizer, read_tokenizer, trains_tokenizer
 from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer, train_byte_level_tokenizer
-from toolkit.errors import UserError
 from toolkit.export.run_data import check_kept_tokenizer
 
 TEXTS = [f'def take_oar_{i}(self):\n    """Return the oar."""\n    return self.oars[{i}]\n' for i in range(50)]
@@ -72,22 +71,12 @@ def test_new_tokens_are_special_and_those_that_are_there_stay_as_they_are(tmp_pa
             None,
             [],
             3,
-            "the tokenizer of {} has neither a padding nor an end token: set pad_token or eos_token in its tokenizer_config",
+            "the tokenizer of {} has neither a padding nor an end token: set pad_token or eos_token in its ",
         ),
-        (
-            "</s>",
-            [],
-            2,
-            "the tokenizer of {} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to the ",
-        ),
+        ("</s>", [], 2, "the tokenizer of {} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to "),
         ("</s>", ["<|a|>", " "], None, "model.add_tokens[1] is ' ', which is empty: give a text, as <|im_start|>"),
         ("</s>", ["<|a|>", "<|a|>"], None, "model.add_tokens[1] is '<|a|>', for the second time: name each token once"),
-        (
-            "</s>",
-            ["oar"],
-            None,
-            "model.add_tokens[0] is 'oar', an ordinary token of the tokenizer, which it would cut out of words",
-        ),
+        ("</s>", ["oar"], None, "model.add_tokens[0] is 'oar', an ordinary token of the tokenizer, which it would cut out of w"),
     ],
 )
 def test_tokenizers_and_tokens_that_do_not_fit_are_refused(
@@ -97,24 +86,20 @@ def test_tokenizers_and_tokens_that_do_not_fit_are_refused(
     assert refusal(load_tokenizer, config, vocab_size=vocab_size).startswith(sentence.format(tmp_path))
 
 
-@pytest.mark.parametrize("target_vocabulary", [{0: "<pad>", 1: "</s>", 2: "oar"}, {0: "<pad>", 1: "</s>", 2: "rame"}])
-def test_targets_with_a_vocabulary_of_their_own_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_vocabulary: dict[int, str]
-) -> None:
+def test_targets_with_a_vocabulary_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of FSMT's tokenizer, whose package is not here."""
     import transformers
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, pad_token="<pad>").name_or_path)
     tokenizer.get_src_vocab = tokenizer.get_vocab
-    tokenizer.convert_ids_to_tokens = target_vocabulary.__getitem__
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **options: tokenizer)
-    if target_vocabulary[2] == "oar":
-        assert load_tokenizer(ModelConfig(name_or_path="tiny"), vocab_size=3) is tokenizer
-    else:
-        with pytest.raises(UserError, match="the tokenizer of tiny decodes targets with a vocabulary of their own"):
-            load_tokenizer(ModelConfig(name_or_path="tiny"), vocab_size=3)
+    of_tiny = ModelConfig(name_or_path="tiny")
+    assert load_tokenizer(of_tiny, vocab_size=3) is tokenizer
+    tokenizer.convert_ids_to_tokens = ["<pad>", "</s>", "rame"].__getitem__
+    assert "tiny decodes targets with a vocabulary of their own" in refusal(load_tokenizer, of_tiny, vocab_size=3)
 
 
+BOTH = "normalizer, pre_tokenizer"
 NUMBERS = "In 2023 the 1234567 rows"
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}
 
@@ -189,12 +174,7 @@ def test_a_tokenizer_is_trained_from_scratch_alone_and_may_be_that_of_another_fo
 @pytest.mark.parametrize(
     ("kind", "split", "settings", "replaced"),
     [
-        (
-            "qwen2",
-            LLAMA_3,
-            {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ a }}"},
-            "normalizer, pre_tokenizer",
-        ),
+        ("qwen2", LLAMA_3, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ a }}"}, BOTH),
         ("gpt2", LLAMA_3, {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 9}, "pre_tokenizer"),
         ("gpt2", None, {"tokenizer_class": "GPT2Tokenizer"}, ""),
         ("gpt2", None, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, ""),
@@ -212,9 +192,8 @@ def test_parts_of_a_file_are_its_own(
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     line = f"transformers 5 would replace {replaced} of the tokenizer.json of {folder} by those of {type(auto).__name__}: "
     assert caplog.messages == ([f"{line}the file's own are used, and exported"] if replaced else [])
-    assert own("a" + NUMBERS)["input_ids"] == (
-        tokens_of_file(folder, "a" + NUMBERS) if replaced else auto("a" + NUMBERS)["input_ids"]
-    )
+    text = f"a{NUMBERS}"
+    assert own(text)["input_ids"] == (tokens_of_file(folder, text) if replaced else auto(text)["input_ids"])
     assert (type(own) is type(auto)) is not replaced or (own(NUMBERS)["input_ids"] != auto(NUMBERS)["input_ids"])
     for name in ("special_tokens_map", "chat_template", "model_max_length", "model_input_names", "padding_side"):
         assert getattr(own, name) == getattr(auto, name), name

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from tests.support.model_folders import CAUSAL_FAMILIES
-from tests.unit.models.patches.test_chunked_loss import build_model, build_rows
+from tests.support.tiny_models import build_causal, build_rows
 from toolkit.data.collate import CausalCollator, move_to
 from toolkit.loss import summed_loss
 from toolkit.models.patches import chunked_loss, documents, masks
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 def build(family: str, attention: str = documents.BY_DOCUMENT) -> Any:
     documents.register()
-    model = build_model(family)
+    model = build_causal(family)
     model.set_attn_implementation(attention)
     chunked_loss.install(model)
     masks.install(model)
@@ -163,7 +163,7 @@ def test_flash_attention_gets_the_documents_and_searches_for_none(family: str, m
         return sdpa_attention_forward(module, query, key, value, mask)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
-    model, rows = build_model(family), build_rows()
+    model, rows = build_causal(family), build_rows()
     model.config._attn_implementation = "flash_attention_2"  # its setter does not look for the package
     chunked_loss.install(model)
     masks.install(model)

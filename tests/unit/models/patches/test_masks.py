@@ -11,11 +11,10 @@ import torch
 import transformers
 
 from tests.support.host_reads import recorded
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.seq2seq_families import IN_PROCESS, build_collator
 from tests.support.seq2seq_families import build_model as build_seq2seq
-from tests.unit.models.patches.test_chunked_loss import build_model as build_causal
-from tests.unit.models.patches.test_chunked_loss import build_rows
+from tests.support.tiny_models import build_causal, build_rows, causal_config, causal_skeleton
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import AdapterConfig, LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
@@ -42,16 +41,10 @@ WITHOUT_POSITIONS = ("bloom", "opt", "mpt", "biogpt", "granitemoehybrid", "bamba
 """Families whose masks get no positions, or whose recurrent layers see earlier rows, in transformers 5.23."""
 
 
-def tiny_config(family: str, **settings: Any) -> Any:
-    config_class, sizes = (CAUSAL_FAMILIES | MORE_CAUSAL | MIXTURES)[family]
-    return getattr(transformers, config_class)(**{"vocab_size": 256, **sizes, **settings})
-
-
 @pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *GIVEN_POSITIONS, *WITHOUT_POSITIONS])
 def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: pytest.LogCaptureFixture) -> None:
     packs = family not in WITHOUT_POSITIONS
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(tiny_config(family))
+    model = causal_skeleton(family)
 
     def chosen(packing: Any) -> bool | str:
         with caplog.at_level("INFO", "toolkit"):
@@ -70,8 +63,7 @@ def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: py
 
 
 def test_of_a_base_in_codes_packing_is_chosen_before_it_loads() -> None:
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(tiny_config("bloom", hidden_size=64))
+    model = causal_skeleton("bloom", hidden_size=64)
     config = LLMConfig(
         model=ModelConfig(name_or_path="bloom", revision="1"),
         data=LLMDataConfig(),
@@ -99,7 +91,7 @@ def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions: b
 def test_rows_do_not_see_each_other_where_masks_are_given_positions(family: str, settings: dict[str, Any]) -> None:
     """A packed row has the loss that it has alone, and does not change with the row before it."""
     torch.manual_seed(0)
-    config = tiny_config(family, **settings)
+    config = causal_config(family, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # so that attention has something to say
