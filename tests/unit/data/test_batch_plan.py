@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.plan.new_shapes import ROWS, Rows, measure
 from toolkit.config.schema import TrainConfig
-from toolkit.data.batch_plan import BatchPlan, Mix, cut, draw_mix
+from toolkit.data.batch_plan import BatchPlan, Mix, Step, cut, draw_mix
 from toolkit.data.collate import MOST_PADDING, choose_multiples
 from toolkit.data.packing import pack_best_fit
 from toolkit.errors import UserError
@@ -28,23 +28,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_plan(
-    world_size: int = 1,
-    micro_batch_size_rows: int = 4,
-    seed: int = 0,
-    global_batch_size_rows: int = 16,
-    global_batch_size_tokens: int | None = None,
-    **settings: Any,
-) -> BatchPlan:
+def build_plan(world_size: int = 1, micro_batch_size_rows: int = 4, **settings: Any) -> BatchPlan:
+    """Of rows of random lengths, with settings of `TrainConfig` or of the plan."""
     random = np.random.Generator(np.random.PCG64(7))
     sources, targets = random.integers(1, 200, NUM_ROWS), random.integers(1, 20, NUM_ROWS)
-    train = TrainConfig(
-        global_batch_size_rows=global_batch_size_rows,
-        global_batch_size_tokens=global_batch_size_tokens,
-        micro_batch_size_rows=micro_batch_size_rows,
-        seed=seed,
-    )
-    return BatchPlan(sources + targets, targets, train, world_size=world_size, **settings)
+    train = {"global_batch_size_rows": 16} | {key: settings.pop(key) for key in list(settings) if hasattr(TrainConfig, key)}
+    config = TrainConfig(micro_batch_size_rows=micro_batch_size_rows, **train)
+    return BatchPlan(sources + targets, targets, config, world_size=world_size, **settings)
+
+
+def steps_of(plan: BatchPlan) -> list[Step]:
+    """Those of the first epoch."""
+    return [plan.step(number) for number in range(1, plan.steps_per_epoch + 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,8 +63,7 @@ def test_packs_are_full_and_never_too_long_and_leave_the_steps_alone(kind: str) 
     plan = build_plan(**KINDS[kind])
     plain = build_plan(**{name: value for name, value in KINDS[kind].items() if name != "pack_length_tokens"})
     packed, width = 0, 0
-    for number in range(1, plan.steps_per_epoch + 1):
-        step = plan.step(number)
+    for number, step in enumerate(steps_of(plan), start=1):
         assert step == plain.step(number)
         packs = [pack for micro in plan.micro_batches(step, 0) for pack in micro.packs]
         lengths = [plan.num_tokens[list(pack)].sum() for pack in packs]
@@ -81,7 +75,7 @@ def test_packs_are_full_and_never_too_long_and_leave_the_steps_alone(kind: str) 
 @pytest.mark.parametrize("kind", ["bucketed", "shuffled", "packed"])
 def test_an_epoch_takes_every_row_once_and_the_rest_last(kind: str) -> None:
     plan = build_plan(**KINDS[kind])
-    steps = [plan.step(number) for number in range(1, plan.steps_per_epoch + 1)]
+    steps = steps_of(plan)
     assert sorted(row for step in steps for row in step.rows) == list(range(NUM_ROWS))
     assert [len(step.rows) for step in steps] == [16] * 12 + [NUM_ROWS - 12 * 16]
     assert {step.epoch for step in steps} == {0} and plan.step(plan.steps_per_epoch + 1).epoch == 1
@@ -135,17 +129,15 @@ def test_a_mix_gives_each_source_its_share() -> None:
 
 
 def test_seed_and_epoch_change_the_order() -> None:
-    plan = build_plan()
-    first = [plan.step(number).rows for number in range(1, 13)]
-    second = [plan.step(plan.steps_per_epoch + number).rows for number in range(1, 13)]
-    other_seed = [build_plan(seed=1).step(number).rows for number in range(1, 13)]
-    assert len({tuple(map(tuple, order)) for order in (first, second, other_seed)}) == 3
+    plan, other = build_plan(), build_plan(seed=1)
+    epochs = ((plan, 0), (plan, plan.steps_per_epoch), (other, 0))
+    assert len({tuple(of.step(start + number).rows for number in range(1, 13)) for of, start in epochs}) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_come_neither_in_the_order_of_the_rows_nor_of_their_lengths(kind: str) -> None:
     plan = build_plan(**KINDS[kind])
-    steps = [list(plan.step(number).rows) for number in range(1, plan.steps_per_epoch)]  # the rest comes last
+    steps = [list(step.rows) for step in steps_of(plan)[:-1]]  # the rest comes last
     for values in (np.arange(NUM_ROWS), plan.num_tokens):
         means = [values[rows].mean() for rows in steps]
         assert abs(np.corrcoef(means, range(len(steps)))[0, 1]) < 0.7
@@ -153,7 +145,7 @@ def test_steps_come_neither_in_the_order_of_the_rows_nor_of_their_lengths(kind: 
 
 def test_the_smaller_rest_is_of_any_length() -> None:
     plans = [build_plan(seed=seed) for seed in range(8)]
-    means = [plan.num_tokens[list(plan.step(plan.steps_per_epoch).rows)].mean() for plan in plans]
+    means = [plan.num_tokens[list(steps_of(plan)[-1].rows)].mean() for plan in plans]
     assert min(means) < plans[0].num_tokens.mean() < max(means)
 
 
@@ -161,8 +153,7 @@ def test_batches_hold_rows_of_similar_length() -> None:
     """Padding to the longest of a batch costs far less than with random batches."""
 
     def padding(plan: BatchPlan) -> float:
-        steps = [plan.step(number) for number in range(1, plan.steps_per_epoch + 1)]
-        return sum(len(s.rows) * plan.num_tokens[list(s.rows)].max() for s in steps) / plan.num_tokens.sum()
+        return sum(len(s.rows) * plan.num_tokens[list(s.rows)].max() for s in steps_of(plan)) / plan.num_tokens.sum()
 
     assert padding(build_plan()) < 1.35 < padding(build_plan(bucket_by_length=False))
 
@@ -177,8 +168,7 @@ def test_ranks_get_balanced_tokens() -> None:
 
 def test_a_rank_without_rows_stays_in_step_and_does_not_count() -> None:
     plan = build_plan(world_size=8, micro_batch_size_rows=4)
-    last = plan.step(plan.steps_per_epoch)
-    assert len(last.rows) == 11
+    assert len(steps_of(plan)[-1].rows) == 11
     train = TrainConfig(global_batch_size_rows=2, micro_batch_size_rows=1)
     few = BatchPlan(np.array([5, 3, 9]), np.array([1, 2, 3]), train, world_size=2)
     ranks = [few.micro_batches(few.step(2), rank) for rank in range(2)]

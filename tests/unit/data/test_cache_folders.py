@@ -99,10 +99,7 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("damaged", "content"),
     [
-        ("rows.arrow", b"some"),
-        ("rows.arrow", b""),
-        ("rows.arrow", b"same text"),
-        ("rows.arrow", None),
+        *(("rows.arrow", content) for content in (b"some", b"", b"same text", None)),
         ("tokenizer/chat_template.jinja", b"{{ messages }}"),  # one more file, which a tokenizer would load
         *(("about.json", content) for content in (None, b"", b"{}", b"[1]", b'{"files": 3, "sha256": "x"}', b"\xff")),
         ("about.json", "changed"),
@@ -112,17 +109,16 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
 def test_a_damaged_folder_is_named_and_built_again(
     tmp_path: Path, damaged: str, content: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "a"
+    folder, about_file = tmp_path / "a", tmp_path / "a" / "about.json"
     about = find_or_build("the cache", folder, fill("some text"))
     assert find_or_build("the cache", folder, fill("other text")) == about
     if content is None:
         for path in sorted(folder.rglob(damaged), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
     else:
-        if content == "changed":
-            content = (folder / damaged).read_bytes().replace(b'"by": "some', b'"by": "same')
+        changed = about_file.read_bytes().replace(b'"by": "some', b'"by": "same')
         (folder / damaged).parent.mkdir(exist_ok=True)
-        (folder / damaged).write_bytes(content)
+        (folder / damaged).write_bytes(changed if content == "changed" else content)
     assert not capsys.readouterr().out
     assert find_or_build("the cache", folder, fill("some text")) == about
     assert capsys.readouterr().err == f"WARNING: the cache {folder} is damaged: it is built again\n"

@@ -26,9 +26,15 @@ def dataset(rows: Any) -> Any:
     return datasets.Dataset.from_list([{"messages": row} for row in rows])
 
 
-def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(tmp_path: Path) -> None:
+def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+
+    datasets.enable_progress_bars()
     here = check_datasets(config(data__cache_dir=str(tmp_path)), dataset(CHATS), None)
     given = save_datasets(here, dataset(CHATS), dataset(CHATS[:1]))
+    assert "parquet" not in capfd.readouterr().err, "no bar of datasets is shown"
     assert given.data.source == "parquet"
     assert Path(given.data.files[0]).name.startswith("train-") and Path(given.data.eval_files[0]).name.startswith("evaluation-")
     rows = load_rows(given.data)
@@ -40,14 +46,6 @@ def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(tmp_p
     (tmp_path / "file").touch()
     sentence = refusal(save_datasets, config(data__cache_dir=str(tmp_path / "file")), dataset(CHATS), None)
     assert sentence.startswith(f"the dataset cannot be written to {tmp_path}/file/datasets (Not a directory): make room there")
-
-
-def test_no_bar_of_datasets_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    import datasets
-
-    datasets.enable_progress_bars()
-    save_datasets(config(data__cache_dir=str(tmp_path)), dataset(CHATS), None)
-    assert "parquet" not in capfd.readouterr().err
 
 
 def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
@@ -62,7 +60,7 @@ def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
         (config(), rows, both, "evaluation is a DatasetDict with the keys a, b: give one of them"),
         (config(), rows.select([]), None, "train has no rows: "),
         (config(), rows.with_transform(lambda batch: batch), None, "train has a transform, which a run does not keep: "),
-        (config(data__source="some/rows"), rows, None, "data.source is given beside a dataset as train: leave one of them out"),
+        (config(data__source="a/b"), rows, None, "data.source is given beside a dataset as train: leave one of them out"),
         (config(data__eval_files="x.csv"), rows, None, "data.eval_files is given beside a dataset as train: "),
     ]
     for wrong, train, evaluation, sentence in mistakes:

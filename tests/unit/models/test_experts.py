@@ -67,7 +67,6 @@ def test_experts_are_counted_in_nested_configs_too(settings: dict[str, Any], exp
         (transformers.SwitchTransformersConfig(**SWITCH), r"encoder\.block\.1\.layer\.1\.mlp\.experts"),
         (transformers.NllbMoeConfig(**NLLB), r"model\.encoder\.layers\.1\.ffn\.experts"),
     ],
-    ids=["switch", "nllb"],
 )
 def test_experts_that_are_modules_are_refused(config: Any, path: str) -> None:
     sentence = rf"^model.name_or_path here has 4 experts as separate modules \({path}\): a rank runs only those that its tokens "
@@ -83,7 +82,6 @@ def test_experts_that_are_modules_are_refused(config: Any, path: str) -> None:
         transformers.LongcatFlashConfig(**LONGCAT),
         transformers.LlamaConfig(**LLAMA_SIZES),
     ],
-    ids=["mixtral", "longcat_flash", "llama"],
 )
 def test_lists_of_modules_that_are_not_experts_are_taken(config: Any) -> None:
     check_experts(on_meta(config), "here")
@@ -206,11 +204,10 @@ def test_by_size_no_part_of_an_adapter_of_experts_is_a_unit(min_num_params: int)
 
 
 def test_experts_inside_an_adapter_are_refused_as_a_wrap_class() -> None:
-    plugin: Any = SimpleNamespace(
-        auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=["MixtralDecoderLayer", "MixtralExperts"]
-    )
+    names = ["MixtralDecoderLayer", "MixtralExperts"]
+    plugin: Any = SimpleNamespace(auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=names)
     find_blocks(plugin, build_causal("mixtral"))  # inside of a layer
-    plugin.transformer_cls_names_to_wrap = ["MixtralExperts"]
+    del names[0]
     with pytest.raises(UserError, match=r"names MixtralExperts, which an adapter of experts reads from outside: name"):
         find_blocks(plugin, adapt(build_causal("mixtral"), experts=True))
 

@@ -16,43 +16,32 @@ from toolkit.config.schema import EvalConfig, ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.generation import choose_generation
 
-GREEDY = {"num_beams": 1}
+
+def as_said(settings: dict[str, Any]) -> list[str]:
+    return [f"{key} {json.dumps(value)}" for key, value in settings.items()]
+
+
+GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "early_stopping": True, "length_penalty": 2.0}
+GROUPS = {"num_beam_groups": 2, "diversity_penalty": 0.5}
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "min_p": 0.1, "epsilon_cutoff": 0.001}
+LENGTHS = {"max_length": 142, "min_length": 56, "max_time": 1.0}
+OUTPUT = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_attentions", "output_hidden_states"), True)
 # Of the base → what of it is left out, beside the settings of the run.
 BASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "beams": ({"num_beams": 4, "early_stopping": True, "length_penalty": 2.0, "no_repeat_ngram_size": 3}, {}, []),
-    "beams, greedy": (
-        {"num_beams": 4, "early_stopping": True, "length_penalty": 2.0, "num_return_sequences": 1},
-        GREEDY,
-        ["num_beams 4", "early_stopping true", "length_penalty 2.0"],
-    ),
-    "groups of beams": (
-        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-        {},
-        ["num_beam_groups 2", "diversity_penalty 0.5"],
-    ),
-    "sampling": (
-        {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "min_p": 0.1, "epsilon_cutoff": 0.001, "top_k": 50},
-        {},
-        ["do_sample true", "temperature 0.6", "top_p 0.9", "min_p 0.1", "epsilon_cutoff 0.001"],
-    ),
-    "the type of the output": (
-        {"return_dict_in_generate": True, "output_scores": True, "output_attentions": True, "output_hidden_states": True},
-        {},
-        ["return_dict_in_generate true", "output_scores true", "output_attentions true", "output_hidden_states true"],
-    ),
+    "beams": (BEAMS | {"no_repeat_ngram_size": 3}, {}, []),
+    "beams, greedy": (BEAMS | {"num_return_sequences": 1}, GREEDY, ["num_beams 4", "early_stopping true", "length_penalty 2.0"]),
+    "groups of beams": (BEAMS | GROUPS, {}, as_said(GROUPS)),
+    "sampling": (SAMPLING | {"top_k": 50}, {}, as_said(SAMPLING)),
+    "the type of the output": (OUTPUT, {}, as_said(OUTPUT)),
     "its logits alone": ({"output_logits": True, "output_scores": False}, {}, ["output_logits true"]),
     "several texts": ({"num_return_sequences": 3}, {}, ["num_return_sequences 3"]),
-    "several texts of beams": ({"num_beams": 4, "num_return_sequences": 3}, {}, ["num_return_sequences 3"]),
+    "several texts of beams": (BEAMS | {"num_return_sequences": 3}, {}, ["num_return_sequences 3"]),
     "a tokenizer's": ({"stop_strings": ["\n\n"], "token_healing": True}, {}, ['stop_strings ["\\n\\n"]', "token_healing true"]),
     "code of the hub": ({"penalty_alpha": 0.6, "dola_layers": "high"}, {}, ["penalty_alpha 0.6", 'dola_layers "high"']),
     "assistance": ({"prompt_lookup_num_tokens": 3}, {}, ["prompt_lookup_num_tokens 3"]),
     "a compiler's": ({"compile_config": {"mode": "default"}}, {}, ['compile_config {"mode": "default"}']),
     "a cache": ({"cache_implementation": "hybrid", "use_cache": False}, {}, ['cache_implementation "hybrid"', "use_cache false"]),
-    "lengths": (
-        {"max_length": 142, "min_length": 56, "min_new_tokens": 2, "max_time": 1.0},
-        {},
-        ["max_length 142", "min_length 56", "max_time 1.0"],
-    ),
+    "lengths": (LENGTHS | {"min_new_tokens": 2}, {}, as_said(LENGTHS)),
     "an argument of generate": ({"streamer": 1}, {}, ["streamer 1"]),
     "tokens": ({"forced_bos_token_id": 0, "pad_token_id": 0, "suppress_tokens": [7], "bad_words_ids": [[9]]}, {}, []),
     "penalties": ({"repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 4, "renormalize_logits": True}, {}, []),
@@ -87,9 +76,8 @@ def test_what_the_yaml_leaves_unset_is_the_bases_where_it_is_valid(
     read = GenerationConfig.from_pretrained(tmp_path / "export")
     keys = {sentence.partition(" ")[0] for sentence in left_out}
     kept = {key: value for key, value in theirs.items() if key not in keys and value not in SAYS_NOTHING}
-    assert {
-        key: getattr(value, "to_dict", lambda value=value: value)() for key, value in vars(read).items() if key in kept
-    } == kept
+    stored = json.loads(read.to_json_string(use_diff=False))
+    assert {key: value for key, value in stored.items() if key in kept} == kept
     assert (config.num_beams, read.num_beams) == (ours.get("num_beams", theirs.get("num_beams", 1)),) * 2
     printed = capsys.readouterr().out
     assert re.findall(r"^(.+) of the generation config of \S+ is left out: .", printed, re.MULTILINE) == left_out

@@ -48,7 +48,7 @@ def test_a_new_adapter_changes_nothing_but_what_trains(bases: Path, name: str, m
     assert not torch.allclose(logits(model, inputs), expected, atol=1e-3)
 
 
-ATTENTION = {f"{name}_proj" for name in "qkvo"}
+ATTENTION, TWO = {f"{name}_proj" for name in "qkvo"}, {"exclude_modules": ["mlp.up_proj", "q_proj"]}
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,7 @@ ATTENTION = {f"{name}_proj" for name in "qkvo"}
         ({"target_modules": ["q_proj"]}, [], {"0", "1"}, {"q_proj"}),
         ({"target_modules": ".*(q|v)_proj"}, [], {"0", "1"}, {"q_proj", "v_proj"}),
         ({"exclude_modules": ".*mlp.*"}, [], {"0", "1"}, ATTENTION),
-        (
-            {"exclude_modules": ["mlp.up_proj", "q_proj"]},
-            [r".*layers\.1\..*"],
-            {"0"},
-            ATTENTION - {"q_proj"} | {"gate_proj", "down_proj"},
-        ),
+        (TWO, [r".*layers\.1\..*"], {"0"}, ATTENTION - {"q_proj"} | {"gate_proj", "down_proj"}),
     ],
 )
 def test_the_part_that_texts_pass_is_adapted_but_what_is_excluded_or_frozen(

@@ -22,18 +22,11 @@ from tests.support.host_reads import recorded
 from tests.support.nf4_golden import GOLDEN, as_hex, build_weight
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
+from toolkit.models import quantized
 from toolkit.models.freeze import cast_frozen
 from toolkit.models.lora import add_adapter
 from toolkit.models.lora_files import base_name
-from toolkit.models.quantized import (
-    NF4_VALUES,
-    QuantizedLinear,
-    choose_kernel,
-    dequantize,
-    find_scales,
-    num_weights,
-    quantize,
-)
+from toolkit.models.quantized import NF4_VALUES, QuantizedLinear, choose_kernel, dequantize, find_scales, num_weights, quantize
 from toolkit.models.tensor_reader import TensorReader
 from toolkit.models.weights import _by_rows
 
@@ -68,12 +61,11 @@ def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same
     weight = build_weight()
     codes, scales = quantize(weight, "nf4"), find_scales(weight)
     expected = {dtype: dequantize(codes, scales, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    monkeypatch.setattr("toolkit.models.quantized._kernels", {})
+    monkeypatch.setattr(quantized, "_kernels", {})
     monkeypatch.setattr(torch.ops, "bitsandbytes", SimpleNamespace(dequantize_4bit=kernel), raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.50.2"))
     assert choose_kernel(torch.device("cpu")) == "torch" and not calls
-
-    monkeypatch.setattr("toolkit.models.quantized.KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(quantized, "KERNEL_DEVICE", "cpu")
     chosen = "bitsandbytes 0.50.2" if is_exact else "torch (bitsandbytes 0.50.2 has other values)"
     assert choose_kernel(torch.device("cpu")) == chosen
     calls.clear()
@@ -83,14 +75,18 @@ def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same
 
 
 def test_without_bitsandbytes_torch_dequantizes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.quantized.KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(quantized, "KERNEL_DEVICE", "cpu")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert choose_kernel(torch.device("cpu")) == "torch (import of bitsandbytes halted; None in sys.modules)"
 
 
+def encoded(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize(weight, kind), find_scales(weight)
+
+
 def test_int8_is_off_by_half_a_step_at_most() -> None:
     weight = build_weight()
-    codes, scales = quantize(weight, "int8"), find_scales(weight)
+    codes, scales = encoded(weight, "int8")
     assert codes.dtype == torch.int8 and int(codes.abs().max()) == 127
     step = scales.view(torch.float32) / 127
     off = (dequantize(codes, scales) - weight).unflatten(1, (-1, 64)).abs()
@@ -99,12 +95,10 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = build_weight()
-    for kind in KINDS:
-        codes, scales = quantize(weight, kind), find_scales(weight)
-        whole = dequantize(codes, scales)
-        monkeypatch.setattr("toolkit.models.quantized.WEIGHTS_AT_ONCE", 3 * 192)
-        assert torch.equal(dequantize(codes, scales), whole)
+    both = [encoded(build_weight(), kind) for kind in KINDS]
+    whole = [dequantize(*of_kind) for of_kind in both]
+    monkeypatch.setattr(quantized, "WEIGHTS_AT_ONCE", 3 * 192)
+    assert all(torch.equal(dequantize(*of_kind), expected) for of_kind, expected in zip(both, whole, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,17 +108,17 @@ def test_adapted_layers_compute_what_plain_peft_does_on_the_dequantized_base(kin
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(192, 128, bias=False), nn.GELU(), nn.Linear(128, 64))
     for layer in (plain[0], plain[2]):
-        layer.weight.data = dequantize(quantize(layer.weight.data, kind), find_scales(layer.weight.data))
-    quantized = nn.Sequential(*(quantized_as(layer, kind) if isinstance(layer, nn.Linear) else layer for layer in plain))
+        layer.weight.data = dequantize(*encoded(layer.weight.data, kind))
+    in_codes = nn.Sequential(*(quantized_as(layer, kind) if isinstance(layer, nn.Linear) else layer for layer in plain))
     config = LoraConfig(r=4, target_modules=["0", "2"], use_dora=use_dora, init_lora_weights=False)
-    for model in (plain, quantized):
+    for model in (plain, in_codes):
         torch.manual_seed(1)
         inject_adapter_in_model(config, model)
     inputs = torch.randn(5, 192)
-    for model in (plain, quantized):
+    for model in (plain, in_codes):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             model(inputs).float().square().mean().backward()
-    gradients = [{n: p.grad for n, p in model.named_parameters() if p.requires_grad} for model in (plain, quantized)]
+    gradients = [{n: p.grad for n, p in model.named_parameters() if p.requires_grad} for model in (plain, in_codes)]
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == (6 if use_dora else 4)
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
@@ -176,9 +170,9 @@ def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same() -> None
     with torch.device("meta"):
         model: Any = FalconForCausalLM(config)
     add_adapter(model, adapter_config(base_dtype="nf4"), ModelConfig(name_or_path="not/read", revision="1"))
-    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
-    ends = ("dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h")
-    assert {name.removesuffix(".base_layer").rpartition(".")[2] for name in quantized} == set(ends)
+    found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    ends = {"dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h"}
+    assert {name.removesuffix(".base_layer").rpartition(".")[2] for name in found} == ends
     inputs, weight, bias = torch.randn(3, 64), torch.randn(8, 64), torch.randn(8)
     own = FalconLinear(64, 8)
     own.weight.data, own.bias.data = weight, bias
@@ -188,22 +182,17 @@ def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same() -> None
 def test_a_base_without_a_layer_to_quantize_is_refused(bases: Path) -> None:
     with torch.device("meta"):
         model: Any = BASES["llama"][0](BASES["llama"][1])
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"]
+    config = adapter_config(base_dtype="nf4", target_modules=names)
     with pytest.raises(UserError, match="adapter.base_dtype is nf4, but none of the 12 linear layers that the adapter takes"):
-        add_adapter(model, adapter_config(base_dtype="nf4", target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj",
-                    "gate_proj"]), ModelConfig(name_or_path=str(bases / "llama")))  # fmt: skip
+        add_adapter(model, config, ModelConfig(name_or_path=str(bases / "llama")))
 
 
 def model_of(name: str) -> Any:
     """A model whose rows are 64 long, except those of the layer after the activation."""
-    import transformers as hf
-
-    if name == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1,
-        ))  # fmt: skip
-    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
+    model_class, config = BASES[name]
+    wide = {"t5": {"d_model": 64, "d_kv": 32, "d_ff": 96}, "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}}
+    return model_class(type(config)(**config.to_dict() | wide[name]))
 
 
 def wide(name: str, kind: str, **settings: Any) -> Any:
@@ -219,7 +208,7 @@ def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind: str, monkeypatch
     weight, read = build_weight().repeat(4, 1), []
     monkeypatch.setattr("toolkit.models.tensor_reader.PIECE_BYTES", 3 * 192 * 4)
     of_files = TensorReader(tuple(weight.shape), lambda box: read.append(box) or weight[box])
-    codes, scales = quantize(weight, kind), find_scales(weight)
+    codes, scales = encoded(weight, kind)
     for whole, make in ((codes, partial(quantize, kind=kind)), (scales, find_scales)):
         part = _by_rows(of_files, whole.shape, make).read((slice(5, 13), slice(0, 7)))
         assert torch.equal(part, whole[5:13, :7])

@@ -35,6 +35,12 @@ def load(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def load_with_languages(folders: dict[str, Path], family: str) -> Any:
+    tokenizer = load(folders[family])
+    set_languages(tokenizer, "tiny", *LANGUAGES[family])
+    return tokenizer
+
+
 @pytest.mark.parametrize(
     ("family", "source", "target"),
     [
@@ -47,8 +53,7 @@ def load(folder: Path) -> Any:
 def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
     folders: dict[str, Path], tmp_path: Path, family: str, source: list[str], target: list[str]
 ) -> None:
-    tokenizer = load(folders[family])
-    set_languages(tokenizer, "tiny", *LANGUAGES[family])
+    tokenizer = load_with_languages(folders, family)
     tokenizer.save_pretrained(tmp_path)
     saved = load(tmp_path)
     rows = {"row_id": [0], "prompt": ["beta"], "completion": ["beta"], "lead_text": [""]}
@@ -66,16 +71,16 @@ def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
 @pytest.mark.parametrize("family", LANGUAGES)
 def test_a_language_that_is_missing_or_unknown_is_refused(folders: dict[str, Path], family: str) -> None:
     source, _ = LANGUAGES[family]
-    sentence = refusal(set_languages, load(folders[family]), "tiny", source, None)
-    assert "marks each text with its language: set data.target_language to one of " in sentence
+    asked = "marks each text with its language: set data.target_language to one of "
+    assert asked in refusal(set_languages, load(folders[family]), "tiny", source, None)
     for wrong in ("klingon", "beta", "</s>", "<pad>", ""):  # the second is a token of the texts
         assert refusal(set_languages, load(folders[family]), "tiny", source, wrong).startswith(
             f"data.target_language '{wrong}' is not a language of the tokenizer of tiny: it has "
         )
     tokenizer = _build_tokenizer(("<pad>", "</s>"))
     set_languages(tokenizer, "tiny", None, None)
-    sentence = refusal(set_languages, tokenizer, "tiny", None, "fr")
-    assert sentence.startswith("data.target_language is fr, but the tokenizer of tiny does not mark languages")
+    no_marks = "data.target_language is fr, but the tokenizer of tiny does not mark languages"
+    assert refusal(set_languages, tokenizer, "tiny", None, "fr").startswith(no_marks)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +92,7 @@ def test_generation_begins_as_the_decoder_inputs_of_training(
 ) -> None:
     import transformers
 
-    tokenizer = load(folders[family])
-    set_languages(tokenizer, "tiny", *LANGUAGES[family])
+    tokenizer = load_with_languages(folders, family)
     config_class, settings = FAMILIES[family]
     with torch.device("meta"):
         config = getattr(transformers, config_class)(vocab_size=256, **settings)
