@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import bench
 from benchmarks.throughput import host_time
-from benchmarks.throughput.comparisons import Against, Comparison
 from benchmarks.throughput.host_clock import REST, kernels
 from toolkit.tools.plan.trace import fake_ranks
-
-
-def test_ratios_are_of_speeds_within_a_turn_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def side(rows: float, *seconds: float) -> Any:
-        turns = ({"rows": rows, "seconds": second, "loss": 2.0, "tokens": 1.0} for second in seconds)
-        return lambda: SimpleNamespace(take_turn=lambda: next(turns), close=lambda: 1.5)
-
-    sides = {"ours": side(8, 99, 1, 2), "peer": side(4, 1, 1, 4), "bare": side(16, 1, 1, 2)}
-    against = [Against(ours="ours", beside="peer", goal=1.5), Against(ours="ours", beside="bare", max_overhead=0.03)]
-    comparison = Comparison(title="T", about="", unit="rows", sides=sides, against=against)
-    monkeypatch.setitem(bench.COMPARISONS, "t5-training", lambda *_, **__: comparison)
-    (speed, overhead), section, _ = bench.compare("t5-training", Namespace(small=True, repetitions=2))
-    # Rows a second: ours 8 and 4, the peer 4 and 1, the bare loop 16 and 8.
-    assert (speed.ratios, speed.is_met) == ([2.0, 4.0], True)
-    assert (overhead.ratios, overhead.is_met) == ([1.0, 1.0], False)
-    assert "| ours | 6.0 [5.0, 7.0] | 2.000 | 1.50 |" in section
 
 
 @pytest.mark.parametrize("side", ["single", "fsdp2_full_shard", "fsdp2_shard_grad_op"])

@@ -79,24 +79,6 @@ def test_readme_is_short_and_maps_every_folder() -> None:
     assert len(text.split()) <= 1800 and {folder for folder in folders if f"`toolkit/{folder}/`" not in text} == set()
 
 
-def test_what_is_wrong_is_found() -> None:
-    wrong = {
-        "make t6": "no target",
-        "acelerate launch recipes/t5.py": "no program that is known",
-        "python -m toolkit checkpoints runs/a runs/b": "unrecognized arguments",
-        "python -m toolkit verify --model llama --adapter.method lora": "no model llama",
-        "accelerate launch --config_file accelerate_configs/single.yaml recipes/t5.py --config RUN.yaml": "without --quiet",
-        "sbatch --nodes=4 docs/launch/slurm.sbatch recipes/t5.py --config RUN.yaml --optim.lrr 1": "did you mean --optim.lr?",
-        "srun bash -c 'RANK=$SLURM_PROCID python recipes/t5.py --config RUN.yaml --optim.lrr 1'": "did you mean --optim.lr?",
-    }
-    for command, says in wrong.items():
-        with pytest.raises((Exception, SystemExit), match=re.escape(says)):
-            for words in list_commands(f"  ```sh\n  {command}\n  ```\n"):
-                check_command(words)
-    names = ("toolkit/losses.py", "tests/unit/test_loss.py::test_gone", "test_gone.py", "no_such_function()")
-    assert not any(name_exists(name) for name in names) and not link_leads_somewhere("gone.md", Path("README.md"))
-
-
 def list_commands(text: str) -> Iterator[list[str]]:
     """Words of each command in the fenced blocks, and of those of ours in backticks. ValueError: no such program is known."""
     for language, block in FENCE.findall(text):

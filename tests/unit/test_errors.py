@@ -38,13 +38,9 @@ def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[s
     ],
 )
 def test_who_speaks(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    rank: int | None,
-    local_rank: int | None,
-    agreed: bool,
-    speaks: bool,
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int | None, local_rank: int | None,
+    agreed: bool, speaks: bool,
+) -> None:  # fmt: skip
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, str(value))

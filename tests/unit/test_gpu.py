@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu.__main__ import DOC, FREE_GIB, LOTS, Part, find_refusal, main, read_parts, run_part
+from benchmarks.gpu.__main__ import DOC, LOTS, Part, main, read_parts, run_part
 from benchmarks.gpu.report import format_beside, format_report, format_speed
-from benchmarks.gpu.train import read_trace
 from benchmarks.measuring import RESULTS
 from tests.support.launch import REPOSITORY
 
@@ -80,28 +77,6 @@ def test_a_second_start_goes_on_where_the_first_one_stopped(
     first = json.loads(next(path for path in tmp_path.glob("gpu_small_*.json") if "_anot" not in path.name).read_text())
     assert [part["verdict"] for part in first["parts"].values()] == ["passed", "FAILED", "passed"]
     assert "## The end of b" in format_report(first)
-
-
-def test_the_parts_need_what_is_free_and_gpus_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusal(folder: Path) -> str:
-        return find_refusal(argparse.Namespace(folder=folder, report=tmp_path, small=False))
-
-    assert f"{FREE_GIB} GiB" in DOC.read_text(encoding="utf-8")
-    assert refusal(tmp_path / "none") == f"--folder {tmp_path / 'none'} is not a folder"
-    for free_gib, why in ((FREE_GIB - 1, f"{tmp_path} has 19 GiB free, and the parts need 20: name another"), (FREE_GIB, "old")):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free_gib=free_gib: SimpleNamespace(free=free_gib * 2**30))
-        monkeypatch.setattr("toolkit.launch.environment.why_no_gpu", lambda: "old driver")
-        assert refusal(tmp_path).startswith(why)
-
-
-def test_a_trace_counts_kernels_that_overlap_once_and_the_waits_of_the_host(tmp_path: Path) -> None:
-    events = [("kernel", "a", 0, 1000), ("kernel", "b", 500, 1000), ("gpu_memcpy", "c", 2000, 250), ("cpu_op", "aten::to", 0, 9)]
-    events += [("cuda_runtime", "cudaStreamSynchronize", 0, 300), ("cuda_runtime", "cudaLaunchKernel", 0, 5)]
-    trace = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in events]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*trace, {"ph": "f", "cat": "ac2g"}]}))
-    assert read_trace(tmp_path / "trace.json") == {
-        "kernels": 2, "busy_ms": 1.8, "host_operations": 1, "casts": 1, "waits": 1, "waits_ms": 0.3,
-    }  # fmt: skip
 
 
 def test_the_pages_have_the_tables_of_the_report() -> None:

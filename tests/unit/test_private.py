@@ -48,29 +48,20 @@ def test_the_installed_version_has_the_name(name: str) -> None:
     assert re.search(rf"(\w\.{name}\b|^    {name}: |getattr\(\w+, \"{name}\")", source, re.MULTILINE), f"{ALL[name][0]}.{name}"
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_missing_name_ends_the_run_with_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, what = ALL[name]
-    library = place.partition(".")[0]
-    sentence = f"{library} {version(library)} has no {place}.{name}: {what} cannot work; "
-    sentence += f"take the version of {library} in constraints.txt"
-    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
-        of_tools.private(name, object())
-    monkeypatch.setattr(private, "_home", lambda place: object())
-    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
-        of_tools.private(name)
-
-
-def test_a_command_that_needs_a_missing_name_exits_with_2(
+def test_a_missing_name_ends_the_run_with_a_sentence_and_a_command_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    end = "cannot work; take the version of torch in constraints.txt$"
+    sentence = rf"^torch {re.escape(version('torch'))} has no torch.{{}}: {{}} {end}"
+    with pytest.raises(UserError, match=sentence.format("_foreach_norm", "clipping gradients")):
+        of_tools.private("_foreach_norm", object())
+    with pytest.raises(UserError, match=sentence.format("no_such_module.name", "nothing")):
+        private.find(private.listed(("torch", "no_such_module.name", "nothing")), "name")
     (tmp_path / "a.yaml").write_text("distributed_type: 'NO'\n")
     monkeypatch.delattr("accelerate.commands.config.config_args.ClusterConfig")
     assert call_toolkit("check", tmp_path / "a.yaml") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and "ClusterConfig: reading an accelerate YAML cannot work; " in err
-    with pytest.raises(UserError, match=r"^torch \S+ has no torch.no_such_module.name: nothing cannot work; "):
-        private.find(private.listed(("torch", "no_such_module.name", "nothing")), "name")
 
 
 @pytest.mark.parametrize("wording", WRITTEN)

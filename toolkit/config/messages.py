@@ -18,7 +18,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from toolkit.config.other_trainers import find_meanings, say_elsewhere
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 
@@ -34,6 +33,11 @@ _ALLOWED = {
     str: "text, in quotes if it looks like a number",
     types.NoneType: "null",
 }
+
+
+_LINE_OF_PAGE = re.compile(r"^\| `(?:\S+\.)?(\S+)` \| (?:`(\S+)`(?: (\(.+\)))?|(.+)) \|$", re.MULTILINE)
+"""In `migrating.md` beside this file: a name in other trainers, and our field with what to write there, or a sentence. Spelling
+alone would mislead: `--report_to` means `tracking.log_with`, but is spelled more like `export`."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,20 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
         return f": did you mean {prefix}{near[0]}{''.join(values[:1])}?"
     known = siblings or [*sections, *(leaf for leaf in leaves if "." not in leaf)]
     return f"; known are {', '.join(prefix + other for other in known)}"
+
+
+def find_meanings(name: str) -> list[tuple[str, str, str]]:
+    """What `name` means in other trainers, by the lines of the tables: our field as a dotted key, and what to write for it, in
+    brackets (empty: the same value); or two empty texts, and a sentence that says where to set something that is not a field."""
+    page = Path(__file__).with_name("migrating.md").read_text(encoding="utf-8")
+    wanted = name.lower().replace("-", "_")
+    found = _LINE_OF_PAGE.findall(page)
+    return [(field, value, text) for other, field, value, text in found if other.lower().replace("-", "_") == wanted]
+
+
+def say_elsewhere(name: str) -> str | None:
+    """A sentence that says where to set something that is not a field; None if `name` is unknown."""
+    return next((text for _, _, text in find_meanings(name) if text), None)
 
 
 def _nearest_of_section(name: str, siblings: list[str], cutoff: float) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.config.flags import split_files_and_flags
+from toolkit.config.load import split_files_and_flags
 from toolkit.config.messages import given_flags
 from toolkit.config.paths import find_path
 from toolkit.config.python import CONFIGS

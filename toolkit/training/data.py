@@ -7,8 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.load import RecipeConfig
-from toolkit.config.sets import check_set_names
-from toolkit.config.validate import check_evaluation_rows, check_num_steps
+from toolkit.config.validate import check_evaluation_rows, check_num_steps, check_set_names
 from toolkit.data.batch_plan import BatchPlan, Mix
 from toolkit.data.collate import choose_multiples
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows

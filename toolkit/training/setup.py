@@ -12,7 +12,7 @@ from toolkit.checkpoint.load import choose_checkpoint, find_weights
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import write_paths
-from toolkit.config.sets import list_sets
+from toolkit.config.validate import list_sets
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import keep_stacks_in, working

@@ -28,9 +28,8 @@ OURS = Identity(SETTINGS, "m", data_fingerprint="d", frozen_hashes={"a": "1", "b
 
 def saved(settings: dict[str, Any] = SETTINGS) -> Checkpoint:
     identity = asdict(replace(OURS, config=settings))
-    return Checkpoint(
-        Path("step-00000003"), {"step": 3, "metrics": {}, "state": TrainState(3).in_manifest(), "identity": identity}
-    )
+    manifest = {"step": 3, "metrics": {}, "state": TrainState(3).in_manifest(), "identity": identity}
+    return Checkpoint(Path("step-00000003"), manifest)
 
 
 def mix(weight: float = 2.0, files: str = "a.jsonl", **more: Any) -> dict[str, Any]:
@@ -50,10 +49,7 @@ def mix(weight: float = 2.0, files: str = "a.jsonl", **more: Any) -> dict[str, A
 def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
     theirs: dict[str, Any], ours: dict[str, Any], reason: str | None, keeps_metrics: bool
 ) -> None:
-    manifest = {
-        "identity": {"config": SETTINGS},
-        "measured_on": LOSS.measured_on | theirs,
-    }
+    manifest = {"identity": {"config": SETTINGS}, "measured_on": LOSS.measured_on | theirs}
     state = TrainState(7, best_value=0.5, num_evaluations_without_gain=2, start_value=0.9, metrics={"loss": 0.6})
     sentence = forget_unequal(state, manifest, replace(LOSS, **ours))
     metrics = {"loss": 0.6} if keeps_metrics else {}
@@ -71,7 +67,7 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
         (
             {},
             {"mixed_precision": "no"},
-            "mixed_precision is 'no', but step-00000003 was made with 'bf16': set it back in the accelerate YAML",
+            "mixed_precision is 'no', but step-00000003 was made with 'bf16': set it back in the acc",
         ),
         # A key that is newer than the checkpoint may not change the run.
         ({}, {"optim.skip_beyond_sigmas": None}, None),
@@ -80,16 +76,8 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
         ({}, {"optim.warmup_ratio": 4.0}, "optim.warmup_ratio is 4.0, but step-00000003 was made with None"),
         # Older checkpoints are of adamw.
         ({}, {"optim.name": "adamw"}, None),
-        (
-            {},
-            {"optim.name": "adafactor"},
-            "optim.name is 'adafactor', but step-00000003 was made with 'adamw': set it back to resume",
-        ),
-        (
-            {"optim.name": "adafactor"},
-            {"optim.name": "adamw"},
-            "optim.name is 'adamw', but step-00000003 was made with 'adafactor'",
-        ),
+        ({}, {"optim.name": "lion"}, "optim.name is 'lion', but step-00000003 was made with 'adamw': set it back to resume"),
+        ({"optim.name": "lion"}, {"optim.name": "adamw"}, "optim.name is 'adamw', but step-00000003 was made with 'lion'"),
         # A kind of file may follow from its ending, and the files of a mix may move.
         ({"data.source": "csv"}, {"data.source": ""}, None),
         ({"data.source": "csv"}, {"data.source": None}, None),
@@ -113,10 +101,7 @@ def test_settings_that_change_a_run_are_refused(theirs: dict[str, Any], ours: di
     [
         ({"model_config_hash": "n"}, ["the model's config.json is not the one step-00000003 was trained with: set it back"]),
         # Also those of the same rows, where another version of the toolkit makes them or trains their tokenizer again.
-        (
-            {"data_fingerprint": "e"},
-            ["the data is not what step-00000003 ", "this version makes", "model.init_from starts a new run"],
-        ),
+        ({"data_fingerprint": "e"}, ["the data is not what step-00000003 ", "version makes", "model.init_from starts a new run"]),
         ({"frozen_hashes": {"a": "1", "b": "3"}}, ["1 differ, b first"]),
     ],
 )

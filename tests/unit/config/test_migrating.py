@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
-from toolkit.config.messages import known_keys, suggestion
-from toolkit.config.other_trainers import find_meanings
+from toolkit.config.messages import find_meanings, known_keys, suggestion
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 
 PAGE = (REPOSITORY / "toolkit" / "config" / "migrating.md").read_text(encoding="utf-8")

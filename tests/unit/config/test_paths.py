@@ -12,7 +12,6 @@ from mnist_config import MnistConfig, check_mnist_config
 from tests.support.launch import REPOSITORY
 from tests.support.refusals import refusal
 from toolkit.config.load import dotted_keys, load_config, save_config
-from toolkit.config.paths import write_paths
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.errors import UserError
 
@@ -143,24 +142,6 @@ def test_a_saved_config_leads_to_the_same_from_anywhere(project: Path, monkeypat
     moved = project.rename(project.parent / "moved")
     monkeypatch.chdir(moved.parent / "elsewhere")
     assert paths(moved / "runs" / "run" / "config.yaml")["model.init_from"] == "../moved/old"
-
-
-def test_what_a_resume_compares_does_not_depend_on_where_one_stands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compared(file: str | Path, *flags: str) -> dict[str, Any]:
-        run = Path(project if project.exists() else moved) / "runs" / "run"
-        keys = dotted_keys(write_paths(load_config(SummarizationConfig, [f"--config={file}", *flags]), run))
-        return {key: value for key, value in keys.items() if key not in ("run.output_dir", "data.cache_dir")}
-
-    moved = project.parent / "moved"
-    first = compared("run.yaml")
-    save_config(load_config(SummarizationConfig, ["--config=run.yaml"]), project / "runs" / "run" / "config.yaml")
-    assert first["model.name_or_path"] == "../../models/base"
-    assert compared("runs/run/config.yaml") == first
-    monkeypatch.chdir(project.parent / "elsewhere")
-    assert compared("../project/run.yaml") == compared(project / "run.yaml") == first
-    assert compared(project / "run.yaml", "--model.name_or_path=../project/models/base") == first
-    project.rename(moved)
-    assert compared("../moved/run.yaml") == first
 
 
 @pytest.mark.parametrize("name", ["t5_functions", "llm_stdlib", "llm_100b"])

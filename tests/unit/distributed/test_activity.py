@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -59,28 +60,18 @@ def test_threads_that_do_not_count() -> None:
     assert not activity.has_worked(time.thread_time())
 
 
-def test_a_child_counts_where_the_system_hides_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /proc mounted with hidepid=1: psutil then lists no children at all."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise psutil.AccessDenied(pid=1)
-
-    monkeypatch.setattr(psutil.Process, "children", refuse)
+def test_a_child_counts_where_the_system_hides_other_processes_and_a_look_that_fails_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As /proc mounted with hidepid=1: psutil then lists no children at all. With an error, the thread that keeps the time would
+    end, and the run would go on unwatched."""
+    monkeypatch.setattr(psutil.Process, "children", Mock(side_effect=psutil.AccessDenied(pid=1)))
     activity = Activity(WINDOW_S)
     with subprocess.Popen([sys.executable, "-S", "-c", COMPUTE.format(seconds=60)]) as child:
         sleep()
         assert activity.has_worked(0.0)
         child.kill()
-
-
-def test_a_look_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that keeps the time would end with it, and the run would go on unwatched."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(psutil, "process_iter", fail)
-    monkeypatch.setattr(psutil.Process, "children", fail)
+    monkeypatch.setattr(psutil, "process_iter", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     activity = Activity(WINDOW_S)
     compute()
     assert activity.has_worked(0.0)

@@ -1,4 +1,4 @@
-"""Steps and phases: their bars on a terminal, that of a phase also below that of the steps, and their lines elsewhere."""
+"""Steps and phases: their bars on a terminal, and their lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import logging
 import re
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,60 +44,8 @@ def test_a_long_phase_has_a_line_every_ten_seconds_and_at_its_end(
 
 
 class Terminal(io.StringIO):
-    """What a terminal shows of what is written to it: carriage returns, line feeds, and the cursor's way up."""
-
     def isatty(self) -> bool:
         return True
-
-    def screen(self) -> list[str]:
-        rows, row, column = [""], 0, 0
-        for part in re.findall(r"\x1b\[A|\r|\n|[^\r\n\x1b]+", self.getvalue()):
-            if part == "\x1b[A":
-                row -= 1
-            elif part == "\r":
-                column = 0
-            elif part == "\n":
-                row, column = row + 1, 0
-                rows += [""] * (row == len(rows))
-            else:
-                rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
-                column += len(part)
-        return [shown.rstrip() for shown in rows]
-
-
-def test_a_save_in_its_thread_does_not_tear_the_bar_of_the_steps_and_a_phase_may_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(module, "BAR_DELAY_S", 0)
-    steps = Progress(num_steps=400, start_step=0, every_steps=1)
-    half, go_on = threading.Event(), threading.Event()
-
-    def save() -> None:
-        with Phase("writing step-00000200", 4_000_000_000, "B") as phase:
-            phase.add(2_000_000_000)
-            phase._bar.refresh()
-            half.set()
-            go_on.wait()
-            phase.add(2_000_000_000)
-
-    thread = threading.Thread(target=save)
-    steps.update(200, **FIGURES)
-    thread.start()
-    half.wait()
-    steps.update(300, **FIGURES)
-    steps._bar.refresh()
-    above, below, *rest = terminal.screen()
-    assert "300/400" in above and below.startswith("writing step-00000200:  50%") and "2.00G/4.00G" in below and not any(rest)
-    go_on.set()
-    thread.join()
-    steps.update(400, **FIGURES)
-    steps.close()
-    above, *rest = terminal.screen()
-    assert "400/400" in above and not any(rest)
-    with Phase("reading the data", None, "rows") as phase:
-        phase.add(1234)
-        phase._bar.refresh()
-        assert any(line.startswith("reading the data: 1234 rows [") for line in terminal.screen())
 
 
 def count(rows: dict[str, list]) -> dict[str, list]:
@@ -164,3 +111,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     last = shown.rpartition("\r")[2].rstrip()
     assert "####" in last and last.endswith("[00:00<00:00, loss 1.0000, lr 1.00e-03, 12,346 tokens/s]") and len(last) <= 80
     assert capsys.readouterr().out == "evaluated\n"
+
+
+def test_a_phase_that_counts_without_an_end_has_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setattr(module, "BAR_DELAY_S", 0)
+    with Phase("reading the data", None, "rows") as phase:
+        phase.add(1234)
+        phase._bar.refresh()
+        assert "\rreading the data: 1234 rows [" in terminal.getvalue()

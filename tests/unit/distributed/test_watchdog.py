@@ -152,12 +152,6 @@ def test_work_is_movement_only_in_a_phase_that_says_so(
     assert "rank 0 stopped moving: in step 3, evaluation" in watchdog.sentence
 
 
-def test_it_bites_before_the_first_step(tmp_path: Path) -> None:
-    with Bitten(0.2, tmp_path) as watchdog:
-        assert watchdog.bitten.wait(200)
-    assert "rank 0 stopped moving: in start" in watchdog.sentence
-
-
 def test_after_its_end_it_is_quiet(tmp_path: Path) -> None:
     before = threading.active_count()
     with Bitten(0.3, tmp_path) as watchdog:

@@ -17,12 +17,8 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 PHI3 = GROUPED | {"original_max_position_embeddings": 32}
 WINDOWS = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": LINEAR | {"rope_theta": 1e4}}
-BAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_state": 8,
-    "mamba_d_head": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
+THETA = {"rope_type": "default", "rope_theta": 1e4}
+BAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16, "rope_parameters": THETA}
 ONE_FLAG = "transformers 4, and tools that read as it does, take one flag for both."
 NO_SPELLING = "Its rope_parameters have no older spelling: transformers 4, and tools that read as it does, miss them."
 SCALED = "CTranslate2 scales its logits as if its head were tied"

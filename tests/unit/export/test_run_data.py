@@ -52,12 +52,16 @@ def test_its_model_card_finds_the_training_and_the_evaluations(state: TrainerSta
     assert lines[0]["Training Loss"] == "No log" and figures["Rougel"] == 50.0
 
 
-def test_lines_of_an_older_version_and_a_run_that_kept_no_facts_of_its_rows(tmp_path: Path) -> None:
-    save_trainer_state(tmp_path, [train(1, 2.0), train(2, 1.0, epoch=1)], step=2, num_training_rows=None)
+@pytest.mark.parametrize(
+    ("lines", "num_rows", "epoch", "num_tokens"),
+    [
+        ([train(1, 2.0), train(2, 1.0, epoch=1)], None, 1, 200),  # of an older version, which kept no facts of its rows
+        ([train(21, 2.0, epoch=2), train(22, 1.0, epoch=2)], 10, 2, 200),  # the first lines are lost
+    ],
+)
+def test_where_rows_cannot_be_counted_an_epoch_is_that_of_the_line(
+    tmp_path: Path, lines: list[dict[str, Any]], num_rows: int | None, epoch: int, num_tokens: int
+) -> None:
+    save_trainer_state(tmp_path, lines, step=22, num_training_rows=num_rows)
     state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
-    assert (state.epoch, state.num_input_tokens_seen) == (1, 200)
-
-
-def test_where_the_first_lines_are_lost_an_epoch_is_that_of_the_line(tmp_path: Path) -> None:
-    save_trainer_state(tmp_path, [train(21, 2.0, epoch=2), train(22, 1.0, epoch=2)], step=22, num_training_rows=10)
-    assert TrainerState.load_from_json(str(tmp_path / "trainer_state.json")).epoch == 2
+    assert (state.epoch, state.num_input_tokens_seen) == (epoch, num_tokens)

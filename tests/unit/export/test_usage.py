@@ -105,20 +105,13 @@ def test_what_a_run_kept_is_not_used_when_damaged_and_its_command_repairs_it(nam
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
 
 
-KEPT_FACTS: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 0, "num_evaluated_rows": 0}
-PAIRS = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], has_chats=False, **KEPT_FACTS)
+PAIRS = dataclasses.replace(DATA, has_chats=False)
 
 
 def commands(
-    recipe: Any,
-    places: Places,
-    lora: LoraConfig | None = None,
-    run_name: str = "my_run",
-    model_type: str = "t5",
-    chat_template: str | None = None,
-    takes_images: bool = False,
-    **model: Any,
-) -> list[str]:
+    recipe: Any, places: Places, lora: LoraConfig | None = None, run_name: str = "my_run", model_type: str = "t5",
+    chat_template: str | None = None, takes_images: bool = False, **model: Any,
+) -> list[str]:  # fmt: skip
     """The lines but those of Python, which must be where they belong."""
     required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": run_name}
     config = load_config(recipe, overrides=required | {f"model.{name}": value for name, value in model.items()})

@@ -1,4 +1,4 @@
-"""What flags of `accelerate launch` put into the environment, and no YAML shows."""
+"""What flags of `accelerate launch` put into the environment, and no YAML shows; what the kind of device decides."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,9 +20,11 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.support.launch import REPOSITORY
 from tests.support.refusals import refusal
+from toolkit.config.schema import TrainConfig
+from toolkit.data.batch_plan import BatchPlan
 from toolkit.errors import UserError
 from toolkit.launch import accelerator, environment
-from toolkit.launch.accelerator import build_accelerator, connect_devices
+from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, connect_devices
 from toolkit.launch.environment import why_no_gpu
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
@@ -225,3 +229,50 @@ def test_a_cpu_has_bf16_or_a_line_says_that_it_does_not(
     assert slow == ("" if has else f"{what}: up to 20 times slower than fp32, which --mixed_precision no takes")
     for others in ({"mixed_precision": "no"}, {"use_cpu": False}):  # another precision; a preset for GPUs
         assert not environment.slow_bf16({"mixed_precision": "bf16", "use_cpu": True, "distributed_type": "FSDP", **others})
+
+
+CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+
+
+@pytest.mark.parametrize(
+    ("num_shapes", "capacity"), [(1, "128"), (4, "128"), (5, "150"), (34, "1020"), (35, "128"), (3000, "128")]
+)
+def test_capacity_follows_the_shapes_unless_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch, num_shapes: int, capacity: str
+) -> None:
+    for own, expected in (({}, capacity), ({CAPACITY: "7"}, "7")):
+        monkeypatch.setattr(os, "environ", {**own})
+        bound_primitive_cache(num_shapes)
+        assert os.environ == {CAPACITY: expected}
+
+
+def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches_and_packs_in_one_row_have_that_of_their_sum() -> None:
+    train = TrainConfig(global_batch_size_rows=4, micro_batch_size_rows=2, max_steps=9)
+    for lengths, shapes in ((np.full(40, 9), {(2, 9, 1)}), (np.repeat([5, 9], 20), {(2, 5, 1), (2, 9, 1)})):
+        plan = BatchPlan(lengths, np.ones(40, int), train, world_size=1)
+        assert {*plan.shapes((plan.num_tokens, plan.num_label_tokens), 10, 0)} == shapes
+    lengths = np.array([5, 4, 6, 3, 5, 3, 4, 5])
+    train = replace(train, global_batch_size_rows=8)
+    plan = BatchPlan(lengths, lengths - 1, train, world_size=1, pack_length_tokens=9)
+    packs = [[row for pack in micro_batch.packs for row in pack] for micro_batch in plan.iterate(1, 1, 0)]
+    sums = {(1, int(lengths[rows].sum()), int((lengths - 1)[rows].sum())) for rows in packs}
+    assert max(map(len, packs)) > 2 and {*plan.shapes((lengths, lengths - 1), 1, 0, one_row=True)} == sums
+
+
+def test_onednn_keeps_no_more_though_torch_is_imported_before() -> None:
+    """200 shapes twice: in a cache of 128, which drops the oldest, none is there the second time; in oneDNN's own, all are."""
+    script = (
+        "import torch\n"
+        "from toolkit.launch.accelerator import bound_primitive_cache\n"
+        "bound_primitive_cache(3000)\n"
+        "weight_3x3 = torch.ones(16, 16, 3, 3)\n"
+        "for width in 2 * [*range(8, 208)]:\n"
+        "    torch.nn.functional.conv2d(torch.ones(16, 16, 3, width), weight_3x3)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != CAPACITY}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "ONEDNN_VERBOSE": "profile_create", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=600
+    )
+    made = [line for line in done.stdout.splitlines() if "primitive,create:cache_miss,cpu,convolution" in line]
+    assert len(made) == 2 * 200, done.stdout[-2000:]

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tqdm import tqdm
 
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.launch.log import Output, lost_outputs, start_logging
@@ -64,17 +63,6 @@ def test_an_import_changes_nothing() -> None:
     code = "import logging; before = logging.getLogger('toolkit').__dict__.copy(); import toolkit.launch.log; "
     code += "assert vars(logging.getLogger('toolkit')) == before and not logging.root.handlers"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-
-
-def test_a_line_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with tqdm(total=3, file=terminal, ascii=True) as bar:
-        bar.update(1)
-        logger.info("evaluated")
-    lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
-    assert "evaluated" in lines, lines
 
 
 def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

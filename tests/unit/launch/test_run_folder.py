@@ -54,13 +54,6 @@ def test_links_that_stay_inside_or_are_above_are_followed_and_a_new_folder_is_le
         assert list((output_dir / "run").iterdir()) == []
 
 
-@pytest.mark.parametrize(("output_dir", "name"), [("runs", "a\0b"), ("ru\0ns", "run")])
-def test_a_nul_is_reported(output_dir: str, name: str) -> None:
-    why = r"(embedded null byte|lstat: embedded null character in path)"  # before and from Python 3.13 on
-    with pytest.raises(UserError, match=rf"^run.output_dir .* with run.name .* is not a folder \({why}\): take other names$"):
-        open_run_folder(config(output_dir, name))
-
-
 @pytest.mark.parametrize(
     ("files", "is_secret"),
     [

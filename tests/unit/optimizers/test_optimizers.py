@@ -1,4 +1,5 @@
-"""Of every optimizer: its state is that of its layout, its update that written out, and a skipped one changes nothing."""
+"""Of every optimizer: its state is that of its layout, its update that written out, and a skipped one changes nothing; those that
+are not torch's compute what transformers, torchao or the paper does."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchao.optim.adam import single_param_adam
+from torchao.optim.quant_utils import create_dynamic_map, quantize_8bit_with_qmap
+from torchao.optim.subclass_8bit import OptimState8bit
+from transformers.optimization import Adafactor
 
 from tests.support.host_reads import recorded
 from tests.support.optimizer_model import SHAPES, WeightsOf, give_gradients
@@ -18,6 +23,7 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import OptimConfig, SummarizationConfig
 from toolkit.errors import UserError
 from toolkit.optimizers import OPTIMIZERS, check_sharding, state_bytes, with_defaults
+from toolkit.optimizers.adamw_8bit import _bounds, _nearest, _values, layout
 from toolkit.training.optim import build_optimizer
 
 LR, DECAY = 1e-2, 0.1
@@ -151,3 +157,97 @@ def test_a_setting_of_another_optimizer_is_refused() -> None:
         load_config(SummarizationConfig, flags)
     with pytest.raises(UserError, match=r"^optim.scale_by_weight is True, but optim.name is adamw, .* set it to false$"):
         load_config(SummarizationConfig, [*LEAST, "--optim.scale_by_weight=true"])
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_updates_are_those_of_transformers(scales: bool) -> None:
+    ours, theirs = WeightsOf(SHAPES), WeightsOf(SHAPES)
+    config = OptimConfig(name="adafactor", lr=1e-2, weight_decay=0.1, scale_by_weight=scales)
+    optimizer = build_optimizer(config, ours)
+    groups = [{"params": list(theirs.parameters()), "weight_decay": 0.1}]
+    reference = Adafactor(groups, lr=1e-2, relative_step=False, scale_parameter=scales)
+    for step in range(20):
+        for model, of in ((ours, optimizer), (theirs, reference)):
+            give_gradients(model, step)
+            for group in of.param_groups:
+                group["lr"] = 1e-2 / (1 + step)
+            of.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        for name, kept in reference.state[b].items():
+            if isinstance(kept, torch.Tensor) and name != "RMS":
+                torch.testing.assert_close(optimizer.state[a][name], kept, rtol=1e-6, atol=1e-12)
+
+
+CPU = torch.device("cpu")
+BLOCK_SHAPES = [(7, 1024), (2, 2048), (5,), (4, 4, 256), (3, 4)]
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_codes_are_those_of_torchao_also_beside_each_bound(is_signed: bool) -> None:
+    values, bounds = _values(is_signed, CPU), _bounds(is_signed, CPU)
+    assert values.tolist() == torch.tensor(create_dynamic_map(is_signed)).tolist()
+    around = [bounds]
+    for limit in (-2.0, 2.0):
+        for _ in range(3):
+            around.append(around[-1].nextafter(torch.tensor(limit)))
+    numbers = torch.cat([*around, values, torch.linspace(-1.0 if is_signed else 0.0, 1, 100_001)])
+    numbers = numbers[numbers.abs() <= 1]
+    assert torch.equal(_nearest(numbers, is_signed), quantize_8bit_with_qmap(numbers, values))
+
+
+def test_updates_and_state_are_those_of_torchao_bit_for_bit() -> None:
+    ours, theirs = WeightsOf(BLOCK_SHAPES), WeightsOf(BLOCK_SHAPES)
+    optimizer = build_optimizer(OptimConfig(name="adamw_8bit", lr=1e-2, weight_decay=0.1), ours)
+    in_8_bits = [p.numel() >= 4096 for p in theirs.parameters()]
+    kinds = [{"exp_avg": True, "exp_avg_sq": False}] * len(BLOCK_SHAPES)
+    states = [
+        {name: OptimState8bit.zeros(p.shape, signed) if is_8 else torch.zeros_like(p) for name, signed in kind.items()}
+        for p, is_8, kind in zip(theirs.parameters(), in_8_bits, kinds, strict=True)
+    ]
+    for step in range(1, 11):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        for parameter, state in zip(theirs.parameters(), states, strict=True):
+            moments = (state["exp_avg"], state["exp_avg_sq"], None)
+            with torch.no_grad():
+                single_param_adam(
+                    parameter, parameter.grad, torch.tensor(float(step)), *moments, 1e-2, 0.9, 0.999, 0.1, 1e-8, True, False
+                )
+    for a, b, state in zip(ours.parameters(), theirs.parameters(), states, strict=True):
+        assert torch.equal(a, b)
+        for name, expected in state.items():
+            codes = expected.codes if isinstance(expected, OptimState8bit) else expected
+            assert torch.equal(optimizer.state[a][name], codes)
+            if isinstance(expected, OptimState8bit):
+                assert torch.equal(optimizer.state[a][f"{name}_scale"].flatten(), expected.scale)
+
+
+def test_the_full_shape_decides_what_is_kept_in_8_bits() -> None:
+    blocks = {shape: layout(shape)["exp_avg_scale"].shape for shape in [(16, 256), (1000, 896), (64, 320), (2, 4, 512)]}
+    assert blocks == {(16, 256): (16, 1), (1000, 896): (1000, 7), (64, 320): (64, 5), (2, 4, 512): (2, 4, 2)}
+    assert all("exp_avg_scale" not in layout(shape) for shape in [(15, 256), (8192,), (1000, 96), (8192, 1)])
+    assert state_bytes("adamw_8bit", (4096, 4096)) / 4096**2 == pytest.approx(2 + 8 / 256)
+
+
+BETA1, BETA2 = 0.9, 0.99
+
+
+@torch.no_grad()
+def test_updates_are_those_of_the_paper() -> None:
+    ours, theirs = WeightsOf(SHAPES), WeightsOf(SHAPES)
+    optimizer = build_optimizer(OptimConfig(name="lion", lr=1e-3, weight_decay=DECAY), ours)
+    moments = [torch.zeros_like(p) for p in theirs.parameters()]
+    for step in range(20):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        for parameter, moment in zip(theirs.parameters(), moments, strict=True):
+            assert parameter.grad is not None
+            parameter.mul_(1 - 1e-3 * DECAY)
+            parameter.add_(torch.sign(moment * BETA1 + parameter.grad * (1 - BETA1)), alpha=-1e-3)
+            moment.mul_(BETA2).add_(parameter.grad * (1 - BETA2))
+    for a, b, moment in zip(ours.parameters(), theirs.parameters(), moments, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(optimizer.state[a]["exp_avg"], moment, rtol=0, atol=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
-from toolkit.config.sets import name_entries
+from toolkit.config.validate import name_entries
 from toolkit.data.rows.columns import KINDS, Columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.columnar import list_struct_fields
