@@ -19,7 +19,7 @@ from tests.distributed.test_quantized_base import build_models
 from tests.planting.faults import FAULTS
 from tests.planting.plant import planted
 from tests.support.launch import REPOSITORY, Running, run_on_ranks
-from tests.support.rank import run_script
+from tests.support.rank import SERVER_ENVIRONMENT, run_script
 from tests.support.workbench import Workbench, new_bench
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.forks import take_signals
@@ -116,16 +116,10 @@ def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: s
     assert any(detail in proof.detail for proof in failed)
 
 
-@pytest.mark.parametrize(
-    ("more", "how"),
-    [([], {}), ([NEW_TOKENS], {"sharded": True, "num_processes": 3})],
-    ids=["beside one process", "new rows, sharded"],
-)
-def test_an_adapter_without_a_fault_passes(
-    benches: dict[str, Workbench], tmp_path: Path, more: list[str], how: dict[str, Any]
-) -> None:
-    bench = benches["llm"]
-    proofs = run_part({"reference", "preset-0", "dropout"}, tmp_path, flags_of(bench, *more), model=model_of(bench), **how)
+def test_an_adapter_with_new_tokens_that_no_process_holds_passes(benches: dict[str, Workbench], tmp_path: Path) -> None:
+    bench, how = benches["llm"], {"sharded": True, "num_processes": 3}
+    flags = flags_of(bench, NEW_TOKENS)
+    proofs = run_part({"reference", "preset-0", "dropout"}, tmp_path, flags, model=model_of(bench), **how)
     assert all(proof.passed for proof in proofs), proofs
     assert {proof.check for proof in proofs} >= {"text", "gradients", "update", "dropout", "evaluation", "export", "generation"}
 
@@ -176,4 +170,4 @@ HERE: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "launch": launch}
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}

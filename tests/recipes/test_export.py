@@ -22,6 +22,7 @@ import yaml
 from tests.recipes.test_best_weights import WORSENING
 from tests.support.hub_server import hub_server
 from tests.support.launch import REPOSITORY, TIMEOUT_S, run_on_ranks, start
+from tests.support.rank import SERVER_ENVIRONMENT
 from tests.support.workbench import FP32, Workbench, new_bench, step_name
 
 FROZEN = re.compile(r"encoder\.block\.0\..*")
@@ -103,7 +104,8 @@ def test_a_run_whose_upload_fails_ends_well_and_the_command_uploads_its_export(b
     run = bench.runs / "pushed"
 
     def call(module: str, *words: object) -> str:
-        command, environment = [sys.executable, "-m", module, *map(str, words)], os.environ | given | {"HF_ENDPOINT": hub.url}
+        command = [sys.executable, "-m", module, *map(str, words)]
+        environment = os.environ | SERVER_ENVIRONMENT | given | {"HF_ENDPOINT": hub.url}
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0, done.stderr[-3000:]
         assert "hf_good" not in done.stdout + done.stderr

@@ -60,6 +60,7 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the other core has tests of its own
 
     def run_command(*words: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
         return subprocess.run([bin_folder / words[0], *words[1:]], cwd=cwd, capture_output=True, text=True)

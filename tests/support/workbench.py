@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.launch import REPOSITORY, TIMEOUT_S, LaunchResult, Running, run_on_ranks, start
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.support.rank import SERVER_ENVIRONMENT
 from tests.support.small_run import run_in_this_process
 from toolkit.files.json_lines import load_json_lines
 
@@ -150,7 +151,7 @@ def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict[str
     """What a script leaves in `found`, which plain libraries find in folders of runs; `runs` has them as paths."""
     whole = f"import json, pathlib, sys\nfound = {{}}\nruns = [pathlib.Path(name) for name in sys.argv[1:]]\n{script}"
     whole += "\nassert 'toolkit' not in sys.modules\nprint(json.dumps(found))\n"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | SERVER_ENVIRONMENT
     command = [sys.executable, "-c", whole, *map(str, folders)]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
