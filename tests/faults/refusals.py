@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -193,7 +192,3 @@ def lose(*numbers: int, how: str) -> None:
 def interrupt_with_its_reader(step: int) -> None:
     """Ctrl-C in `… | tee log` reaches the ranks and tee."""
     at_step(step, lambda: (lose(1, how="no reader"), os.kill(os.getpid(), signal.SIGINT)))  # type: ignore[arg-type,func-returns-value]
-
-
-def hang_without_a_reader(step: int) -> None:
-    at_step(step, lambda: (lose(1, 2, how="no reader"), time.sleep(600)))  # type: ignore[arg-type,func-returns-value]

@@ -63,10 +63,6 @@ def drop_a_moment(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated shard of rank 1": (partial(cut, SHARDS[1]), rf"{NEWEST}/{SHARDS[1]} has \d+ bytes instead of \d+"),
-    "flipped byte in a random state": (
-        partial(flip, "rng-00000.safetensors"),
-        f"{NEWEST}/rng-00000.safetensors does not have the sha256 of the manifest: its content changed",
-    ),
     "half a manifest": (partial(cut, "manifest.json"), rf"{NEWEST}/manifest.json cannot be read \(.+\)"),
 }
 
@@ -104,28 +100,21 @@ def test_a_moment_that_no_file_lacks_is_missed_at_loading(faulty_bench: Workbenc
     assert contents(run) == before, "a run that goes on from another checkpoint would miss it"
 
 
-def test_leftovers_do_not_count_and_go(faulty_bench: Workbench) -> None:
-    """Each looks whole except for its name; they are of the step that is saved next, and of one that is not."""
+def test_leftovers_and_parts_of_checkpoints_do_not_count(faulty_bench: Workbench) -> None:
+    """Leftovers look whole except for their names, and go. Parts are as a copy leaves them that was broken off: that of a step
+    which is not saved again stays for its owner to look at."""
     run = stopped_after(faulty_bench, "leftovers", step=4)
-    for step, suffix in ((6, "tmp"), (5, "tmp"), (5, "removing"), (2, "removing")):
-        folder = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / f"{step_name(step)}.{suffix}")
+    for step, suffix in ((6, ".tmp"), (5, ".tmp"), (5, ".removing"), (2, ".removing"), (5, ""), (6, "")):
+        folder = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / f"{step_name(step)}{suffix}")
         write_manifest(folder, read_manifest(folder) | {"step": step})
         (folder / "state" / "another file").touch()
-    resume(faulty_bench, run.name, from_step=4)
-    check_like_whole(faulty_bench, run.name, SAVED)
-    assert not (run / "checkpoints" / step_name(6) / "state" / "another file").exists()
-
-
-def test_a_part_of_a_checkpoint_does_not_count(faulty_bench: Workbench) -> None:
-    """As a copy that was broken off leaves it; that of a step which is not saved again stays for its owner to look at."""
-    run = stopped_after(faulty_bench, "parts", step=4)
-    for step in (5, 6):
-        part = shutil.copytree(run / "checkpoints" / NEWEST, run / "checkpoints" / step_name(step))
-        (part / "manifest.json").unlink()
+        if not suffix:
+            (folder / "manifest.json").unlink()
     printed = resume(faulty_bench, run.name, from_step=4)
     for step in (5, 6):
         assert f"{step_name(step)} has no manifest.json: it was never finished\n" in printed
     check_like_whole(faulty_bench, run.name, SAVED, others=(step_name(5),))
+    assert not (run / "checkpoints" / step_name(6) / "state" / "another file").exists()
 
 
 def kill_in_the_token_cache() -> None:
