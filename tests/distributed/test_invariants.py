@@ -188,34 +188,6 @@ def report_shards() -> dict[str, Any]:
     }
 
 
-def test_modules_are_wrapped_by_what_is_left_in_them() -> None:
-    """On a T5 by size: no list is a unit, and each unit but the root has enough parameters that none of its children holds."""
-    for sizes, root_has_embedding in run_on_ranks(report_units, preset="fsdp2_cpu", overrides=BY_SIZE):
-        least = BY_SIZE["fsdp_config"]["fsdp_min_num_params"]
-        assert len(sizes) > 4 and all(size >= least for name, size in sizes.items() if name)
-        assert not any(name.endswith(("block", "layer", "embed_tokens", "shared", "lm_head")) for name in sizes)
-        assert root_has_embedding
-
-
-def report_units() -> tuple[dict[str, int], bool]:
-    """On every rank: parameters of each wrapped module by its name, and whether the root has the embedding."""
-    from torch.distributed.fsdp import FSDPModule
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    from tests.support.small_run import T5_CONFIG
-    from toolkit.launch.accelerator import build_accelerator
-    from toolkit.parallel.units import clean
-    from toolkit.parallel.wrap import shard_model
-
-    sharded = shard_model(build_accelerator(), T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
-    held: dict[str, list[int]] = {}
-    for name, module in sharded.model.named_modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            held[clean(f"{name}.").rstrip(".")] = [p._orig_size.numel() for p in group.fsdp_params]
-    return {path: sum(sizes) for path, sizes in held.items()}, 256 * T5_CONFIG["d_model"] in held[""]
-
-
 def rows_of_steps(run_folder: Path) -> dict[int, list[int]]:
     """Row ids by step, of all ranks and micro-batches as they were logged."""
     steps: dict[int, list[int]] = {}

@@ -42,6 +42,9 @@ RUNS: Runs = {
 REFERENCE = "single"
 KINDS = {"full": ("gemma3", []), "lora": ("gemma2", LORA)}
 """Gemma 3 attends to packed rows by document, Gemma 2 (a soft cap, so no sdpa) by a dense mask."""
+CASES = [(kind, name) for kind in KINDS for name in RUNS if kind == "full" or "compiled" not in name]
+"""An adapter's blocks are compiled in `test_quantized_base.py`."""
+OTHERS = [(kind, name) for kind, name in CASES if name != REFERENCE]
 
 
 @pytest.fixture(scope="session")
@@ -75,40 +78,29 @@ def build_models(parent: Path) -> None:
         _build_tokenizer(("<pad>", "</s>")).save_pretrained(parent / family)
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def of_kinds(folder: Path) -> dict[str, Finished]:
-    """Every run of each kind once, by name."""
+def finished(folder: Path) -> dict[str, Finished]:
+    """Every case once, by kind and name."""
     runs = {}
-    for kind, (family, flags_of_kind) in KINDS.items():
+    for kind, name in CASES:
+        (family, flags_of_kind), (preset, overrides, flags, max_logits) = KINDS[kind], RUNS[name]
         always = [
             "--model.name_or_path", str(folder / family), "--data.packing", "false", "--data.bucket_by_length", "false",
             "--data.max_length_tokens", "64", *flags_of_kind,
         ]  # fmt: skip
-        for name, (preset, overrides, flags, max_logits) in RUNS.items():
-            where = {"preset": preset, "overrides": overrides, "recipe": "llm", "max_logits": max_logits}
-            runs[f"{kind}-{name}"] = {**where, "flags": [*always, *flags]}
+        where = {"preset": preset, "overrides": overrides, "recipe": "llm", "max_logits": max_logits}
+        runs[f"{kind}-{name}"] = {**where, "flags": [*always, *flags]}
     return run_recipes(folder, runs)
 
 
-@pytest.fixture
-def finished(of_kinds: dict[str, Finished], kind: str) -> dict[str, Finished]:
-    """The runs of a kind."""
-    return {name: of_kinds[f"{kind}-{name}"] for name in RUNS}
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
-def test_curve_and_gradients_are_those_of_one_process(finished: dict[str, Finished], name: str) -> None:
-    (expected_lines, expected_gradients), (lines, gradients) = finished[REFERENCE], finished[name]
+@pytest.mark.parametrize(("kind", "name"), OTHERS)
+def test_curve_and_gradients_are_those_of_one_process(finished: dict[str, Finished], kind: str, name: str) -> None:
+    (expected_lines, expected_gradients), (lines, gradients) = finished[f"{kind}-{REFERENCE}"], finished[f"{kind}-{name}"]
     check_curve(lines, expected_lines, ("loss", "grad_norm", "num_rows", "num_tokens", "num_label_tokens"))
     check_gradients(gradients, expected_gradients[0])
 
 
-@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_ranks_share_the_batch_without_overlap(folder: Path, finished: dict[str, Finished], kind: str, name: str) -> None:
     expected, actual = (rows_of_steps(folder / "runs" / f"{kind}-{run}") for run in (REFERENCE, name))
     for step in range(1, NUM_STEPS + 1):
@@ -116,9 +108,9 @@ def test_ranks_share_the_batch_without_overlap(folder: Path, finished: dict[str,
         assert set(actual[step]) == set(expected[step])
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
+@pytest.mark.parametrize(("kind", "name"), OTHERS)
 def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Finished], kind: str, name: str) -> None:
-    expected, actual = (figures(finished[run][0], "eval") for run in (REFERENCE, name))
+    expected, actual = (figures(finished[f"{kind}-{run}"][0], "eval") for run in (REFERENCE, name))
     np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
     np.testing.assert_allclose(actual["perplexity"], np.exp(actual["loss"]))
     for figure in expected.keys() - {"kind", "rows_per_s", "rouge_tokenizer", "measured_on"}:
@@ -127,7 +119,6 @@ def test_evaluation_is_that_of_one_process(folder: Path, finished: dict[str, Fin
     assert predictions[0] == predictions[1]
 
 
-@pytest.mark.parametrize("kind", ["lora"], indirect=True)
 def test_only_adapters_train(finished: dict[str, Finished]) -> None:
-    trained = finished[REFERENCE][1][0]
+    trained = finished[f"lora-{REFERENCE}"][1][0]
     assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)

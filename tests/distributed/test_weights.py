@@ -31,8 +31,6 @@ NEW_TOKENS: dict[str, Any] = {"model.add_tokens": ["<|im_start|>", "<|im_end|>",
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in ("t5", "bart", "gpt2", "mixtral", "granitemoe", "deepseek_v3", "mxfp4", "bnb_plain")},
     "several-files-in-bf16": ("several_files", {}),
-    "qwen3_moe-in-bf16": ("qwen3_moe_in_bf16", {}),
-    "names-without-prefix": ("without_prefix", {}),
     "tied-weight-stored-twice": ("tied_twice", {}),
     "tied-weights-that-differ": ("tied_differing", {}),
     "tensors-that-no-model-takes": ("with_others", {}),
@@ -64,7 +62,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "other_shape", {},
         "the weights of model.name_or_path {folder} have model.norm.weight of shape (31,), but its config.json makes it (32,)",
     ),
-    "not-safetensors": ("torn", {}, "model.safetensors of model.name_or_path {folder} cannot be read as safetensors ("),
     "frozen-new-tokens": (
         "small_t5", NEW_TOKENS | {"model.freeze": ["shared.*"]},
         "model.freeze freezes the embedding, where the rows of model.add_tokens are to train: leave it out",
@@ -78,7 +75,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 """Model folder, flags, and the beginning or a part of the sentence."""
-BASES = ("t5", "flan_t5", "bart", "llama", "llama_tied", "gpt2", "mixtral", "granitemoe", "deepseek_v3", "qwen3_moe")
+BASES = ("t5", "flan_t5", "bart", "llama", "llama_tied", "gpt2", "mixtral", "granitemoe", "deepseek_v3")
 """Families of the model folders, from which others are made."""
 PLACES = ("{fp8}", "{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
 """Values of flags that are model folders."""
@@ -134,8 +131,6 @@ def build_folders(parent: Path) -> dict[str, Path]:
     for name in ("t5", "flan_t5_of_the_hub", "bart", "llama", "llama_tied"):
         folders[f"small_{name}"] = resized(folders[name], parent / f"small_{name}", 0)
     folders["grown_t5"] = resized(folders["other_t5"], parent / "grown_t5", 2)
-    folders["torn"] = shutil.copytree(folders["llama_tied"], parent / "torn")
-    (folders["torn"] / "model.safetensors").write_bytes(b"\0" * 20)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8, "vocab_size": 256}
     folders["gptj"] = parent / "gptj"
     transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).save_pretrained(folders["gptj"])
@@ -144,13 +139,7 @@ def build_folders(parent: Path) -> dict[str, Path]:
     (folders["several_files"] / "model.safetensors").unlink()
     llama.save_pretrained(folders["several_files"], max_shard_size="20kB")
     assert len(list(folders["several_files"].glob("*.safetensors"))) > 2
-    folders["qwen3_moe_in_bf16"] = parent / "qwen3_moe_in_bf16"
-    qwen3_moe = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"], dtype=torch.bfloat16)
-    qwen3_moe.save_pretrained(folders["qwen3_moe_in_bf16"], max_shard_size="20kB")
     folders["mxfp4"] = save_mxfp4_model(parent / "mxfp4")
-    gpt2 = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt2"])
-    folders["without_prefix"] = parent / "without_prefix"
-    gpt2.transformer.save_pretrained(folders["without_prefix"])
     with patch.dict("tests.support.adapter_models.BASES", {"llama_tied": (transformers.LlamaForCausalLM, None)}):
         model = adapted(folders["llama_tied"], "llama_tied", rank=2)
     randomize(model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.test_float8_training import BF16, PRESET, check_llama, check_run, check_step, take_step
+from tests.distributed.test_float8_training import BF16, PRESET, check_run, check_step, take_step
 from tests.gpu.needs import needs_gpus
 from tests.support.launch import run_on_ranks
 from tests.support.small_run import train_and_record_gradients
@@ -27,8 +27,3 @@ def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32() -> None:
 @needs_gpus(2, capability=(8, 9))
 def test_a_run_learns_as_in_bf16_resumes_and_exports_plain_weights(tmp_path: Path) -> None:
     check_run(tmp_path, train_and_record_gradients, ON_GPUS, resume_tolerance=RESUME_TOLERANCE)
-
-
-@needs_gpus(2, capability=(8, 9))
-def test_a_llama_learns_as_in_bf16_packed_or_not(tmp_path: Path) -> None:
-    check_llama(tmp_path, train_and_record_gradients, ON_GPUS)

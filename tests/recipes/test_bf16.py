@@ -58,10 +58,3 @@ def test_a_run_in_bf16_follows_the_one_in_fp32(bench: Workbench, losses: dict[st
     np.testing.assert_allclose(of_bf16, of_fp32, rtol=2**-6)
     exported = bench.runs / f"{kind}-{preset}-bf16" / ("merged" if kind in ("lora", "nf4") else "export")
     assert (exported / "model.safetensors").exists()
-
-
-def test_a_cpu_that_emulates_bf16_says_so_before_anything_loads(workbench: Workbench) -> None:
-    where = {"preset": "single_cpu", "overrides": {"mixed_precision": "bf16"}, "env": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
-    with workbench.start("run", **where, model="nosuch") as running:
-        assert running.wait().returncodes == [2]
-        assert running.output("stderr").startswith("WARNING: mixed_precision is bf16, which this CPU emulates: ")

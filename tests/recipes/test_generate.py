@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import REPOSITORY
+from tests.support.launch import REPOSITORY, launch
 from tests.support.model_folders import save_jsonl
 from tests.support.python_in_card import python_in_card, texts_of_python
-from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, Workbench, call_toolkit
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.generate import generate as command
@@ -49,9 +48,8 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
     # Two processes.
     output = tmp_path / "two.jsonl"
     words = ["generate", run, "--file", held_out, "--output", output]
-    launcher = accelerate_launch("toolkit", words, folder=tmp_path, preset="ddp_cpu", overrides=FP32, flags=["-m"])
-    printed = finish(launcher)
-    assert launcher.returncode == 0, printed[-3000:]
+    result = launch(REPOSITORY / "toolkit" / "__main__.py", list(map(str, words)), preset="ddp_cpu", overrides=FP32)
+    assert result.returncodes == [0, 0], result.stderr[-3000:]
     assert texts(output) == expected
 
     # A finished output is not overwritten.

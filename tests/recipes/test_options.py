@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.metric_scripts import write_metric
 from tests.support.workbench import Workbench
 
 TAUGHT: dict[str, Any] = {
@@ -30,29 +28,6 @@ def taught(bench: Workbench) -> Workbench:
     """The bench with a finished run `taught` on it, whose losses differ from step to step."""
     bench.run("taught", **TAUGHT)
     return bench
-
-
-def test_a_metric_of_ones_own_is_computed_once_over_all_rows_and_ranks_checkpoints(bench: Workbench, tmp_path: Path) -> None:
-    # It depends on the order of the rows and on all of them, so parts computed on ranks would show.
-    folder = write_metric(tmp_path / "own", "return {'order': sum(i * len(t) for i, t in enumerate(predictions + references))}")
-    options: dict[str, Any] = {
-        "eval__metrics": [str(folder)],
-        "eval__best_metric": "own/order",
-        "eval__higher_is_better": False,
-        "eval__at_start": True,
-        "checkpoint__keep_best": 1,
-        "train__max_steps": 2,
-    }
-    figures = {}
-    for preset in ("fsdp2_cpu", "single"):
-        printed = bench.run(f"own_{preset}", preset=preset, **options)
-        figures[preset] = [line["own/order"] for line in bench.lines(f"own_{preset}", "eval")]
-        assert f"own/order {figures[preset][0]:.4g}" in printed and " own/order\n" in printed
-    assert figures["single"] == figures["fsdp2_cpu"] and len(figures["single"]) == 2 and figures["single"][0] > 0
-
-    write_metric(folder, "return {'order': 1}")
-    printed = bench.run("own_single", preset="single", **options | {"train__max_steps": 3})
-    assert "is not compared with later values: eval.metrics/own has other code now" in printed
 
 
 def test_init_from_starts_with_the_weights_of_another_run(taught: Workbench) -> None:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 import yaml
 
@@ -16,8 +15,7 @@ from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES, make_rows, save_jsonl, save_wikihow_csv
 from tests.support.rank import PAGES
-from tests.support.real_launch import accelerate_launch, finish
-from tests.support.workbench import FP32, RECIPE, RECIPES, Workbench
+from tests.support.workbench import FP32, RECIPES, Workbench
 from toolkit.files.json_lines import load_json_lines
 
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
@@ -55,7 +53,7 @@ RUN_CONFIGS = [
     "llm_100b",
     "mnist_digits",
 ]
-"""Each has a test below that runs it, made small by flags."""
+"""Each has a test below that runs it, made small by flags, or `test_readme.py` does."""
 
 
 def test_every_preset_is_here_or_has_a_check_on_gpus_that_says_so() -> None:
@@ -88,14 +86,6 @@ def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset:
         assert resumed[1]["step_time_s"] != whole[1]["step_time_s"], "step 2 did not run again"
 
 
-def test_functions_config_trains_its_model_and_a_tokenizer(workbench: Workbench) -> None:
-    """On other rows: reading the functions of everything installed takes longer than all of this file."""
-    config = RUN_CONFIG_FOLDER / "t5_functions.yaml"
-    model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
-    workbench.run("run", config=config, model=model, optim__warmup_steps=1)
-    check_whole_run(workbench)
-
-
 def test_wikihow_config_trains_on_a_wikihow_file(workbench: Workbench, tmp_path: Path) -> None:
     file = save_wikihow_csv(tmp_path / "wikihowAll.csv", make_rows(60))
     source = f"{REPOSITORY}/recipes/sources/wikihow.py:load_rows"
@@ -104,27 +94,8 @@ def test_wikihow_config_trains_on_a_wikihow_file(workbench: Workbench, tmp_path:
     check_whole_run(workbench)
 
 
-def test_accelerate_launch_trains_on_a_csv_of_ones_own(workbench: Workbench, tmp_path: Path) -> None:
-    """The command of the README, as a user types it, with flags that make it small."""
-    config = RUN_CONFIG_FOLDER / "t5_csv.yaml"
-    rows = [{"article": row["source"], "summary": row["target"]} for row in make_rows(60)]
-    pandas.DataFrame(rows).to_csv(tmp_path / "articles.csv", index=False)
-    argv = ["--config", config, *workbench.flags("run", data__source="", data__files=tmp_path / "articles.csv")]
-    launcher = accelerate_launch(RECIPE, argv, folder=tmp_path, env={"ONEDNN_VERBOSE": "profile_create"})
-    printed = finish(launcher)
-    assert launcher.returncode == 0, printed[-4000:]
-    until_bounded, line, _ = printed.partition("ROUGE counts ")
-    assert line and "onednn_verbose" not in until_bounded, "oneDNN reads the capacity of its cache with the first product"
-    check_whole_run(workbench)
-    page = (workbench.runs / "run" / "report.html").read_text()
-    assert all(
-        f"<h3>{chart}</h3>" in page for chart in ("Loss", "ROUGE-L", "Token accuracy", "Learning rate", "Speed", "Peak memory")
-    )
-
-
-@pytest.mark.parametrize("name", ["llm_stdlib", "llm_moe"])
-def test_stdlib_configs_train_their_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path, name: str) -> None:
-    config = RUN_CONFIG_FOLDER / f"{name}.yaml"
+def test_moe_config_trains_its_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path) -> None:
+    config = RUN_CONFIG_FOLDER / "llm_moe.yaml"
     model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
     texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
     printed = llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
@@ -144,14 +115,13 @@ def test_functions_config_trains_an_adapter_and_the_merged_model_is_evaluated(ll
     assert not (llm_workbench.runs / "merged" / "export").exists()
 
 
-@pytest.mark.parametrize("config", ["llm_chat_lora", "llm_chat_qlora"])
-def test_chat_config_trains_an_adapter_on_chats(llm_workbench: Workbench, tmp_path: Path, config: str) -> None:
-    printed = run_on_chats(llm_workbench, tmp_path, config, train__num_epochs=None)
-    assert ("\nbase        quantized to nf4 " in printed) == (config == "llm_chat_qlora")
+def test_chat_config_trains_an_adapter_on_codes(llm_workbench: Workbench, tmp_path: Path) -> None:
+    printed = run_on_chats(llm_workbench, tmp_path, "llm_chat_qlora", train__num_epochs=None)
+    assert "\nbase        quantized to nf4 " in printed
     check_whole_run(llm_workbench, exports="adapter_model.safetensors")
 
 
-def test_moe_config_trains_an_adapter_on_attention_and_experts(llm_workbench: Workbench, tmp_path: Path) -> None:
+def test_moe_lora_config_trains_an_adapter_on_attention_and_experts(llm_workbench: Workbench, tmp_path: Path) -> None:
     printed = run_on_chats(llm_workbench, tmp_path, "llm_moe_lora", train__num_epochs=None, family="qwen3_moe")
     adapted = "k_proj, o_proj, q_proj, v_proj, experts.down_proj, experts.gate_up_proj"
     (line,) = (line for line in printed.splitlines() if line.startswith("adapter     on "))

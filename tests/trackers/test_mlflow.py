@@ -58,20 +58,6 @@ def test_long_values_are_cut_and_a_line_says_so(bench: Workbench) -> None:
     assert run.data.params["data.prefix"] == "y" * 5998 + " …"
 
 
-@pytest.mark.parametrize(
-    "name", ["eval/loss/rows@1.jsonl", "eval/loss//data/../rows (1).jsonl", "eval/own/F1 (%)", f"eval/loss/{300 * 'x'}"]
-)
-def test_what_is_sent_for_a_refused_name_is_accepted(name: str) -> None:
-    from mlflow.exceptions import MlflowException
-    from mlflow.utils.validation import _validate_metric
-
-    from toolkit.tracking.trackers import _name_for_mlflow
-
-    with pytest.raises(MlflowException):
-        _validate_metric(name, 1.0, 0, 0)
-    _validate_metric(_name_for_mlflow(name, {}), 1.0, 0, 0)
-
-
 def fail_and_begin_again(argv: list[str]) -> None:
     """In one process, as in a notebook."""
     from toolkit.training import loop
