@@ -56,21 +56,20 @@ def save_card(
 
     named = replace_local_paths(config, lambda _, path: os.path.basename(os.path.normpath(path)))
     terms = {} if config.model.from_scratch else _licence_of_base(config, model_config)
-    base = _cell(named.model.name_or_path)
-    licence = f"not stated: the card and the config of the base model {base} that were read name none."
-    if terms:
-        licence = f"{_cell(terms.get('license_name', terms['license']))}, that of the base model {base}."
-    elif config.model.from_scratch:
-        licence = "not stated. These weights were trained from scratch."
+    name, revision = config.model.name_or_path, config.model.revision
+    base = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{_cell(Path(name).name)}`"
     card = ModelCard.from_template(
         _metadata(config, kind, terms),
         str(Path(__file__).with_name("card.md.j2")),
         cell=_cell,
         name=named.run.name,
-        what=_describe(config, kind),
+        kind="from scratch" if config.model.from_scratch else kind,
+        base=base + (f" at revision {_cell(revision)}" if revision else ""),
+        base_name=named.model.name_or_path,
+        adapter=config.adapter.method,
         weights_dtype=weights_dtype,
         origin=origin,
-        licence=licence,
+        terms=terms,
         use=use,
         data=_list_data(named, origin),
         metrics=_list_metrics(origin),
@@ -133,18 +132,6 @@ def _licence_of_base(config: RecipeConfig, model_config: PretrainedConfig) -> di
     if not re.fullmatch(r"https?://[a-zA-Z0-9.~:/?#@!$&*+,;=%_-]+|LICENSE[a-zA-Z0-9._-]*", str(named["license_link"])):
         named["license_link"] = None  # the hub makes a link of it, whatever it is, `javascript:` too
     return {key: one_line(value) for key, value in named.items() if isinstance(value, str)} if is_stated else {}
-
-
-def _describe(config: RecipeConfig, kind: Kind) -> str:
-    name, revision = config.model.name_or_path, config.model.revision
-    base = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{_cell(Path(name).name)}`"
-    base += f" at revision {_cell(revision)}" if revision else ""
-    what = {
-        "model": f"{base}, fine-tuned",
-        "adapter": f"A {config.adapter.method} adapter for {base}",
-        "merged": f"{base} with a {config.adapter.method} adapter merged into it",
-    }[kind]
-    return f"A model like {base}, trained from scratch" if config.model.from_scratch else what
 
 
 def _list_data(config: RecipeConfig, origin: Origin) -> list[tuple[str, Any]]:

@@ -74,6 +74,7 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
         usage: how the run read its files. A file in UTF-8 is read as such without `--encoding`, and standard input is UTF-8.
         has_chat_template: whether Alpaca's rows become chats.
     """
+    encoding = build_form(None, options.encoding).encoding
     if options.file not in (None, "-"):
         item = _open_file(options, usage, has_chat_template)
     else:
@@ -81,7 +82,7 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
             if given is not None:
                 raise UserError(f"{name} is {given!r}, but there is no --file with columns: leave it out")
         label, columns = "standard input" if options.file else "--text", Columns("prompt", ("text",))
-        texts = _read_lines(build_form(None, options.encoding).encoding) if options.file else options.texts
+        texts = _read_lines(encoding) if options.file else options.texts
         read_texts = partial(map, lambda text: {"text": text}, texts)
         item = RowInput(label=label, source="txt", read=read_texts, columns=columns, digest="", for_generation=True)
     if options.file == "-":
