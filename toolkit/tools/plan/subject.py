@@ -29,14 +29,7 @@ from toolkit.optimizers import check_sharding, state_bytes
 from toolkit.parallel.units import local_tensor, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.tools.plan.strategy import Strategy, planned_accelerator, planned_frozen_dtype
-from toolkit.tools.plan.trace import (
-    GRADIENTS,
-    SHARDED_PARAMETERS,
-    UNSHARDED_GRADIENTS,
-    Trace,
-    fake_copy,
-    trace_micro_batch,
-)
+from toolkit.tools.plan.trace import GRADIENTS, SHARDED_PARAMETERS, UNSHARDED_GRADIENTS, Trace, fake_copy, trace_micro_batch
 from toolkit.tools.private import FAKE_POINTER_READ, private, replaced
 from toolkit.tools.recipes import find_recipe
 

@@ -14,14 +14,7 @@ from tests.support.refusals import refusal
 from tests.support.workbench import call_toolkit
 from toolkit.tools.compare import runs as comparison
 from toolkit.tools.compare.runs import load_preset
-from toolkit.tools.compare.table import (
-    Outcome,
-    as_json,
-    common_changes,
-    format_comparison,
-    loss_difference,
-    read_figures,
-)
+from toolkit.tools.compare.table import Outcome, as_json, common_changes, format_comparison, loss_difference, read_figures
 
 
 @pytest.fixture
