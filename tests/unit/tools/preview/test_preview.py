@@ -35,7 +35,7 @@ from toolkit.tools.preview import preview
 from toolkit.tools.preview.preview import collect, list_parts, render_page
 from toolkit.tools.preview.row import TOKENS_OF_A_BLOCK, Tokens, shorten_tokens
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES
-from toolkit.tools.preview.terminal import _Lines, print_parts
+from toolkit.tools.preview.terminal import lines_of, print_parts
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -82,7 +82,7 @@ def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pyt
             assert re.sub(r"\s", "", tokens) in re.sub(r"\s", "", plain)
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
     with console.capture() as shown:
-        for line in _Lines(console).of(Tokens([(CONTEXT, "a"), (CONTEXT, "b"), (LOSS, "c")])):
+        for line in lines_of(Tokens([(CONTEXT, "a"), (CONTEXT, "b"), (LOSS, "c")]), console):
             console.print(line)
     assert shown.get() == "    a|b\x1b[2m|\x1b[0m\x1b[1;32mc\x1b[0m\n", "only the marks between tokens are dim"
 
