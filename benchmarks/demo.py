@@ -29,10 +29,12 @@ def main() -> None:
     from toolkit.data.rows.load import load_rows
     from toolkit.evaluation.rouge import mean_scores, rouge_scores
     from toolkit.files.json_lines import load_json_lines
+    from toolkit.objectives import objective_of
     from toolkit.tracking.baselines import best_constant
 
     task, folder = sys.argv[1], Path(sys.argv[2])
-    rows = load_rows(load_config(task, folder / "config.yaml").data)
+    config = load_config(task, folder / "config.yaml")
+    rows = load_rows(objective_of(config), config.data)
     of_row = {row["row_id"]: row for row in rows.evaluation}
     last = max(folder.glob("predictions-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
     predicted = load_json_lines(last)

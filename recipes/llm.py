@@ -11,10 +11,10 @@ from toolkit.launch.log import start_logging
 
 
 def main() -> None:
-    """The way of the data is that of `recipes/t5.py`. What differs for a causal model:
+    """The way of the data is that of `recipes/t5.py`. The objective, which `LLMConfig` names, is `toolkit/objectives/causal.py`:
 
-    - `toolkit/training/data.py`: rows are chats, prompts with completions, or plain texts, of one source or a mix, packed or not.
-    - `toolkit/training/model_checks.py`: before training, no token sees a later one, and packed rows do not see each other.
+    - Rows are chats, prompts with completions, or plain texts, of one source or a mix, packed or not.
+    - Before training, it checks that no token sees a later one, and that packed rows do not see each other.
     """
     config = load_config(LLMConfig, description=__doc__)
 

@@ -11,7 +11,9 @@ from toolkit.launch.log import start_logging
 
 
 def main() -> None:
-    """The way of the data, which `finetune()` in `toolkit/training/finetune.py` calls in this order:
+    """The objective, which `SummarizationConfig` names, is `toolkit/objectives/seq2seq.py`: sources with targets.
+
+    The way of the data, which `finetune()` in `toolkit/training/finetune.py` calls in this order:
 
     1. `setup.py`: `begin()` checks both YAML files, opens the run folder and chooses the checkpoint to resume from.
     2. `model.py`: `build_skeleton()` builds the model on the meta device, so that a mistake shows before anything loads.

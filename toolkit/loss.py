@@ -9,27 +9,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 IGNORED_LABEL = -100
 """Label of a position that the loss ignores; the same value as in transformers."""
-
-
-def summed_loss(
-    model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`summed_cross_entropy` of the model's logits, and the number of labels with top logits. Collective under FSDP.
-
-    The model computes it in its forward (`models.patches.chunked_loss.install`).
-
-    Args:
-        batch: a collator's output, on the device.
-
-    Returns:
-        Two scalars. The second is 0 while gradients are recorded, because training does not read it.
-    """
-    return model(**batch, label_smoothing=label_smoothing, use_cache=False)
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -30,7 +30,8 @@ from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.schema import CheckpointConfig, OptimConfig, RecipeConfig
 from toolkit.distributed.comm import close_groups, gather_objects, rank, world_size
 from toolkit.launch.accelerator import build_accelerator
-from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.loss import share_of_global_mean
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.training.optim import build_optimizer, clip_gradients
 

@@ -31,6 +31,7 @@ from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.models import weights
 from toolkit.models.lora import is_enabled
 from toolkit.models.safetensors_index import ShardedReadUnsupported
+from toolkit.objectives import objective_of
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.training.model import build_skeleton, identity_of, load_model
@@ -47,7 +48,7 @@ def main() -> None:
     config = load_config(LLMConfig, flags)
     accelerator = build_accelerator()
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
-    context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None, ())
+    context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None, (), objective_of(config))
     config, model_config, skeleton = build_skeleton(config, context)
     whole = patch.object(weights, "_open_files", side_effect=ShardedReadUnsupported("the benchmark asks for it"))
     gc.collect()

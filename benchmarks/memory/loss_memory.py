@@ -57,8 +57,7 @@ def plain_loss(model: PreTrainedModel, input_ids_BT: torch.Tensor) -> Callable[[
 def chunked_loss(model: PreTrainedModel, input_ids_BT: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Ours."""
     from toolkit.data.collate import CausalCollator
-    from toolkit.loss import summed_loss
-    from toolkit.models.patches.chunked_loss import install
+    from toolkit.models.patches.chunked_loss import install, summed_loss
 
     install(model)
     rows = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in input_ids_BT.tolist()]

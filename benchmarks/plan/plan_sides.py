@@ -23,12 +23,14 @@ from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
-from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.loss import share_of_global_mean
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen
 from toolkit.models.lora import add_adapter, is_enabled
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.models.tensor_reader import TensorReaders
 from toolkit.models.weights import complete_readers, open_weights
+from toolkit.objectives import objective_of
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import shard_model
 from toolkit.tools.plan.strategy import load_strategy
@@ -44,7 +46,7 @@ def main() -> None:
     accelerator = build_accelerator()
     config_class: Any = SummarizationConfig if settings["is_t5"] else LLMConfig
     config = load_config(config_class, [*settings["arguments"], f"--model.name_or_path={settings['model']}"])
-    model_config = load_model_config(dataclasses.replace(config.model, from_scratch=True), config.task)
+    model_config = load_model_config(dataclasses.replace(config.model, from_scratch=True), objective_of(config))
     strategy = load_strategy(Path(settings["preset"]), settings["num_processes"])
     subject = build_subject(settings["model"], strategy, settings["arguments"], None)
     batch = move_to(accelerator.device, build_batch(subject, config.train.micro_batch_size_rows))
@@ -90,7 +92,7 @@ def _load(config: Any, accelerator: Any, model_config: Any, skeleton: Any) -> tu
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=has_adapter)
     from_scratch = dataclasses.replace(config.model, from_scratch=True)
     loaded_dtype = dtype if has_adapter else torch.float32
-    model, weights = open_weights(from_scratch, model_config, config.task, skeleton, loaded_dtype)
+    model, weights = open_weights(from_scratch, model_config, objective_of(config), skeleton, loaded_dtype)
     if has_adapter:
         add_adapter(model, config.adapter, config.model)
         cast_frozen(model, dtype)

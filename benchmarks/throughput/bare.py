@@ -18,7 +18,8 @@ from benchmarks.turns import Turns
 from toolkit import load_config
 from toolkit.data.collate import load_micro_batches
 from toolkit.distributed.comm import world_size
-from toolkit.loss import summed_loss
+from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.objectives import objective_of
 from toolkit.parallel.wrap import shard_model
 from toolkit.training.data import prepare_data
 from toolkit.training.model import build_skeleton, load_model
@@ -34,9 +35,9 @@ def main() -> None:
     config, num_steps = load_config(side["recipe"], overrides=side["flags"]), side["steps_per_turn"]
     turns = Turns()
     turns.begin()
-    context = begin(config, Own())
+    context = begin(config, objective_of(config), Own())
     config, model_config, skeleton = build_skeleton(config, context)
-    rows, plan, evaluation = prepare_data(config, context.metrics, model_config, skeleton, world_size())
+    rows, plan, evaluation = prepare_data(context.objective, config, context.metrics, model_config, skeleton, world_size())
     model = shard_model(context.accelerator, *load_model(config, context, model_config, skeleton)).model
     optimizer = build_optimizer(config.optim, model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -72,8 +72,9 @@ def load_docstrings(folder: Path, num_train_rows: int, num_eval_rows: int) -> di
     """Docstrings with a body, `source` and `target`, of the splits `train` and `eval`, evenly spaced over what there is."""
     from toolkit.config.data import DataConfig
     from toolkit.data.rows.load import load_rows
+    from toolkit.objectives.seq2seq import Seq2Seq
 
-    rows = load_rows(DataConfig(source="recipes/sources/docstrings.py:load_rows", cache_dir=str(folder / "cache")))
+    rows = load_rows(Seq2Seq(), DataConfig(source="recipes/sources/docstrings.py:load_rows", cache_dir=str(folder / "cache")))
     long_enough = rows.train.filter(lambda row: len(row["lead_text"]) >= MIN_BODY_CHARACTERS)
     found = {"train": (long_enough, num_train_rows), "eval": (rows.evaluation, num_eval_rows)}
     return {

@@ -108,10 +108,11 @@ def ours(kind: str, file: str, tokenizer: str, cache: str) -> None:
     from toolkit.config.data import LLMDataConfig
     from toolkit.config.schema import ModelConfig
     from toolkit.data.tokens.prepare import prepare_rows
+    from toolkit.objectives import built_in
 
     start = time.process_time()
     config = LLMDataConfig(source="jsonl", files=file, cache_dir=cache, num_tokenizer_workers=1)
-    rows = prepare_rows(config, ModelConfig(name_or_path=tokenizer), 8000)
+    rows = prepare_rows(built_in(config.objective), config, ModelConfig(name_or_path=tokenizer), 8000)
     print(json.dumps({"cpu_s": time.process_time() - start, "rows": len(rows.train) + len(rows.evaluation)}))
 
 

@@ -67,7 +67,7 @@ def forward_and_backward(accelerator: Any, family: str, seed: int) -> dict[str, 
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import rank
     from toolkit.distributed.rng import seed_all
-    from toolkit.loss import summed_loss
+    from toolkit.models.patches.chunked_loss import summed_loss
     from toolkit.parallel.gather import evaluation_model, generation_ready
     from toolkit.parallel.wrap import shard_model
 
@@ -169,8 +169,8 @@ def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
     from toolkit.data.collate import CausalCollator
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
-    from toolkit.loss import summed_loss
     from toolkit.models.patches import chunked_loss
+    from toolkit.models.patches.chunked_loss import summed_loss
     from toolkit.parallel.wrap import shard_model
 
     chunked_loss.MAX_LOGITS_AT_ONCE = 4 * 256

@@ -30,21 +30,23 @@ def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dic
     import torch
     import torch.nn.functional as F
 
+    from toolkit.objectives.objective import Objective
     from toolkit.training import loop
 
     place: list[tuple[int, int]] = []
     masks: dict[Any, np.ndarray] = {}
-    seed_all, summed_loss = loop.seed_all, loop.summed_loss
+    seed_all, compute = loop.seed_all, Objective.loss
 
     def note_and_seed(what: str, seed: int, step: int, rank: int, micro_batch: int) -> None:
         place.append((step, micro_batch))
         seed_all(what, seed, step, rank, micro_batch)
 
-    def record_and_compute(model: Any, batch: Any, *args: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            masks[place[-1]] = F.dropout(torch.ones(256), 0.5).numpy()
-        return summed_loss(model, batch, *args)
+    def record_and_compute(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            with torch.random.fork_rng(devices=[]):
+                masks[place[-1]] = F.dropout(torch.ones(256), 0.5).numpy()
+        return compute(*args)
 
-    with patch.object(loop, "seed_all", note_and_seed), patch.object(loop, "summed_loss", record_and_compute):
+    with patch.object(loop, "seed_all", note_and_seed), patch.object(Objective, "loss", record_and_compute):
         run_in_this_process(recipe, argv)
     return masks

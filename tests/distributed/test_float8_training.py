@@ -77,7 +77,7 @@ def take_step(family: str) -> dict[str, Any]:
     from toolkit.data.collate import CausalCollator, SummarizationCollator
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
-    from toolkit.loss import summed_loss
+    from toolkit.models.patches.chunked_loss import summed_loss
     from toolkit.parallel.wrap import shard_model
     from toolkit.training.optim import build_optimizer
 

@@ -121,6 +121,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     from toolkit.distributed.comm import world_size
     from toolkit.evaluation.rows import EvaluationRows
     from toolkit.models.patches.documents import BY_DOCUMENT
+    from toolkit.objectives import built_in
     from toolkit.parallel.wrap import shard_model
     from toolkit.tracking.metrics_log import MetricsLog
     from toolkit.tracking.trackers import Trackers
@@ -154,11 +155,12 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     adapter = AdapterConfig(method="lora", target_modules=["q_proj", "v_proj"], experts="mixtral" in family)
     model = build_model(family.removesuffix("-lora"), options[-1], adapter if "lora" in name else None)
     sharded = shard_model(accelerator, model, notes=auxiliary != "off")
-    evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator)  # type: ignore[arg-type]
+    objective = built_in(config.data.objective)
+    evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator, objective=objective)  # type: ignore[arg-type]
     return Run(
         config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]
         metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, goal=None, own=Own(), data=None,  # type: ignore[arg-type]
-        trackers=Trackers(),
+        trackers=Trackers(), objective=objective,
     )  # fmt: skip
 
 

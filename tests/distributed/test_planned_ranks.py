@@ -12,10 +12,11 @@ import torch
 from tests.support.adapter_models import with_adapter
 from tests.support.launch import run_on_ranks
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
-from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.loss import share_of_global_mean
 from toolkit.models import load as models
 from toolkit.models import lora as adapters
 from toolkit.models.freeze import cast_frozen
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel import wrap as sharding
 from toolkit.parallel.units import local_tensor
 from toolkit.tools.plan.plan import build_plan
@@ -42,7 +43,7 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     strategy = Strategy(kind="fsdp2", num_shards=2, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16, is_cpu=True)
     subject = build_subject(model_folder, strategy, arguments, None)
     batch = build_batch(subject, rows=2)
-    model = models.load_model(subject.config.model, subject.model_config, subject.config.task, 0)
+    model = models.load_model(subject.config.model, subject.model_config, subject.objective, 0)
     if adapters.is_enabled(subject.config.adapter):
         model = with_adapter(model, subject.config.adapter, model_folder)
         cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))

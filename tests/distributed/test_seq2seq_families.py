@@ -63,10 +63,10 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
 
     from toolkit.config.schema import ModelConfig
     from toolkit.data.collate import labels_at_positions
-    from toolkit.loss import summed_loss
     from toolkit.models.config import load_model_config
     from toolkit.models.patches import chunked_loss
-    from toolkit.tasks import seq2seq
+    from toolkit.models.patches.chunked_loss import summed_loss
+    from toolkit.objectives.seq2seq import Seq2Seq
 
     rows = [
         {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
@@ -77,13 +77,18 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
         model = build_model(family)
         model.config.save_pretrained(folder / family)
         chunked_loss.install(model)
-        load_model_config(ModelConfig(name_or_path=str(folder / family), from_scratch=True), seq2seq.TASK)
+        load_model_config(ModelConfig(name_or_path=str(folder / family), from_scratch=True), Seq2Seq())
         collator = build_collator(model)
         batch = collator.collate([[row] for row in rows])
         # FSMT makes decoder inputs of the source where it gets none: they are given, as transformers' own collator gives them.
         shifted = {"decoder_input_ids": batch["decoder_input_ids"]} if family == "fsmt" else {}
         with torch.no_grad():
-            own = model(**collator.prompts(rows), **shifted, labels=labels_at_positions(batch), use_cache=False).loss
+            own = model(
+                **collator.prompts(rows),
+                **shifted,
+                labels=labels_at_positions(batch, batch["decoder_input_ids"]),
+                use_cache=False,
+            ).loss
             losses[family] = (summed_loss(model, batch)[0].item() / 10, own.item())
     return losses
 
@@ -109,10 +114,12 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     from toolkit.export.card import Origin
     from toolkit.export.places import run_places
     from toolkit.export.write import export_model
-    from toolkit.loss import share_of_global_mean, summed_loss
+    from toolkit.loss import share_of_global_mean
     from toolkit.models.freeze import freeze
+    from toolkit.models.patches.chunked_loss import summed_loss
+    from toolkit.objectives.model_checks import check_seq2seq_model
+    from toolkit.objectives.seq2seq import Seq2Seq
     from toolkit.parallel.wrap import shard_model
-    from toolkit.training.model_checks import check_seq2seq_model
     from toolkit.training.optim import build_optimizer
 
     folder.mkdir(exist_ok=True)
@@ -127,7 +134,7 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
         columns, tokenizer, DataConfig(source="jsonl", max_source_length_tokens=60, max_target_length_tokens=60), []
     )
     dataset = Dataset.from_dict(tokens)
-    data = EvaluationRows(rows=dataset, tokenizer=tokenizer, collator=collator)
+    data = EvaluationRows(rows=dataset, tokenizer=tokenizer, collator=collator, objective=Seq2Seq())
     config = SummarizationConfig(
         model=ModelConfig(name_or_path="tiny"),
         data=DataConfig(source="jsonl"),
@@ -165,12 +172,12 @@ def refusal(config: Any, folder: Path) -> str:
     from toolkit.models.config import load_model_config
     from toolkit.models.experts import check_experts
     from toolkit.models.load import build_skeleton
-    from toolkit.tasks import seq2seq
+    from toolkit.objectives.seq2seq import Seq2Seq
 
     config.save_pretrained(folder)
     of_run = ModelConfig(name_or_path=str(folder), from_scratch=True)
     try:
-        check_experts(build_skeleton(of_run, load_model_config(of_run, seq2seq.TASK), seq2seq.TASK), str(folder))
+        check_experts(build_skeleton(of_run, load_model_config(of_run, Seq2Seq()), Seq2Seq()), str(folder))
     except UserError as error:
         return str(error)
     return ""
@@ -191,8 +198,8 @@ def check_m2m_100() -> str:
     from toolkit.config.schema import EvalConfig
     from toolkit.errors import UserError
     from toolkit.launch.accelerator import build_accelerator
+    from toolkit.objectives.model_checks import check_seq2seq_model
     from toolkit.parallel.wrap import shard_model
-    from toolkit.training.model_checks import check_seq2seq_model
 
     model = build_model("m2m_100")
     sharded = shard_model(build_accelerator(), model)

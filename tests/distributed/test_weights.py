@@ -217,6 +217,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     from toolkit.config.load import load_config
     from toolkit.config.schema import LLMConfig, SummarizationConfig
     from toolkit.launch.accelerator import frozen_dtype
+    from toolkit.objectives import objective_of
     from toolkit.parallel import wrap as sharding
     from toolkit.parallel.gather import whole_parameters
     from toolkit.training import model as stages
@@ -231,7 +232,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     config: Any = load_config(SummarizationConfig if is_seq2seq else LLMConfig, as_flags(values))
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
-    context = RunContext(accelerator, dtype, Path(), {}, None, init_from, ())
+    context = RunContext(accelerator, dtype, Path(), {}, None, init_from, (), objective_of(config))
     config, model_config, skeleton = stages.build_skeleton(config, context)
     printed, warned = list[str](), list[str]()
     with patch.multiple(stages.logger, info=printed.append, warning=warned.append):

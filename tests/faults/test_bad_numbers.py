@@ -24,17 +24,20 @@ CHANGES: dict[str, Any] = TRAINED | {"optim__weight_decay": 0.1}
 
 def spoil_loss(value: str, at: Sequence[tuple[int, ...]]) -> None:
     """The loss of these (step, rank, micro-batch) is not finite, and so are the gradients it gives."""
+    import torch
+
+    from toolkit.objectives.objective import Objective
     from toolkit.training import loop
 
     here: list[tuple[int, ...]] = [()]
     wrap(loop, "seed_all", lambda purpose, seed, *place: here.append(place))
-    summed_loss = loop.summed_loss
+    compute = Objective.loss
 
     def spoil(*args: Any) -> Any:
-        loss_sum, num_correct = summed_loss(*args)
-        return (loss_sum * float(value) if here[-1] in at else loss_sum), num_correct
+        loss_sum, num_correct = compute(*args)
+        return (loss_sum * float(value) if here[-1] in at and torch.is_grad_enabled() else loss_sum), num_correct
 
-    loop.summed_loss = spoil  # type: ignore[assignment]
+    Objective.loss = spoil  # type: ignore[assignment,method-assign]
 
 
 def spoil_gradient(value: str, steps: Sequence[int], rank: int) -> None:

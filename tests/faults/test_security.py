@@ -30,7 +30,7 @@ from tests.support.workbench import RECIPE
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import UserError
 from toolkit.models.config import WEIGHTS_INDEX, load_model_config
-from toolkit.tasks import seq2seq
+from toolkit.objectives.seq2seq import Seq2Seq
 
 SECRETS = {
     name: f"planted-{name.lower().replace('_', '-')}-4711"
@@ -87,7 +87,7 @@ def test_the_index_of_a_hub_model_is_checked_too(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: T5Config(decoder_start_token_id=0))
     monkeypatch.setattr("transformers.utils.cached_file", lambda name, file, **_: str(tmp_path / file))
     with pytest.raises(UserError, match="of model.name_or_path someone/t5 names '../x.safetensors' in its weight_map"):
-        load_model_config(ModelConfig(name_or_path="someone/t5"), seq2seq.TASK)
+        load_model_config(ModelConfig(name_or_path="someone/t5"), Seq2Seq())
 
 
 def test_code_and_pickles_beside_a_model_that_needs_none_are_not_run(finished: tuple[Path, LaunchResult], tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_the_varlen_kernel_computes_what_a_dense_mask_does(family: str) -> None:
     from tests.support.tiny_models import build_rows
     from tests.unit.models.patches.test_documents import LENGTHS, build
     from toolkit.data.collate import CausalCollator, move_to
-    from toolkit.loss import summed_loss
+    from toolkit.models.patches.chunked_loss import summed_loss
     from toolkit.models.patches.documents import BY_DOCUMENT
 
     device, found = torch.device("cuda", 0), []

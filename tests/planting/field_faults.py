@@ -23,15 +23,15 @@ def autocast_whatever_the_config(patch: MonkeyPatch) -> None:
     """Training computes in bf16 where the preset says fp32."""
     import torch
 
-    from toolkit.training import loop
+    from toolkit.objectives.objective import Objective
 
-    compute = loop._summed_loss
+    compute = Objective.loss
 
-    def casting(run: Any, batch: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return compute(run, batch)
+    def casting(*args: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.is_grad_enabled()):
+            return compute(*args)
 
-    patch.setattr(loop, "_summed_loss", casting)
+    patch.setattr(Objective, "loss", casting)
 
 
 def gradients_of_the_first_layer_only(patch: MonkeyPatch) -> None:
@@ -54,18 +54,19 @@ def gradients_of_the_first_layer_only(patch: MonkeyPatch) -> None:
 
 def dropout_zero_after_an_evaluation(patch: MonkeyPatch) -> None:
     """An evaluation sets the probabilities of dropout to 0 and leaves them so."""
+    import torch
     from torch import nn
 
-    from toolkit.evaluation import loop
+    from toolkit.objectives.objective import Objective
 
-    compute = loop.summed_loss
+    compute = Objective.loss
 
-    def forgetting(model: Any, batch: Any) -> Any:
-        for module in model.modules():
+    def forgetting(objective: Any, model: Any, *args: Any) -> Any:
+        for module in model.modules() if not torch.is_grad_enabled() else ():
             module.p = 0.0 if isinstance(module, nn.Dropout) else getattr(module, "p", None)
-        return compute(model, batch)
+        return compute(objective, model, *args)
 
-    patch.setattr(loop, "summed_loss", forgetting)
+    patch.setattr(Objective, "loss", forgetting)
 
 
 def accuracy_of_the_ranks_averaged(patch: MonkeyPatch) -> None:

@@ -78,16 +78,17 @@ def missing_gradient_average(patch: MonkeyPatch) -> None:
 
 def wrong_loss_divisor(patch: MonkeyPatch) -> None:
     """Each micro-batch is divided by its own label tokens and not by its share of the global batch's."""
+    from toolkit.objectives.objective import Objective
     from toolkit.training import loop
 
-    summed_loss = loop.summed_loss
+    compute = Objective.loss
     counted: list[int] = []
 
-    def counting(model: Any, batch: Any, *args: Any) -> Any:
+    def counting(objective: Any, model: Any, batch: Any, *args: Any) -> Any:
         counted.append(int((batch["labels"] != -100).sum()))
-        return summed_loss(model, batch, *args)
+        return compute(objective, model, batch, *args)
 
-    patch.setattr(loop, "summed_loss", counting)
+    patch.setattr(Objective, "loss", counting)
     patch.setattr(loop, "share_of_global_mean", lambda loss_sum, num_label_tokens, world_size: loss_sum / max(1, counted[-1]))
 
 

@@ -65,12 +65,12 @@ def build_quantized(parent: Path, llama: Path) -> dict[str, Path]:
     from toolkit.config.schema import ModelConfig
     from toolkit.models.config import load_model_config
     from toolkit.models.load import load_model
-    from toolkit.tasks import causal
+    from toolkit.objectives.causal import Causal
 
     bnb = REPOSITORY / "tests" / "support" / "quantized" / "bnb_nested"
     folders = {"fp8": save_fp8_model(parent / "fp8"), "nf4": Path(shutil.copytree(bnb, parent / "nf4"))}
     config, folders["nf4_as_plain"] = ModelConfig(name_or_path=str(bnb)), parent / "nf4_as_plain"
-    load_model(config, load_model_config(config, causal.TASK), causal.TASK, 0).save_pretrained(folders["nf4_as_plain"])
+    load_model(config, load_model_config(config, Causal()), Causal(), 0).save_pretrained(folders["nf4_as_plain"])
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(llama)
     for folder in folders.values():
         tokenizer.save_pretrained(folder)

@@ -6,15 +6,18 @@ from typing import Any
 
 from tests.support.model_folders import _build_tokenizer
 from tests.support.seq2seq_families import build_collator
-from toolkit.data.collate import SummarizationCollator
+from toolkit.data.collate import CausalCollator, SummarizationCollator
 from toolkit.evaluation.rows import EvaluationRows
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.seq2seq import Seq2Seq
 
 
 def eval_rows(rows: list[dict[str, Any]], **fields: Any) -> EvaluationRows:
     """These rows, of which nothing is decoded."""
     import datasets
 
-    given = {"tokenizer": None, "collator": SummarizationCollator(0, 0)} | fields
+    given: dict[str, Any] = {"tokenizer": None, "collator": SummarizationCollator(0, 0)} | fields
+    given["objective"] = Causal() if isinstance(given["collator"], CausalCollator) else Seq2Seq()
     return EvaluationRows(rows=datasets.Dataset.from_list(rows), **given)
 
 

@@ -63,8 +63,8 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto", "transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart",
     "transformers.tokenization_utils_tokenizers", "datasets", "evaluate", "rouge_score.rouge_scorer", "tokenizers",
     "jsonargparse", "peft", "psutil", "pandas", "pyarrow.parquet", "pytest", "sklearn.datasets", "docstring_parser", "attrs",
-    "transformers.trainer", "toolkit.training.finetune", "toolkit.tasks.seq2seq", "toolkit.tasks.causal", "toolkit.tools.preview",
-    "toolkit.tools.preview.summary", "toolkit.tools.report.page", "toolkit.tools.report.terminal",
+    "transformers.trainer", "toolkit.training.finetune", "toolkit.tools.preview", "toolkit.tools.preview.summary",
+    "toolkit.tools.report.page", "toolkit.tools.report.terminal",
     "tests.support.frozen_libraries",  # the last
 ]  # fmt: skip
 READ_AT_IMPORT = (

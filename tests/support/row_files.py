@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.support.rows import load_rows
 from toolkit.config.data import DataConfig, LLMDataConfig
-from toolkit.data.rows.load import TextRows, load_rows
+from toolkit.data.rows.load import TextRows
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}]
 TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "one"}]

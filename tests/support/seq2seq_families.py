@@ -77,6 +77,6 @@ def build_model(family: str) -> Any:
 
 
 def build_collator(model: Any) -> Any:
-    from toolkit.tasks.seq2seq import TASK
+    from toolkit.objectives.seq2seq import Seq2Seq
 
-    return TASK.build_collator(model, 0)
+    return Seq2Seq().build_collator(model, 0)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.config.facts import stated
-from toolkit.config.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class _Rows:
 class _Data(_Rows):
     """What the recipes' sections share."""
 
-    task_file = ""  # the module whose `TASK` says what the kind of task decides; without an annotation it is not a field
+    objective = ""  # name of the built-in one that takes such rows; without an annotation it is not a field
     num_rows: PositiveInt | None = None  # type: ignore[valid-type]
     """Use only the first N rows of each source."""
     eval_fraction: ClosedUnitInterval = 0.05  # type: ignore[valid-type]
@@ -60,12 +58,6 @@ class _Data(_Rows):
     cache_dir: str | None = stated(None, resume=True, per_rank=True, in_card=False)
     """Folder for tokenized rows and trained tokenizers. If unset, `toolkit/` in the Hugging Face cache."""
 
-    @property
-    def task(self) -> Task:
-        """Imported at its first use: it knows all layers, and `--help` none."""
-        task: Task = import_module(self.task_file).TASK
-        return task
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneSource(_Data):
@@ -78,7 +70,7 @@ class OneSource(_Data):
 class DataConfig(OneSource):
     """Which rows to read, and how to tokenize them."""
 
-    task_file = "toolkit.tasks.seq2seq"
+    objective = "seq2seq"
     source: str = stated("", path="named")
     source_column: str | None = None
     """Column with the text to summarize. If unset, the source's own column, else `source`."""
@@ -111,7 +103,7 @@ class MixEntry(_Rows):
 class LLMDataConfig(_Data):
     """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
 
-    task_file = "toolkit.tasks.causal"
+    objective = "causal"
     source: str | None = stated(None, path="named")
     mix: list[MixEntry] = stated(default_factory=list, path="entries")
     """List of weighted sources, instead of `source` and `files`."""

@@ -20,7 +20,6 @@ from jsonargparse.typing import (
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.facts import stated
-from toolkit.config.task import Task
 from toolkit.optimizers import OptimizerSettings
 
 HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
@@ -281,12 +280,14 @@ class RecipeConfig:
     loss and so waits for the device."""
     log_row_ids: bool = stated(False, resume=True)
     """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
+    objective: str | None = stated(None, resume=True)
+    """Name of what the run trains for, which it writes itself: that of its recipe (`seq2seq`, `causal`), or one that Python code
+    has given to `finetune`."""
 
     @property
-    def task(self) -> Task:
-        """What the kind of task decides."""
-        task: Task = self.data.task
-        return task
+    def has_own_objective(self) -> bool:
+        """Whether Python code has given the objective, which no command can find."""
+        return self.objective not in (None, self.data.objective)
 
     @property
     def packs(self) -> bool:

@@ -43,13 +43,14 @@ class SummarizationCollator:
     own_shift: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The model's own function from labels BT to decoder inputs BT, None: `shift_right`. mBART's puts the language, a row's last
     label, first."""
+    one_row = False  # as in `CausalCollator`; without an annotation it is not a field
     multiples: tuple[int, ...] = (1, 1)
     """Sources and targets are padded up to multiples of these,"""
     longest: tuple[int, ...] = (0, 0)
     """but not beyond the longest source and target of all rows, which fit the model's positions."""
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
-        """Inputs of `toolkit.loss.summed_loss`: `model_inputs`, `label_positions` and `labels`. Packs hold one row each.
+        """Inputs of `chunked_loss.summed_loss`: `model_inputs`, `label_positions` and `labels`. Packs hold one row each.
 
         There is no attention mask where it would mask nothing, which a model would have to read it to see
         (`models/patches/masks.py`). T5Gemma then takes padding ids for padding, so a source that holds one keeps its mask.
@@ -181,9 +182,9 @@ def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_
     return shifted_BT
 
 
-def labels_at_positions(batch: Batch) -> torch.Tensor:
-    """The labels of a collator's output BT int64, where the loss takes them; `IGNORED_LABEL` where none counts."""
-    tokens_BT: torch.Tensor = batch["decoder_input_ids"] if "decoder_input_ids" in batch else batch["input_ids"]
+def labels_at_positions(batch: Batch, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """The labels of a collator's output BT int64, where the loss takes them; `IGNORED_LABEL` where none counts. `tokens_BT` are
+    the inputs whose outputs predict them."""
     flat = torch.full_like(tokens_BT, IGNORED_LABEL).flatten()
     return flat.index_copy(0, batch["label_positions"], batch["labels"]).view_as(tokens_BT)
 

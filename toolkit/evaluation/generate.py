@@ -55,11 +55,8 @@ class Score:
 
 @contextlib.contextmanager
 def encoder_output_kept(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    """Context whose forward leaves what its encoder returns in the dict, as `generate` takes it; empty for a causal model."""
+    """Context whose forward leaves what its encoder returns in the dict, as `generate` takes it."""
     kept: dict[str, Any] = {}
-    if not model.config.is_encoder_decoder:
-        yield kept
-        return
     encoder: Any = model.get_encoder()
     with encoder.register_forward_hook(lambda module, args, outputs: kept.update(encoder_outputs=outputs)):
         yield kept

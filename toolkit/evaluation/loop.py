@@ -22,9 +22,8 @@ from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import rank, reduce_on_cpu, world_size
 from toolkit.distributed.rng import random_state_kept
-from toolkit.evaluation.generate import encoder_output_kept, gather_scores, generate_texts
+from toolkit.evaluation.generate import gather_scores, generate_texts
 from toolkit.evaluation.rows import EvaluationRows, plan_evaluation
-from toolkit.loss import summed_loss
 from toolkit.models.position_limits import list_shared_ropes
 from toolkit.parallel.gather import evaluation_model
 from toolkit.parallel.wrap import ShardedModel
@@ -64,7 +63,7 @@ def evaluate(
             if not indices and not in_step:
                 continue
             # A rank without rows runs one that does not count, so that the collectives of all ranks match.
-            with encoder_output_kept(model) as encoded:
+            with data.objective.forward_kept(model) as encoded:
                 sums.add(model, indices)
             if generates:
                 scores += generate_texts(config, model, sharded, data, indices, encoded, in_step)
@@ -76,7 +75,7 @@ def evaluate(
 
 
 class _LossSums:
-    """Loss, correct tokens, tokens and bytes of this rank's batches by set, on the device, without a host read per batch."""
+    """The objective's two sums, labels and bytes of this rank's batches by set, on the device, without a host read per batch."""
 
     def __init__(self, data: EvaluationRows, device: torch.device) -> None:
         self.data, self.device = data, device
@@ -87,7 +86,7 @@ class _LossSums:
         rows = [self.data.rows[i] for i in indices or [0]]
         batch = self.data.collator.collate([[row] for row in rows], is_dummy=not indices)
         of_set = self.sums[self.data.places[(indices or [0])[0]]]  # all rows of a batch have the same set
-        for i, of_batch in enumerate(summed_loss(model, move_to(self.device, batch))):
+        for i, of_batch in enumerate(self.data.objective.loss(model, move_to(self.device, batch))):
             of_set[i] += of_batch
         if indices:
             of_set[2] += sum(row["num_label_tokens"] for row in rows)
@@ -96,17 +95,16 @@ class _LossSums:
     def figures(self) -> dict[str, float]:
         """Token-weighted over all ranks, of all rows and of each set. Collective."""
         totals = reduce_on_cpu(self.sums.to("cpu", copy=True), dist.ReduceOp.SUM)  # of all ranks, in one collective
-        figures = _figures_with_accuracy(totals.sum(0).tolist())
+        figures = self.data.objective.figures(*totals.sum(0).tolist())
         for name, of_set in zip(self.data.set_names, totals.tolist(), strict=True):
             if name in self.data.sets:
-                figures |= {f"{name}/{key}": value for key, value in _figures_with_accuracy(of_set).items()}
+                figures |= {f"{name}/{key}": value for key, value in self.data.objective.figures(*of_set).items()}
         return figures
 
 
-def _figures_with_accuracy(sums: list[float]) -> dict[str, float]:
+def text_figures(loss_sum: float, num_correct: float, num_labels: float, num_bytes: float) -> dict[str, float]:
     """The figures of summed loss, correct tokens, label tokens and bytes."""
-    total_loss, total_correct, total_tokens, total_bytes = sums
-    return figures_of(total_loss, total_tokens, total_bytes) | {"token_accuracy": 100 * total_correct / total_tokens}
+    return figures_of(loss_sum, num_labels, num_bytes) | {"token_accuracy": 100 * num_correct / num_labels}
 
 
 def figures_of(total_loss: float, total_tokens: float, total_bytes: float) -> dict[str, float]:

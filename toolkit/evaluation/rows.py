@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from toolkit.objectives.objective import Objective
+
 _ROWS_HASHED_AT_ONCE = 1000
 
 
@@ -38,6 +40,8 @@ class EvaluationRows:
     """Columns as in `TokenizedRows`."""
     tokenizer: PreTrainedTokenizerBase
     collator: Collator
+    objective: Objective
+    """What is evaluated."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a generated text, in addition to those of the model's generation config."""
     inputs: tuple[tuple[int, str], ...] = ()
@@ -54,7 +58,11 @@ class EvaluationRows:
         for batch in self.rows.select_columns(["input_ids", "labels", "target"]).with_format("numpy").iter(_ROWS_HASHED_AT_ONCE):
             for row in zip(batch["input_ids"], batch["labels"], batch["target"], strict=True):
                 for cell in row:
-                    content = str(cell).encode() if isinstance(cell, str) else np.asarray(cell, dtype=np.int64).tobytes()
+                    content = (
+                        cell.encode()
+                        if isinstance(cell, str)
+                        else np.asarray(cell, cell.dtype if cell.dtype.kind == "f" else np.int64).tobytes()
+                    )
                     digest.update(len(content).to_bytes(8, "big") + content)
         return digest.hexdigest()
 

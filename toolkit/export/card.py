@@ -49,9 +49,17 @@ class Origin:
 
 
 def save_card(
-    folder: Path, config: RecipeConfig, model_config: PretrainedConfig, origin: Origin, kind: Kind, weights_dtype: str, use: str
+    folder: Path,
+    config: RecipeConfig,
+    model_config: PretrainedConfig,
+    origin: Origin,
+    kind: Kind,
+    weights_dtype: str,
+    use: str,
+    tag: str | None,
 ) -> None:
-    """Write the card, with Python to `use` the model. It needs no network: what the hub's cache does not have is not stated."""
+    """Write the card, with Python to `use` the model and its pipeline's `tag`. It needs no network: what the hub's cache does not
+    have is not stated."""
     from huggingface_hub import ModelCard
 
     named = replace_local_paths(config, lambda _, path: os.path.basename(os.path.normpath(path)))
@@ -59,7 +67,7 @@ def save_card(
     name, revision = config.model.name_or_path, config.model.revision
     base = f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{_cell(Path(name).name)}`"
     card = ModelCard.from_template(
-        _metadata(config, kind, terms),
+        _metadata(config, kind, terms, tag),
         str(Path(__file__).with_name("card.md.j2")),
         cell=_cell,
         name=named.run.name,
@@ -91,11 +99,10 @@ def is_hub_id(name: str) -> bool:
     return not Path(name).exists() and not name.startswith((".", "~"))
 
 
-def _metadata(config: RecipeConfig, kind: Kind, licence: dict[str, Any]) -> ModelCardData:
+def _metadata(config: RecipeConfig, kind: Kind, licence: dict[str, Any], tag: str | None) -> ModelCardData:
     """The fields that the hub reads. Ids only: it refuses folders."""
     from huggingface_hub import ModelCardData
 
-    is_translation = getattr(config.data, "target_language", None)
     base: dict[str, Any] = {}
     if is_hub_id(config.model.name_or_path) and not config.model.from_scratch:
         base = {"base_model": config.model.name_or_path}
@@ -103,7 +110,7 @@ def _metadata(config: RecipeConfig, kind: Kind, licence: dict[str, Any]) -> Mode
     sources = [config.data.source, *(entry.source for entry in getattr(config.data, "mix", []))]
     return ModelCardData(
         library_name="peft" if kind == "adapter" else "transformers",
-        pipeline_tag="translation" if is_translation else config.task.pipeline_tag,
+        pipeline_tag=tag,
         datasets=[source for source in sources if source and "/" in source and is_hub_id(source)] or None,
         tags=["lora"] if is_enabled(config.adapter) else None,
         **{"license": "unknown", **licence, **base},

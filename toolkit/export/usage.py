@@ -16,7 +16,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import ModelConfig
@@ -31,6 +31,8 @@ from toolkit.models.lora import text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from toolkit.objectives.objective import Objective
 
 SETTINGS_FILE = "toolkit.json"
 _VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
@@ -63,10 +65,12 @@ class Usage:
     """The special tokens that belong to texts, as `special_tokens.Kept`."""
 
 
-def set_generation(model: Any, config: RecipeConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> None:
+def set_generation(
+    model: Any, stop_token_ids: tuple[int, ...], pad_token_id: int, task_params: dict[str, Any] | None = None
+) -> None:
     """Make `generate` do, without an argument, what the run's evaluations did.
 
-    Pipelines of transformers 4 (not 5) let `task_specific_params` overrule that: those of T5 or GPT-2 are replaced.
+    Pipelines of transformers 4 (not 5) let `task_specific_params` overrule that: those of T5 or GPT-2 are replaced by the run's.
 
     Args:
         model: its config and generation config are changed.
@@ -75,16 +79,44 @@ def set_generation(model: Any, config: RecipeConfig, stop_token_ids: tuple[int, 
     stops = list_end_ids(model, stop_token_ids)
     model.generation_config.update(pad_token_id=pad_token_id, eos_token_id=stops[0] if len(stops) == 1 else stops or None)
     vars(model.config).pop("task_specific_params", None)
-    if model.config.is_encoder_decoder:
-        own = {"prefix": config.data.prefix, "max_new_tokens": config.eval.max_new_tokens, "num_beams": config.eval.num_beams}
-        model.config.task_specific_params = dict.fromkeys(("summarization", "translation", "text2text-generation"), own)
+    if task_params is not None:
+        model.config.task_specific_params = task_params
+
+
+class TextUsage(NamedTuple):
+    """How texts become prompts and new tokens become texts, as Python: of `write_python`."""
+
+    prompts: str = "texts"
+    how: str = 'padding_side="left"'
+    """More arguments of the tokenizer."""
+    end: str = ""
+    """What is cut off the prompts' tokens,"""
+    new: str = "[:, ids.shape[1] :]"
+    """and off the generated ones."""
+
+
+def seq2seq_usage(config: RecipeConfig) -> TextUsage:
+    """An encoder-decoder's sources."""
+    prompts = f"[{config.data.prefix!r} + text for text in texts]" if config.data.prefix else "texts"
+    return TextUsage(prompts, f"truncation=True, max_length={config.data.max_source_length_tokens}", new="")
+
+
+def causal_usage(tokenizer: PreTrainedTokenizerBase, data: RunData | None) -> TextUsage:
+    """Prompts before which padding goes, rendered if they are chats, without an end token."""
+    if tokenizer.chat_template is not None and (data is None or data.has_chats):
+        date = f', date_string="{DATE}"' if "date_string" in str(tokenizer.chat_template) else ""
+        chat = '[{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False'
+        prompts = f"[tokenizer.apply_chat_template({chat}{date}) for text in texts]"
+        return TextUsage(prompts, f"add_special_tokens=False, {TextUsage().how}")
+    num_after = [*tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][::-1], 0].index(0)
+    return TextUsage(end=f"[:, :-{num_after}]" if num_after else "")
 
 
 def write_python(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, folder: str, dtype: str, data: RunData | None, *, is_adapter: bool
+    objective: Objective, config: RecipeConfig, tokenizer: Any, folder: str, origin: Origin, *, is_adapter: bool
 ) -> str:
     """Python that loads the model with plain transformers (an adapter with peft), and generates as the run's evaluations did."""
-    auto_class, base, imports, adapt = config.task.auto_class, "folder", "", []
+    auto_class, base, imports, adapt = objective.auto_class, "folder", "", []
     if is_adapter:
         base = "PeftConfig.from_pretrained(folder).base_model_name_or_path"
         base += f", revision={config.model.revision!r}" if config.model.revision else ""
@@ -94,32 +126,26 @@ def write_python(
             rows = f"max({1 + max(tokenizer.get_vocab().values())}, len(model.get_input_embeddings().weight))"
             adapt.append(f"model.resize_token_embeddings({rows}, mean_resizing=False)")
         adapt += ["model = PeftModel.from_pretrained(model, folder)"]
-    # An encoder-decoder's sources; prompts before which padding goes, rendered if they are chats, without an end token.
-    prompts, how, end, new = "texts", 'padding_side="left"', "", "[:, ids.shape[1] :]"
-    if (limit := getattr(config.data, "max_source_length_tokens", None)) is not None:
-        prompts = f"[{config.data.prefix!r} + text for text in texts]" if config.data.prefix else prompts
-        how, new = f"truncation=True, max_length={limit}", ""
-    elif tokenizer.chat_template is not None and (data is None or data.has_chats):
-        date = f', date_string="{DATE}"' if "date_string" in str(tokenizer.chat_template) else ""
-        chat = '[{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False'
-        prompts, how = f"[tokenizer.apply_chat_template({chat}{date}) for text in texts]", f"add_special_tokens=False, {how}"
-    elif num_after := [*tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][::-1], 0].index(0):
-        end = f"[:, :-{num_after}]"
     # A plain tokenizer, for which `AutoTokenizer` takes the class of some models, and version 4 none.
     reader = {"TokenizersBackend": "PreTrainedTokenizerFast"}.get(type(tokenizer).__name__, "AutoTokenizer")
     lines = [
         f"from transformers import {auto_class}, {reader}{imports}",
         f"folder, texts = {folder!r}, ['A text.']",
         f"tokenizer = {reader}.from_pretrained(folder)",
-        f'model = {auto_class}.from_pretrained({base}, dtype="{dtype}")',
+        f'model = {auto_class}.from_pretrained({base}, dtype="{origin.computed_in}")',
         *adapt,
+    ]
+    if (texts := objective.write_usage(config, tokenizer, origin.data)) is None:
+        return "\n".join([*lines, 'print(model(**tokenizer(texts, return_tensors="pt")).logits)'])
+    prompts, how, end, new = texts
+    lines += [
         f"prompts = {prompts}",
         f'inputs = tokenizer(prompts, {how}, padding=True, return_tensors="pt")',
         f'ids, mask = inputs["input_ids"]{end}, inputs["attention_mask"]{end}',
         "tokens = model.generate(input_ids=ids, attention_mask=mask)",
         f"print(tokenizer.batch_decode(tokens{new}, skip_special_tokens=True))",
     ]
-    if kept := data.kept_tokens if data else {}:
+    if kept := origin.data.kept_tokens if origin.data else {}:
         places = [pair for pair in kept.values() if pair[0] != re.escape(pair[1])]
         lines[0] = f"import re\n{lines[0]}" if places else lines[0]
         lines[-1:] = [
@@ -162,35 +188,29 @@ def copy_processors(config: ModelConfig, folder: Path) -> None:
 
 
 def list_commands(
-    config: RecipeConfig, skeleton: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, origin: Origin, places: Places
+    objective: Objective, config: RecipeConfig, skeleton: PreTrainedModel, tokenizer: Any, origin: Origin, places: Places
 ) -> list[str]:
     """A line for each tool that takes the exported model, or the adapter if that is all there is, and Python to use it."""
     folder = places.model or places.adapter
     assert folder is not None
     is_adapter, place = places.model is None, shlex.quote(str(folder))
     plain = " --plain" if tokenizer.chat_template and origin.data is not None and not origin.data.has_chats else ""
-    python = write_python(config, tokenizer, str(folder), origin.computed_in, origin.data, is_adapter=is_adapter)
+    python = write_python(objective, config, tokenizer, str(folder), origin, is_adapter=is_adapter)
     use = f"use it: python -m toolkit generate {place} --file FILE.csv --output OUT.jsonl{plain}"
-    lines = [use, "use it in Python:", *python.splitlines()]
-    base, revision = shlex.quote(config.model.name_or_path), config.model.revision
-    if not skeleton.config.is_encoder_decoder:  # vLLM has no T5 and no encoder-decoder of text
-        if serve := _serve(config, skeleton, folder, is_adapter=is_adapter):
-            lines.append(f"serve it: {serve}")
-        pretrained = f"{base},peft={place},tokenizer={place}" if is_adapter else place
-        at = f",revision={revision}" if is_adapter and revision else ""
-        lines.append(f"score it: lm_eval --model hf --model_args pretrained={pretrained}{at} --tasks TASK")
-    elif skeleton.config.model_type in ("t5", "mt5", "umt5") and not is_adapter:  # whose texts are the same in CTranslate2 4.8
-        lines.append(f"convert it: ct2-transformers-converter --model {place} --output_dir {shlex.quote(f'{folder}-ct2')}")
+    of_commands = [] if config.has_own_objective else [use]
+    lines = [*of_commands, "use it in Python:", *python.splitlines()]
+    lines += objective.list_commands(config, skeleton, folder, is_adapter=is_adapter)
     if config.export.push_to_hub:
         return lines
     if is_adapter and not is_hub_id(config.model.name_or_path):
+        base = shlex.quote(config.model.name_or_path)
         lines.append(f"share it: export it with --merge first, as its base {base} is a folder here")
     else:
         lines.append(f"share it: hf upload USER/NAME {place}")
     return lines
 
 
-def _serve(config: RecipeConfig, skeleton: PreTrainedModel, folder: Path, *, is_adapter: bool) -> str | None:
+def vllm_command(config: RecipeConfig, skeleton: PreTrainedModel, folder: Path, *, is_adapter: bool) -> str | None:
     """vLLM's command; None for an adapter that it does not take (DoRA, or one that trains modules or token rows fully), or a
     model with images whose folder does not say how they are processed."""
     if not is_adapter:

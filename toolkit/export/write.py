@@ -39,6 +39,8 @@ from toolkit.parallel.wrap import ShardedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from toolkit.objectives.objective import Objective
+
 logger = logging.getLogger("toolkit")
 
 
@@ -58,11 +60,11 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     # What the exported model will generate with, and the trained model's logits for a few tokens.
     skeleton = sharded.skeleton
     if skeleton.can_generate():
-        set_generation(skeleton, config, data.stop_token_ids, data.collator.pad_token_id)
+        set_generation(skeleton, data.stop_token_ids, data.collator.pad_token_id, data.objective.task_params(config))
     at("export")
     check = _trained_logits(sharded, data)
     working("export")
-    export = _Export(config, sharded, data.tokenizer, check, origin, places)
+    export = _Export(data.objective, config, sharded, data.tokenizer, check, origin, places)
     merge = None
     if is_enabled(config.adapter):
         adapter, base_hashes = _gather_adapter(sharded, origin.frozen_hashes, places)
@@ -77,6 +79,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
 class _Export:
     """An export under way. `write_adapter` and `write_model` are collectives."""
 
+    objective: Objective
     config: RecipeConfig
     sharded: ShardedModel
     tokenizer: PreTrainedTokenizerBase
@@ -172,8 +175,10 @@ class _Export:
         save_usage(self.config, unfinished, dtype=origin.computed_in, **facts)
         if kind != "adapter" and text_part(skeleton):
             copy_processors(self.config.model, unfinished)
-        use = write_python(self.config, self.tokenizer, ".", origin.computed_in, origin.data, is_adapter=kind == "adapter")
-        save_card(unfinished, self.config, skeleton.config, origin, kind, name_of(dtype), use)
+        use = write_python(self.objective, self.config, self.tokenizer, ".", origin, is_adapter=kind == "adapter")
+        save_card(
+            unfinished, self.config, skeleton.config, origin, kind, name_of(dtype), use, self.objective.pipeline_tag(self.config)
+        )
         save_trainer_state(unfinished, origin.lines, origin.step, origin.data.num_training_rows if origin.data else None)
         if self.places.check_file is not None:
             with written_beside(self.places.check_file) as beside:

@@ -11,14 +11,14 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ModelConfig
-from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.files.durable import check_readable, refuse_pointers
-from toolkit.models.generation import load_settings
 from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from toolkit.objectives.objective import Objective
 
 logger = logging.getLogger("toolkit")
 
@@ -32,7 +32,7 @@ _OF_A_SET = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 LAYER_DROP_RATES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
-def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = True) -> PretrainedConfig:
+def load_model_config(config: ModelConfig, objective: Objective, *, is_trained: bool = True) -> PretrainedConfig:
     """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`;
     a `UserError` if there is no such model or config, if it is of another kind, or its weights are not safetensors files of its
     own, or quantized in a format that is not read."""
@@ -83,13 +83,12 @@ def load_model_config(config: ModelConfig, task: Task, *, is_trained: bool = Tru
             "model.attn_implementation sdpa or eager, or model.trust_remote_code true"
         )
     _take_quantization(model_config, name)
-    is_known = config.trust_remote_code or type(model_config) in private("_model_mapping", getattr(transformers, task.auto_class))
+    is_known = config.trust_remote_code or type(model_config) in private(
+        "_model_mapping", getattr(transformers, objective.auto_class)
+    )
     if not is_known:
-        raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {task.takes}")
-    if model_config.is_encoder_decoder and getattr(model_config, "decoder_start_token_id", None) is None:
-        start = load_settings(config).get("decoder_start_token_id")
-        vars(model_config).update({} if start is None else {"decoder_start_token_id": start})
-    task.check_model_config(model_config, name)
+        raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {objective.takes}")
+    objective.check_model_config(model_config, config)
     if is_trained:
         _set_for_training(model_config, config)
     return model_config

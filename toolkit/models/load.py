@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from toolkit.config.schema import ModelConfig
-from toolkit.config.task import Task
 from toolkit.data.cache_folders import find_or_build, name_folder
 from toolkit.data.tokens.read_tokenizer import read_tokenizer, trains_tokenizer
 from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer
@@ -38,11 +37,13 @@ from toolkit.variables import local_rank
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from toolkit.objectives.objective import Objective
+
 
 @contextmanager
-def own_class(given: Any, config: ModelConfig, task: Task) -> Iterator[None]:
+def own_class(given: Any, config: ModelConfig, objective: Objective) -> Iterator[None]:
     """Let whatever loads a model of its kind take the class of `given`, a class or a built model; None changes nothing. One that
-    does not fit the task or `model.name_or_path` is a `UserError`, and so is a config with other weights than a built model's."""
+    does not fit the objective or `model.name_or_path` is a `UserError`; so is a config with other weights than a built one's."""
     import transformers
 
     is_new = config.from_scratch or not (given is None or isinstance(given, type))
@@ -53,9 +54,9 @@ def own_class(given: Any, config: ModelConfig, task: Task) -> Iterator[None]:
         yield
         return
     own: Any = given if isinstance(given, type) else type(given)
-    kinds = private("_model_mapping", getattr(transformers, task.auto_class))
+    kinds = private("_model_mapping", getattr(transformers, objective.auto_class))
     if not issubclass(own, transformers.PreTrainedModel) or not own.can_generate() or own.config_class not in kinds:
-        raise UserError(f"model is a {own.__name__}, not {task.takes}, its class, or one that inherits from it")
+        raise UserError(f"model is a {own.__name__}, not {objective.takes}, its class, or one that inherits from it")
     of_path: dict[str, Any] = {}
     with suppress(OSError):  # a tokenizer without a config, or reported with the config
         of_path, _ = transformers.PreTrainedConfig.get_config_dict(config.name_or_path, revision=config.revision)
@@ -111,7 +112,7 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
     return replace(config, name_or_path=str(cache / "models" / names.pop()), revision=None, tokenizer=None)
 
 
-def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Task) -> PreTrainedModel:
+def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, objective: Objective) -> PreTrainedModel:
     """The model on the meta device: names, shapes and classes for checks before any weights are downloaded. An attention
     implementation that does not exist for this model is a `UserError`; others are those of `grow_vocabulary`."""
     import transformers
@@ -120,7 +121,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Ta
         model_config = copy.deepcopy(model_config)  # stays that of the files
     try:
         with torch.device("meta"):
-            model = getattr(transformers, task.auto_class).from_config(model_config, dtype=torch.float32, **_options(config))
+            model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=torch.float32, **_options(config))
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         if config.attn_implementation:
@@ -130,11 +131,15 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, task: Ta
                 f"({first_sentence}): take sdpa or eager, or leave it out"
             ) from None
         raise UserError(f"model {config.name_or_path} cannot be built from its config.json: {reason}") from None
+    if not model.can_generate():  # then it has none, and no text to end
+        model.generation_config = transformers.GenerationConfig()
     grow_vocabulary(model, config)
     return model
 
 
-def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Task, dtype: torch.dtype) -> PreTrainedModel:
+def build_on_meta(
+    config: ModelConfig, model_config: PretrainedConfig, objective: Objective, dtype: torch.dtype
+) -> PreTrainedModel:
     """The model that `load_model` would load in `dtype`, but with parameters on the meta device; buffers are on the CPU."""
     # Structure and ties, without drawing weights.
     import transformers
@@ -143,7 +148,7 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
     model_config = copy.deepcopy(model_config)
     model_config.name_or_path = config.name_or_path
     with private("no_init_weights")(), init_empty_weights(include_buffers=False):
-        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
+        model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     model.tie_weights()
     # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
     for tensor in model.state_dict(keep_vars=True).values():
@@ -157,29 +162,29 @@ def build_on_meta(config: ModelConfig, model_config: PretrainedConfig, task: Tas
 
 
 def load_model(
-    config: ModelConfig, model_config: PretrainedConfig, task: Task, seed: int, dtype: torch.dtype = torch.float32
+    config: ModelConfig, model_config: PretrainedConfig, objective: Objective, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """The model on the CPU in `dtype`, without new tokens, with its pretrained weights, or random ones drawn from `seed` if
-    `from_scratch`; a head that they lack is drawn too where the task allows it. Safetensors weights that are missing, incomplete
-    or of another shape are a `UserError`."""
+    `from_scratch`; a head that they lack is drawn too where the objective allows it. Safetensors weights that are missing,
+    incomplete or of another shape are a `UserError`."""
     import transformers
 
-    if config.from_scratch or task.may_draw_head:
+    if config.from_scratch or objective.may_draw_head:
         seed_all("weights", seed)
     if config.from_scratch:
-        model = getattr(transformers, task.auto_class).from_config(model_config, dtype=dtype, **_options(config))
+        model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=dtype, **_options(config))
     else:
         options = {"config": model_config, "revision": config.revision, "dtype": dtype, **_options(config)}
         if not config.trust_remote_code:  # `choose_generation` reads the base's, of which transformers may refuse some keys
             options["generation_config"] = transformers.GenerationConfig()
         model, report = from_files(
-            getattr(transformers, task.auto_class), config.name_or_path, f"model {config.name_or_path}", options,
-            lambda: build_on_meta(config, model_config, task, dtype),
+            getattr(transformers, objective.auto_class), config.name_or_path, f"model {config.name_or_path}", options,
+            lambda: build_on_meta(config, model_config, objective, dtype),
             ": give a folder with them, or model.from_scratch true for random ones",
         )  # fmt: skip
         other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
         match = Match({}, sorted(report["missing_keys"]), other_shapes, sorted(report["unexpected_keys"]))
-        check_loaded(task, model, config.name_or_path, match)
+        check_loaded(objective, model, config.name_or_path, match)
     return model
 
 

@@ -77,7 +77,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
         theirs = lora.trainable_token_indices
         raise UserError(f"{what} trains the rows {theirs}, and those of model.add_tokens are {rows}: name the tokens that it has")
     lora.trainable_token_indices = rows
-    lora.task_type = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    lora.task_type = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"  # peft's names for the classes of models
     lora.base_model_name_or_path = base.name_or_path
     lora.revision = base.revision or hub_commit(base)
     # Inject.

@@ -24,7 +24,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from toolkit.config.task import Task
 from toolkit.distributed.comm import on_rank_0
 from toolkit.errors import UserError, plural
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
@@ -34,6 +33,8 @@ from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from toolkit.objectives.objective import Objective
 
 logger = logging.getLogger("toolkit")
 
@@ -186,11 +187,11 @@ def match_names(model: PreTrainedModel, files: TensorReaders, what: str = "the f
     )
 
 
-def check_loaded(task: Task, model: PreTrainedModel, name_or_path: str, match: Match) -> None:
+def check_loaded(objective: Objective, model: PreTrainedModel, name_or_path: str, match: Match) -> None:
     """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes; a head that the
-    task may draw may be missing. Log unknown ones, counted by their names, in which `*` stands for numbers."""
+    objective may draw may be missing. Log unknown ones, counted by their names, in which `*` stands for numbers."""
     what, unknown, backbone = f"the weights of model.name_or_path {name_or_path}", match.unknown, f"{model.base_model_prefix}."
-    if names := [name for name in match.missing if not task.may_draw_head or name.startswith(backbone)]:
+    if names := [name for name in match.missing if not objective.may_draw_head or name.startswith(backbone)]:
         others = f", and have {len(unknown)} others ({', '.join(unknown[:3])}, …)" if unknown else ""
         renamed = "; if only names differ, save it without what wraps it (DDP, torch.compile, an adapter, a larger model)"
         raise UserError(

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig, ModelConfig
-from toolkit.config.task import Task
 from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
@@ -41,11 +40,13 @@ from toolkit.private import private
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from toolkit.objectives.objective import Objective
+
 
 def open_weights(
     config: ModelConfig,
     model_config: PretrainedConfig,
-    task: Task,
+    objective: Objective,
     skeleton: PreTrainedModel,
     dtype: torch.dtype,
     seed: int = 0,
@@ -59,12 +60,12 @@ def open_weights(
     the reason before. `exported` has weights in place of the model's own (`model.init_from`); `dtype` as in `load.load_model`.
     """
     try:
-        return _open_files(config, model_config, task, skeleton, dtype, exported)
+        return _open_files(config, model_config, objective, skeleton, dtype, exported)
     except ShardedReadUnsupported as reason:
         in_full(str(reason))
 
     def load() -> PreTrainedModel:
-        model = load_model(config, model_config, task, seed, dtype)
+        model = load_model(config, model_config, objective, seed, dtype)
         if exported is None:
             return model
         allocate(model, torch.device("meta"))
@@ -85,7 +86,7 @@ def open_weights(
 def _open_files(
     config: ModelConfig,
     model_config: PretrainedConfig,
-    task: Task,
+    objective: Objective,
     skeleton: PreTrainedModel,
     dtype: torch.dtype,
     exported: Path | None,
@@ -100,11 +101,11 @@ def _open_files(
         if getattr(type(model_config), "extra_files", ()):
             raise ShardedReadUnsupported("some of its weights lie in files of another kind")
         # Every parameter must be in the files, in its shape.
-        model = build_on_meta(config, model_config, task, dtype)
+        model = build_on_meta(config, model_config, objective, dtype)
         if private("_get_dtype_plan", model)(dtype):
             raise ShardedReadUnsupported("transformers keeps some of its weights in fp32")
         files, match = match_files(model, config.name_or_path, config.revision, f"model.name_or_path {config.name_or_path}")
-        check_loaded(task, model, config.name_or_path, match)
+        check_loaded(objective, model, config.name_or_path, match)
         if match.missing:
             raise ShardedReadUnsupported("its head is new, and drawn in full")
         if exported is not None:

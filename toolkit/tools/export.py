@@ -21,7 +21,6 @@ from toolkit.checkpoint.manifest import Checkpoint, list_checkpoints, read_check
 from toolkit.config.facts import facts_of
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS
-from toolkit.data.tokens.languages import start_generation
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.watchdog import working
 from toolkit.errors import UserError
@@ -36,6 +35,8 @@ from toolkit.launch.accelerator import build_accelerator, connect_devices, froze
 from toolkit.launch.environment import is_launched
 from toolkit.launch.same_run import describe_config
 from toolkit.models.lora import is_enabled
+from toolkit.objectives import objective_of
+from toolkit.objectives.objective import Objective
 from toolkit.parallel.wrap import shard_model
 from toolkit.tools.report.facts import read_runs
 from toolkit.training.goal import goal_of
@@ -67,11 +68,12 @@ def export(run_flags: list[str], **given: Any) -> None:
     that cannot be written are a `UserError` on every rank; so is a hub that does not take the export, on rank 0. Collective."""
     options = Options(flags=run_flags, **given)
     config = load_run_config(options.run_folder, options.flags)
+    objective = objective_of(config)
     if options.merge and not is_enabled(config.adapter):
         raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")
     _check_push(options, config)
     try:
-        folder = _export(options, config)
+        folder = _export(options, config, objective)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"the model does not fit this device ({str(error).splitlines()[0]}): set ACCELERATE_USE_CPU=true to export on the "
@@ -92,7 +94,7 @@ def _check_push(options: Options, config: RecipeConfig) -> None:
         check_push(config, options.push_to_hub, "--push-to-hub", merge=options.merge, way_out="add --merge")
 
 
-def _export(options: Options, config: RecipeConfig) -> Path | None:
+def _export(options: Options, config: RecipeConfig, objective: Objective) -> Path | None:
     """Returns the exported folder, on rank 0."""
     from datasets import Dataset
 
@@ -115,18 +117,18 @@ def _export(options: Options, config: RecipeConfig) -> Path | None:
     stored = settings.get("model.frozen_dtype", "float32")
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, **of_adapter))
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
-    context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, metrics=())
+    context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, (), objective)
     config, model_config, skeleton = build_skeleton(config, context)
 
     # What the run kept of its rows.
     fingerprint = checkpoint.manifest["identity"]["data_fingerprint"]
     data, tokenizer = on_all_ranks(lambda: load_run_data(options.run_folder, fingerprint))
-    collator = config.task.build_collator(skeleton, tokenizer.pad_token_id)
-    evaluation = EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, tuple(data.stop_token_ids))
+    collator = objective.build_collator(skeleton, tokenizer.pad_token_id)
+    evaluation = EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, objective, tuple(data.stop_token_ids))
 
     # The checkpoint's weights in the model.
     model, readers = load_model(config, context, model_config, skeleton)
-    start_generation(model, tokenizer, collator)
+    objective.start_generation(model, tokenizer, collator)
     identity = identity_of(context, model_config, data.fingerprint, model, readers)
     on_rank_0(lambda: check_identity(checkpoint, identity, "give the run's own model as --model.name_or_path"))
     sharded = shard_model(accelerator, model, readers)
@@ -138,7 +140,7 @@ def _export(options: Options, config: RecipeConfig) -> Path | None:
     origin = Origin(checkpoint.step, computed_in, checkpoint.manifest["world_size"], data, *about, identity.frozen_hashes)
     export_model(config, sharded, evaluation, origin, places)
     logger.info(f"exported to {places.model or places.adapter}")
-    for line in list_commands(config, sharded.skeleton, tokenizer, origin, places):
+    for line in list_commands(objective, config, sharded.skeleton, tokenizer, origin, places):
         logger.info(line)
     folder = (places.model or places.adapter) if rank() == 0 else None
     release()

@@ -36,7 +36,7 @@ from toolkit.variables import ACCELERATE_YAML, environment_of_runs, take_environ
 
 PRELOADED = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate.commands.launch", "transformers.generation", "datasets",
-    "rouge_score.rouge_scorer", "peft", "toolkit.training.finetune", "toolkit.tasks.seq2seq", "toolkit.tasks.causal",
+    "rouge_score.rouge_scorer", "peft", "toolkit.training.finetune", "toolkit.objectives.seq2seq", "toolkit.objectives.causal",
     "toolkit.tools.preview.summary", "toolkit.tools.report.facts",
 )  # fmt: skip
 PEER_GRACE_S, TERM_TO_KILL_S = 5.0, 10.0

@@ -14,6 +14,9 @@ from toolkit.config.paths import find_path
 from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError
 
+RECIPES = {"seq2seq": "t5", "causal": "llm"}
+"""By the objective."""
+
 
 def find_recipe(argv: list[str], recipe: str | None = None, model: str | None = None) -> str:
     """`recipe`, else the run YAMLs' own, else the one that takes the model: `model`, or that of the command line.
@@ -28,7 +31,7 @@ def find_recipe(argv: list[str], recipe: str | None = None, model: str | None = 
     if model is None:
         model, file = _find_value(argv, "model.name_or_path")
         model = find_path(model, file, f"{file}: model.name_or_path") if file else model
-    return "t5" if is_encoder_decoder(model) else "llm"
+    return RECIPES[name_of_model(model)]
 
 
 def _find_value(argv: list[str], key: str) -> tuple[str, Path | None]:
@@ -46,8 +49,8 @@ def _find_value(argv: list[str], key: str) -> tuple[str, Path | None]:
     return "", None
 
 
-def is_encoder_decoder(name_or_path: str) -> bool:
-    """Whether the model is an encoder-decoder. False for an unreadable folder: `load_model_config` reports what is wrong.
+def name_of_model(name_or_path: str) -> str:
+    """The built-in objective that takes the model, by name; for an unreadable folder `causal`: `load_model_config` reports it.
 
     Raises:
         UserError: a hub id is out of reach; without this error, `load_model_config` would retry for half a minute.
@@ -56,12 +59,13 @@ def is_encoder_decoder(name_or_path: str) -> bool:
     from transformers import AutoConfig
 
     try:
-        return bool(AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder)
+        is_pair = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False).is_encoder_decoder
+        return "seq2seq" if is_pair else "causal"
     except (ValueError, StrictDataclassError):
-        return False
+        return "causal"
     except OSError as error:
         if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
-            return False
+            return "causal"
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise UserError(
             f"model {name_or_path} is not a local folder and could not be read from the hub ({reason}): give a folder with its "

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from toolkit.data.collate import Collator, move_to
-from toolkit.loss import IGNORED_LABEL, summed_loss
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.parallel.gather import plain_copy
@@ -28,6 +27,8 @@ from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from toolkit.objectives.objective import Objective
 
 logger = logging.getLogger("toolkit")
 
@@ -50,21 +51,21 @@ def find_peak_tflops(gpu: str) -> int | None:
     return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
 
 
-def seconds_at_peak(sharded: ShardedModel, collator: Collator, *lengths: np.ndarray) -> np.ndarray | None:
+def seconds_at_peak(objective: Objective, sharded: ShardedModel, collator: Collator, *lengths: np.ndarray) -> np.ndarray | None:
     """The seconds that a GPU of this run needs at its peak for each row of these lengths; None if that cannot be known."""
     device, skeleton = sharded.accelerator.device, sharded.skeleton
     peak = find_peak_tflops(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     if peak is None:
         return None
     try:
-        per_term = count_per_term(skeleton, collator)
+        per_term = count_per_term(objective, skeleton, collator)
     except Exception as error:  # any model's code runs here, and what watches a run never ends it
         logger.info(f"the log has no MFU: the FLOPs of {type(skeleton).__name__} could not be counted ({error})")
         return None
     return per_term @ _terms(*lengths)[: len(per_term)] / (peak * 1e12)
 
 
-def count_per_term(skeleton: PreTrainedModel, collator: Collator) -> np.ndarray:
+def count_per_term(objective: Objective, skeleton: PreTrainedModel, collator: Collator) -> np.ndarray:
     """The polynomial of a row's FLOPs, without what each micro-batch needs once (DoRA's norms)."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,15 +75,14 @@ def count_per_term(skeleton: PreTrainedModel, collator: Collator) -> np.ndarray:
     chunked_loss.install(model, max_logits=2**62)  # one chunk: what others recompute does not count
     masks.install(model)
     unit = max(1, min(512, getattr(model.config, "max_position_embeddings", None) or 512) // 4)
-    is_pair, token, counts = model.config.is_encoder_decoder, int(collator.pad_token_id == 0), []
-    shapes = SHAPES if is_pair else SHAPES[:4]
+    token, counts = int(collator.pad_token_id == 0), []
+    shapes = SHAPES if len(objective.limits) == 2 else SHAPES[:4]
     collator = dataclasses.replace(collator, multiples=(1,) * len(collator.multiples))  # no padding
     extra = np.array([3 * unit + unit // 2 + 1, unit + 3])
     for first, second in [*(shapes * unit), extra]:
-        labels = [IGNORED_LABEL] * (0 if is_pair else first - second) + [token] * second
-        batch = collator.collate([[{"input_ids": [token] * first, "labels": labels}]])
+        batch = collator.collate([[objective.build_row(first, second, token)]])
         with FlopCounterMode(display=False) as counter, experts_by_token(model):
-            summed_loss(model, move_to(torch.device("meta"), batch))[0].backward()
+            objective.loss(model, move_to(torch.device("meta"), batch))[0].backward()
         counts.append(counter.get_total_flops())
     *counts, expected = counts
     per_term = np.linalg.solve(_terms(*shapes.T)[: len(shapes)].T, counts)

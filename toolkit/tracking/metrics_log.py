@@ -12,7 +12,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from toolkit.errors import UserError, refusal_named
 from toolkit.files.json_lines import encode_json_line, read_json_lines, save_json_lines
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.log import lost_outputs
+
+if TYPE_CHECKING:
+    from toolkit.objectives.objective import Objective
 
 logger = logging.getLogger("toolkit")
 
@@ -209,10 +212,10 @@ class StepMemory:
         self.peak_gib = max(self.peak_gib, peak_bytes / GIB)
         return peak_bytes / GIB
 
-    def see(self, batch: dict[str, torch.Tensor], num_packs: int) -> None:
+    def see(self, objective: Objective, batch: dict[str, torch.Tensor], num_packs: int) -> None:
         """Record the shape of a micro-batch. Its packs may share one row of the tensors (`CausalCollator.one_row`)."""
-        sides = {"source": "input_ids", "target": "decoder_input_ids"} if "decoder_input_ids" in batch else {"row": "input_ids"}
-        row_tokens = {side: math.ceil(batch[name].numel() / num_packs) for side, name in sides.items()}
+        sides = zip(objective.limits, objective.inputs, strict=True)
+        row_tokens = {side: math.ceil(batch[name].numel() / num_packs) for side, name in sides}
         if (num_tokens := num_packs * sum(row_tokens.values())) > self.num_tokens:
             self.num_rows, self.row_tokens, self.num_tokens = num_packs, row_tokens, num_tokens
 

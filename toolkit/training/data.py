@@ -19,6 +19,7 @@ from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.generation import list_end_ids
 from toolkit.models.load import num_token_embeddings
 from toolkit.models.position_limits import check_positions, warn_of_shared_rope
+from toolkit.objectives.objective import Objective
 from toolkit.training.goal import check_metric_on_rows
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ NUM_STEPS_LOOKED_AT = 100
 
 
 def prepare_data(
+    objective: Objective,
     config: RecipeConfig,
     metrics: tuple[TextMetric, ...],
     model_config: PretrainedConfig,
@@ -48,7 +50,7 @@ def prepare_data(
     """
     # Text → tokens on disk.
     check_set_names(config.data, {*OUR_FIGURES, *(metric.name for metric in metrics)})
-    rows = prepare_rows(config.data, config.model, num_token_embeddings(skeleton), tuple(list_end_ids(skeleton)))
+    rows = prepare_rows(objective, config.data, config.model, num_token_embeddings(skeleton), tuple(list_end_ids(skeleton)))
 
     # Which rows each step takes, and which rows are evaluated.
     columns, data = rows.train.with_format("numpy"), config.data
@@ -62,14 +64,14 @@ def prepare_data(
         pack_length_tokens=data.max_length_tokens if data.packing else None,
         mix=Mix(columns["source_index"][:], weights) if weights else None,
     )
-    collator = config.task.build_collator(skeleton, rows.tokenizer.pad_token_id)
+    collator = objective.build_collator(skeleton, rows.tokenizer.pad_token_id)
     held_out = EvaluationRows(
-        rows.evaluation, rows.tokenizer, collator, rows.stop_token_ids, rows.sets, metrics, rows.kept_tokens
+        rows.evaluation, rows.tokenizer, collator, objective, rows.stop_token_ids, rows.sets, metrics, rows.kept_tokens
     )
     evaluation = choose_rows(held_out, config.eval.num_rows)
     longest, shapes = _check_rows(config, model_config, rows, plan, evaluation)
     if pads and shapes:
-        caps = tuple(max(plan.pack_length_tokens or 0, longest[side]) for side in config.task.sides)
+        caps = tuple(max(plan.pack_length_tokens or 0, longest[side]) for side in objective.limits)
         multiples = choose_multiples([shape[: 1 + len(caps)] for shape in shapes], caps)
         padded: Any = dataclasses.replace(evaluation.collator, multiples=multiples, longest=caps)
         evaluation = dataclasses.replace(evaluation, collator=padded)
@@ -90,10 +92,11 @@ def _check_rows(
     """Check settings against the rows, and print what there is to say about them. Returns the most tokens of each side of a row,
     and the shapes of the first micro-batches: rows, tokens (of an encoder-decoder: of sources) and labels."""
     # The model's positions: of the longest rows, and of all where a row changes those of others.
-    task, longest = config.task, dict[str, int]()
+    objective, longest = evaluation.objective, dict[str, int]()
     for part in (rows.train, evaluation.rows):
         columns = part.with_format("numpy")
-        lengths = dict(zip(task.sides, task.lengths(columns["num_tokens"][:], columns["num_label_tokens"][:]), strict=True))
+        of_sides = objective.lengths(columns["num_tokens"][:], columns["num_label_tokens"][:])
+        lengths = dict(zip(objective.limits, of_sides, strict=True))
         if "prompt_length" in part.column_names:
             lengths["prompt"] = columns["prompt_length"][:]
         for side, values in lengths.items():
@@ -107,10 +110,9 @@ def _check_rows(
     check_num_steps(config, steps)
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric_on_rows(config.eval, evaluation)
-    one_row = getattr(evaluation.collator, "one_row", False)
-    read, *_ = config.task.lengths(plan.num_tokens, plan.num_label_tokens)
+    read, *_ = objective.lengths(plan.num_tokens, plan.num_label_tokens)
     both, num_first = (read, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
-    shapes = [list(plan.shapes(both, num_first, of_rank, one_row=one_row)) for of_rank in (0, rank())]
+    shapes = [list(plan.shapes(both, num_first, of_rank, one_row=evaluation.collator.one_row)) for of_rank in (0, rank())]
     bound_primitive_cache(len(set(shapes[1])))
     for remark in rows.remarks:
         level = logging.WARNING if remark.startswith("WARNING: ") else logging.INFO

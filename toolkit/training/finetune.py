@@ -28,6 +28,8 @@ from toolkit.evaluation.metrics import TextFunction
 from toolkit.launch.accelerator import cudnn_attention, pads_lengths
 from toolkit.launch.undo import changes_undone
 from toolkit.models.load import own_class, save_built
+from toolkit.objectives import name_objective
+from toolkit.objectives.objective import Objective
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
@@ -69,6 +71,7 @@ class Result:
 def finetune(
     config: RecipeConfig,
     *,
+    objective: Objective | None = None,
     model: type[PreTrainedModel] | PreTrainedModel | None = None,
     train: Dataset | None = None,
     evaluation: Dataset | None = None,
@@ -84,6 +87,7 @@ def finetune(
 
     Args:
         config: of a recipe, as `SummarizationConfig` or `LLMConfig`.
+        objective: what to train for, where it is not that of the config: docs/python_api.md.
         model: a class in the place of transformers' own for `model.name_or_path`, or a built model, whose weights it brings.
         train: the rows to train on, in place of `data.source`; columns are chosen as those of a file.
         evaluation: the evaluation split; None: as `data.eval_fraction` says.
@@ -103,12 +107,12 @@ def finetune(
     own = Own(
         model=model, given=given, metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation
     )
-    config = check_datasets(config, train, evaluation)
+    config, objective = name_objective(check_datasets(config, train, evaluation), objective)
 
-    in_run = cudnn_attention(config.model.cudnn_attention), own_class(model, config.model, config.task)
+    in_run = cudnn_attention(config.model.cudnn_attention), own_class(model, config.model, objective)
     with changes_undone(), _released_on_error() as on_error, in_run[0], in_run[1]:
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
-        context = begin(config, own)
+        context = begin(config, objective, own)
         on_error.callback(close_trackers, context.trackers)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
@@ -120,7 +124,7 @@ def finetune(
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
         config = config if train is None else save_datasets(config, train, evaluation)
         pads = pads_lengths(context.accelerator, config.data.pad_lengths)
-        rows, plan, evaluated = prepare_data(config, context.metrics, model_config, skeleton, world_size(), pads=pads)
+        rows, plan, evaluated = prepare_data(objective, config, context.metrics, model_config, skeleton, world_size(), pads=pads)
 
         # Trackers, before the weights: one that cannot start is reported now.
         start_trackers(context.trackers, config, context.run_folder, context.resume_from)

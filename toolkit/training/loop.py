@@ -23,7 +23,7 @@ from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import at, working
 from toolkit.files.json_lines import encode_json_line
-from toolkit.loss import share_of_global_mean, summed_loss
+from toolkit.loss import share_of_global_mean
 from toolkit.parallel.wrap import accumulating, reduction_groups
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training.after_step import (
@@ -136,11 +136,14 @@ def train_step(
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
-        run.log.memory.see(batch, len(micro_batch.packs))
+        run.log.memory.see(run.objective, batch, len(micro_batch.packs))
         batch = move_to(device, batch)
         documents_BT = batch.pop("documents", None)
         with accumulating(run.sharded, is_last=micro_batch.is_last):
-            loss_sum = _summed_loss(run, batch)
+            if run.own.loss is None:
+                loss_sum, _ = run.objective.loss(model, batch, config.optim.label_smoothing)
+            else:
+                loss_sum = summed_own_loss(model, batch, run.objective.inputs[-1], run.own.loss)
             share = share_of_global_mean(loss_sum, step.num_label_tokens, world_size())
             (share + router.share(micro_batch, documents_BT) if router else share).backward()
         losses.append((micro_batch, loss_sum.detach()))
@@ -165,13 +168,6 @@ def train_step(
         watch.check_moments(run.optimizer)
     routing = [router.reduced_figures()] if router else []
     return StepFigures(step, lr, total_loss, grad_norm, skipped, losses, *routing)
-
-
-def _summed_loss(run: Run, batch: Batch) -> torch.Tensor:
-    """The loss of a micro-batch that training counts, summed over its label tokens; a scalar. Collective under FSDP."""
-    if run.own.loss is not None:
-        return summed_own_loss(run.sharded.model, batch, run.own.loss)
-    return summed_loss(run.sharded.model, batch, run.config.optim.label_smoothing)[0]
 
 
 def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch, Batch]]:

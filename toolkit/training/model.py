@@ -12,7 +12,6 @@ import torch
 from toolkit.checkpoint.load import check_settings, open_checkpoint
 from toolkit.checkpoint.state import Identity
 from toolkit.config.load import RecipeConfig, dotted_keys
-from toolkit.data.tokens.languages import start_generation
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
 from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
@@ -56,14 +55,14 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     `UserError` on every rank. Returns the config with `data.packing` and the base's generation settings, the model's config and
     the model. Collective."""
     working("building the model")
-    task = config.task
-    model_config = on_all_ranks(lambda: load_model_config(config.model, task))
+    objective = context.objective
+    model_config = on_all_ranks(lambda: load_model_config(config.model, objective))
     of_hub = {"the commit of model.name_or_path": on_all_ranks(lambda: hub_commit(config.model))}
     settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
     compare_ranks(settings | of_hub)
     if context.resume_from and context.resume_from.settings.get("attention") == "eager":  # as T5 on CPUs before this version
         model_config._attn_implementation = context.settings["attention"] = "eager"
-    skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, task))
+    skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, objective))
     if type(skeleton.config) is not type(model_config):  # its class takes the text's part, and may ignore tensors of others
         name, ours = config.model.name_or_path, type(skeleton).__name__
         logger.warning(f"{name} is a {model_config.model_type} model: only {ours}, its part for text, is trained and exported")
@@ -119,11 +118,11 @@ def build_model(
     if config.adapter.base_dtype == "nf4":
         logger.info(f"nf4 is dequantized by {choose_kernel(context.accelerator.device)}")
     model, readers = load_model(config, context, model_config, skeleton)
-    start_generation(model, rows.tokenizer, evaluation.collator)
+    context.objective.start_generation(model, rows.tokenizer, evaluation.collator)
     identity = identity_of(context, model_config, rows.fingerprint, model, readers)
     sharded = shard_model(context.accelerator, model, readers, notes=config.optim.router_aux_loss != "off")
     optimizer = build_optimizer(config.optim, sharded.model)
-    config.task.check_model(sharded, evaluation.collator, config)
+    context.objective.check_model(sharded, evaluation.collator, config)
     if context.own.loss is not None:
         check_own_loss(context.own.loss, sharded.plain.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity
@@ -142,7 +141,6 @@ def load_model(
     working("loading the model")
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
-    task = config.task
     quantized_as, name = config.adapter.base_dtype, config.model.name_or_path
     # With an adapter the base is frozen; codes are those of the stored weights, whatever a run computes in.
     loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) and not quantized_as else torch.float32
@@ -157,7 +155,8 @@ def load_model(
             logger.info(f"every rank loads all of {name} before it is sharded: {reason}")
 
     seed = config.train.seed
-    model, weights = open_weights(config.model, model_config, task, skeleton, loaded_dtype, seed, exported, note_in_full)
+    objective = context.objective
+    model, weights = open_weights(config.model, model_config, objective, skeleton, loaded_dtype, seed, exported, note_in_full)
     if init_from is not None and exported is None:
         if not any(reader.is_held for reader in weights.values()):
             note_in_full(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")

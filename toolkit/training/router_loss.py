@@ -18,7 +18,8 @@ from toolkit.data.collate import Batch, move_to
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.rng import seed_all
 from toolkit.distributed.watchdog import at
-from toolkit.loss import count_routed, share_of_global_mean, summed_balance_loss, summed_loss
+from toolkit.loss import count_routed, share_of_global_mean, summed_balance_loss
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel.wrap import forget_forwards
 from toolkit.training.run import Run
 

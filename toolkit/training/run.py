@@ -36,6 +36,7 @@ from toolkit.export.write import export_model
 from toolkit.files.lock import release_locks
 from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config
+from toolkit.objectives.objective import Objective
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.baselines import measure_baselines
 from toolkit.tracking.flops import seconds_at_peak
@@ -75,6 +76,7 @@ class Run:
     own: Own
     data: RunData
     trackers: Trackers
+    objective: Objective
     state: TrainState = field(default_factory=TrainState)
     """As of the last completed step."""
     trainable: list[torch.nn.Parameter] = field(init=False)
@@ -109,7 +111,7 @@ def start_run(
     folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluation)
     metrics = open_metrics(config, folder)
     data = describe_data(rows, evaluation)
-    of_context = context.own, data, context.trackers
+    of_context = context.own, data, context.trackers, context.objective
     run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, *of_context)
     if (before := context.resume_from) and before.manifest["identity"]["data_fingerprint"] != identity.data_fingerprint:
         on_rank_0(lambda: check_kept_tokenizer(folder, rows.tokenizer))
@@ -176,8 +178,9 @@ def build_log(run: Run) -> StepLog:
     log.trackers = run.trackers
     log.num_input_tokens_seen = sum(run.plan.step(number).num_tokens for number in range(1, run.state.step + 1))
     if rank() == 0:
-        read, *_ = run.config.task.lengths(run.plan.num_tokens, run.plan.num_label_tokens)
-        log.seconds_at_peak = seconds_at_peak(run.sharded, run.evaluation.collator, read, run.plan.num_label_tokens)
+        read, *_ = run.objective.lengths(run.plan.num_tokens, run.plan.num_label_tokens)
+        measured = run.objective, run.sharded, run.evaluation.collator
+        log.seconds_at_peak = seconds_at_peak(*measured, read, run.plan.num_label_tokens)
     return log
 
 
@@ -206,7 +209,7 @@ def finish(run: Run) -> Path | None:
             step = best.step
     working("showing the results")
     measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on
-    counts_tokens = config.model.from_scratch and list(config.task.sides) == ["row"]  # its labels are its own tokens
+    counts_tokens = config.model.from_scratch and run.objective.counts_tokens
     on_all_ranks(lambda: measure_baselines(*measured, counts_tokens))
     # The folders, and what to do with them.
     if exports:
@@ -219,9 +222,10 @@ def finish(run: Run) -> Path | None:
     merged = f", merged into its base to {run.folder / 'merged'}" if config.export.merge else ""
     logger.info(f"exported to {run.folder / 'export'}{merged}" if exports else "nothing is exported: train.max_steps is 0")
     if exports:
-        for line in list_commands(config, run.sharded.skeleton, run.evaluation.tokenizer, origin, places):
+        for line in list_commands(run.objective, config, run.sharded.skeleton, run.evaluation.tokenizer, origin, places):
             logger.info(line)
-        logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
+        if not config.has_own_objective:
+            logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
     working("showing the results")
     on_all_ranks(lambda: _tool("report.terminal").show_results(run.metrics, run.evaluation))
     on_rank_0(lambda: _tool("report.page").draw_curves(run.metrics.load(), run.folder / "curves.png"))

@@ -23,6 +23,7 @@ from toolkit.launch.log import start_logging
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder
 from toolkit.launch.same_run import describe_config
 from toolkit.models.lora import check_adapter_config, is_enabled
+from toolkit.objectives.objective import Objective
 from toolkit.tracking.trackers import Trackers, check_trackers
 from toolkit.training.goal import check_metric
 from toolkit.training.user_functions import Own, check_own
@@ -47,11 +48,12 @@ class RunContext:
     """Another run's weights to start from; None if they are not needed."""
     metrics: tuple[TextMetric, ...]
     """`eval.metrics`, loaded, and the user's functions."""
+    objective: Objective
     own: Own = field(default_factory=Own)
     trackers: Trackers = field(default_factory=Trackers)
 
 
-def begin(config: RecipeConfig, own: Own) -> RunContext:
+def begin(config: RecipeConfig, objective: Objective, own: Own) -> RunContext:
     """Check what needs no data, open the run folder and choose the checkpoint to resume from. Collective.
 
     Raises:
@@ -64,7 +66,12 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics], sets=list_sets(config.data))
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    given = {"model": own.model, "loss": own.loss, **own.metrics}
+    given = {
+        "model": own.model,
+        "loss": own.loss,
+        "objective's code": type(objective) if config.has_own_objective else None,
+        **own.metrics,
+    }
     code = {name: describe_code(each) for name, each in given.items() if each is not None}
     started_with = {**describe_config(config), **code}
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
@@ -78,7 +85,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     on_rank_0(lambda: check_export_places(config, run_folder))
     on_rank_0(lambda: prepare_push(config))
     resolved = {"model.frozen_dtype": str(dtype).removeprefix("torch."), "mixed_precision": accelerator.mixed_precision}
-    resolved |= {name: code.get(name) for name in ("model", "loss")}
+    resolved |= {name: code.get(name) for name in ("model", "loss", "objective's code")}
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     if settings.get("data.packing") == "auto":  # known and compared with the model
         del settings["data.packing"]
@@ -87,7 +94,7 @@ def begin(config: RecipeConfig, own: Own) -> RunContext:
     # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
-    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, own)
+    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, objective, own)
 
 
 def open_run(config: Any) -> Path:

@@ -88,15 +88,16 @@ def check_own(config: RecipeConfig, own: Own) -> None:
         raise UserError(f"metrics {', '.join(names)} score generated texts: set eval.generate to true")
 
 
-def summed_own_loss(model: nn.Module, batch: Batch, loss: OwnLoss) -> torch.Tensor:
+def summed_own_loss(model: nn.Module, batch: Batch, predicting: str, loss: OwnLoss) -> torch.Tensor:
     """`loss` of a micro-batch, a scalar. All its logits are in memory at once. Collective under FSDP.
 
     Args:
         batch: a collator's output, on the device. Without `label_positions`, the model returns its logits.
+        predicting: the name of the inputs whose outputs predict labels.
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "label_positions")}
     logits_BTV = model(**inputs, use_cache=False).logits
-    return loss(logits_BTV, labels_at_positions(batch))
+    return loss(logits_BTV, labels_at_positions(batch, batch[predicting]))
 
 
 def check_own_loss(loss: OwnLoss, vocab_size: int, device: torch.device) -> None:

@@ -26,7 +26,7 @@ def test_rows_are_padded_to_the_longest() -> None:
     assert batch["label_positions"].tolist() == [0, 1, 3, 4, 5]
     assert batch["labels"].tolist() == [8, 1, 4, 3, 1]
     assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
-    assert labels_at_positions(batch).tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
+    assert labels_at_positions(batch, batch["decoder_input_ids"]).tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
 
 
 def test_a_padding_id_inside_a_source_still_counts() -> None:

@@ -11,9 +11,9 @@ import yaml
 
 from tests.support.chats import CHATML, build_chat_tokenizer
 from tests.support.launch import REPOSITORY
+from tests.support.rows import prepare_rows
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.prepare import prepare_rows
 
 PAGE = (REPOSITORY / "docs" / "data_formats.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:] if "```yaml" in part}

@@ -21,7 +21,8 @@ from toolkit.errors import UserError
 from toolkit.evaluation import generate, loop
 from toolkit.evaluation.generate import Score, gather_scores
 from toolkit.files.json_lines import load_json_lines
-from toolkit.loss import summed_loss
+from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.parallel import wrap
 from toolkit.training.goal import build_goal
 
@@ -84,7 +85,7 @@ def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
 
     figures = run(tmp_path / "once.jsonl")
     assert len(seen) == 2 and len(encoder._forward_hooks) == 1, "the next training steps would keep what their encoder returns"
-    monkeypatch.setattr(loop, "encoder_output_kept", lambda _: contextlib.nullcontext({}))
+    monkeypatch.setattr(Seq2Seq, "forward_kept", lambda *_: contextlib.nullcontext({}))
     assert run(tmp_path / "twice.jsonl") == figures
     assert len(seen) == 4 and torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
     assert (tmp_path / "once.jsonl").read_bytes() == (tmp_path / "twice.jsonl").read_bytes()

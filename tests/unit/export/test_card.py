@@ -15,6 +15,7 @@ from toolkit.config.python import load_config
 from toolkit.export.card import CARD_FILE, Origin, save_card
 from toolkit.export.run_data import RunData
 from toolkit.export.usage import write_python
+from toolkit.objectives import built_in
 
 ROWS = {"rows": "a", "num_beams": 1}
 LINES: list[dict[str, Any]] = [
@@ -36,8 +37,9 @@ def card(
     required = {"data.source": "csv", "data.files": ["/home/me/rows.csv"], "train.max_steps": 4, "run.name": "my_run"}
     config = load_config(recipe, overrides=required | {key.replace("__", "."): value for key, value in settings.items()})
     origin = Origin(step, "bfloat16", 2, DATA, lines)
-    use = write_python(config, _build_tokenizer(("<pad>", "</s>")), ".", "bfloat16", DATA, is_adapter=kind == "adapter")
-    save_card(folder, config, model_config or SimpleNamespace(), origin, kind, "float32", use)
+    objective = built_in(config.data.objective)
+    use = write_python(objective, config, _build_tokenizer(("<pad>", "</s>")), ".", origin, is_adapter=kind == "adapter")
+    save_card(folder, config, model_config or SimpleNamespace(), origin, kind, "float32", use, objective.pipeline_tag(config))
     return ModelCard.load(folder / CARD_FILE)
 
 
@@ -108,7 +110,7 @@ On 8 held-out rows.
     later = card(tmp_path, "t5", step=3, model__name_or_path="google/flan-t5-base")
     assert "| step 2; these weights were not evaluated | 4.25 | 31.26 | 2 |\n" in later.text
     none: Any = SimpleNamespace()
-    save_card(tmp_path, load_config("t5", overrides=PLAIN), none, Origin(), "model", "float32", "")
+    save_card(tmp_path, load_config("t5", overrides=PLAIN), none, Origin(), "model", "float32", "", None)
     assert "\nNo evaluation.\n" in (tmp_path / CARD_FILE).read_text()
 
 

@@ -44,6 +44,7 @@ from toolkit.models.freeze import cast_frozen
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES
 from toolkit.models.tensor_reader import copy_on_meta, state_readers
 from toolkit.models.weights import hash_frozen
+from toolkit.objectives.causal import Causal
 from toolkit.parallel.wrap import shard_model
 
 Tensors = dict[str, torch.Tensor]
@@ -150,7 +151,7 @@ def export(bases: Path, model: PreTrainedModel, places: Places, tokenizer: Any =
     """`export_model` of an adapted "llama"."""
     overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
     rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
-    data = EvaluationRows(rows, tokenizer or _build_tokenizer(("<pad>", "</s>")), CausalCollator(0))
+    data = EvaluationRows(rows, tokenizer or _build_tokenizer(("<pad>", "</s>")), CausalCollator(0), Causal())
     export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(**origin), places)
 
 

@@ -25,6 +25,9 @@ from toolkit.export.places import Places
 from toolkit.export.run_data import RunData, load_run_data, save_run_data
 from toolkit.export.usage import list_commands, load_usage, save_usage, set_generation, write_python
 from toolkit.models.generation import list_end_ids
+from toolkit.objectives import built_in
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.seq2seq import Seq2Seq
 
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1}
 
@@ -34,7 +37,7 @@ def test_an_evaluation_and_an_export_end_texts_at_tokens_of_model_and_rows(tmp_p
     model: Any = SimpleNamespace(config=GPT2Config(), generation_config=GenerationConfig(eos_token_id=own))
     data: Any = SimpleNamespace(stop_token_ids=(5,))
     assert list_end_ids(model, data.stop_token_ids) == (ends if isinstance(ends, list) else [ends])
-    set_generation(model, load_config("llm", overrides=REQUIRED), (5,), 0)
+    set_generation(model, (5,), 0)
     model.generation_config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     assert (saved["eos_token_id"], saved["pad_token_id"]) == (ends, 0)
@@ -44,13 +47,13 @@ def test_pipelines_of_transformers_4_get_the_runs_settings_in_place_of_the_bases
     base = {"summarization": {"prefix": "summarize: ", "min_length": 30}, "translation_en_to_fr": {"num_beams": 4}}
     config = load_config("t5", overrides=REQUIRED | {"eval.num_beams": 2, "data.prefix": "sum: "})
     t5 = SimpleNamespace(config=T5Config(task_specific_params=base), generation_config=GenerationConfig())
-    set_generation(t5, config, (), 0)
+    set_generation(t5, (), 0, Seq2Seq().task_params(config))
     found = t5.config.to_diff_dict()["task_specific_params"]
     assert found["summarization"] == {"prefix": "sum: ", "max_new_tokens": 64, "num_beams": 2} == found["translation"]
     assert "translation_en_to_fr" not in found
     sampled = GPT2Config(task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}})
     gpt2 = SimpleNamespace(config=sampled, generation_config=GenerationConfig())
-    set_generation(gpt2, load_config("llm", overrides=REQUIRED), (), 0)
+    set_generation(gpt2, (), 0, Causal().task_params(load_config("llm", overrides=REQUIRED)))
     assert "task_specific_params" not in gpt2.config.to_diff_dict()
 
 
@@ -115,15 +118,16 @@ def commands(
     """The lines but those of Python, which must be where they belong."""
     required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": run_name}
     config = load_config(recipe, overrides=required | {f"model.{name}": value for name, value in model.items()})
+    objective = built_in(config.data.objective)
     model_config = SimpleNamespace(is_encoder_decoder=recipe == "t5", model_type=model_type)
     model_config.get_text_config = lambda: None if takes_images else model_config
     skeleton: Any = SimpleNamespace(peft_config={"default": lora}, config=model_config, get_decoder=lambda: 1)
     skeleton.named_modules = lambda: [("model.language_model", 1)]
     tokenizer, origin = _build_tokenizer(("<pad>", "</s>")), Origin(data=PAIRS)
     tokenizer.chat_template = chat_template
-    use, in_python, *lines = list_commands(config, skeleton, tokenizer, origin, places)
+    use, in_python, *lines = list_commands(objective, config, skeleton, tokenizer, origin, places)
     folder = str(places.model or places.adapter)
-    python = write_python(config, tokenizer, folder, "float32", PAIRS, is_adapter=places.model is None)
+    python = write_python(objective, config, tokenizer, folder, origin, is_adapter=places.model is None)
     assert in_python == "use it in Python:" and "\n".join(lines).startswith(f"{python}\n")
     return [use, *lines[python.count("\n") + 1 :]]
 

@@ -21,6 +21,7 @@ from toolkit.export import compare
 from toolkit.export.compare import check_logits, choose_device, reload
 from toolkit.export.places import check_export_places, replaced, write_on_rank_0
 from toolkit.export.write import _trained_logits
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.parallel.wrap import shard_model
 
 Trained = tuple[T5ForConditionalGeneration, dict[str, torch.Tensor]]
@@ -110,7 +111,9 @@ def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: Trained) 
     sharded = shard_model(one_process(), copy.deepcopy(trained[0]))
     collator = SummarizationCollator(pad_token_id=63, decoder_start_token_id=0)
     for rows, shape in (([], (1, 4)), ([{"input_ids": [2] * 50, "labels": [3] * 50}] * 5, (4, 12))):
-        check = _trained_logits(sharded, EvaluationRows(rows=Dataset.from_list(rows), tokenizer=None, collator=collator))  # type: ignore[arg-type]
+        check = _trained_logits(
+            sharded, EvaluationRows(rows=Dataset.from_list(rows), tokenizer=None, collator=collator, objective=Seq2Seq())
+        )  # type: ignore[arg-type]
         assert check["input_ids"].shape == check["decoder_input_ids"].shape == shape and check["logits"].isfinite().all()
 
 

@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 
 from tests.support.checkpoint_files import found_folder, make_checkpoint, names
 from tests.support.refusals import refusal
+from tests.support.rows import load_rows
 from toolkit.checkpoint.load import find_weights
 from toolkit.checkpoint.manifest import check_files, checkpoints_folder, read_manifest
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.python import load_config
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build
-from toolkit.data.rows.load import load_rows
 from toolkit.data.tokens.chat_template import read_chat_template
 from toolkit.data.tokens.read_tokenizer import open_tokenizer
 from toolkit.distributed.rng import capture_random_state, save_random_state
@@ -38,7 +38,7 @@ from toolkit.export.write import _Export
 from toolkit.files.durable import give_usual_mode
 from toolkit.models.config import check_weight_files, load_model_config
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
-from toolkit.tasks import causal
+from toolkit.objectives.causal import Causal
 from toolkit.tools.checkpoints import show_checkpoints
 
 
@@ -89,7 +89,7 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         places = Places(check_file=tmp_path / "export_check.safetensors")
         with patch("transformers.AutoTokenizer.from_pretrained"):  # reads what this tokenizer does not write
             sharded: Any = SimpleNamespace(skeleton=skeleton)
-            under_way = _Export(config, sharded, tokenizer, tensors, Origin(), places)
+            under_way = _Export(Causal(), config, sharded, tokenizer, tensors, Origin(), places)
             under_way._write_rest(folder, "model", torch.float32)
     name = save_random_state(capture_random_state(), tmp_path)
     export = tmp_path / "export"
@@ -217,7 +217,7 @@ def folder_of_rows(path: Path) -> Any:
 
 
 def model(path: Path) -> Any:
-    return load_model_config(ModelConfig(name_or_path=str(path.parent), from_scratch=path.name == "config.json"), causal.TASK)
+    return load_model_config(ModelConfig(name_or_path=str(path.parent), from_scratch=path.name == "config.json"), Causal())
 
 
 def checkpoint(path: Path) -> None:

@@ -13,21 +13,22 @@ from transformers import BartConfig, LlamaConfig, T5Config
 
 from tests.support.refusals import refusal
 from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
-from toolkit.config.task import Task
 from toolkit.errors import UserError
 from toolkit.models.config import check_weight_files, hub_commit, load_model_config
 from toolkit.models.lora import add_adapter
 from toolkit.models.position_limits import check_positions, group_by_rope, warn_of_shared_rope
-from toolkit.tasks import causal, seq2seq
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.seq2seq import Seq2Seq
 
-DROPOUT_RATES: dict[str, tuple[Task, list[str]]] = {
-    "T5Config": (seq2seq.TASK, ["dropout_rate"]),
-    "BartConfig": (seq2seq.TASK, ["dropout", "attention_dropout", "activation_dropout"]),
-    "LlamaConfig": (causal.TASK, ["attention_dropout"]),
-    "GPT2Config": (causal.TASK, ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
-    "GPTNeoXConfig": (causal.TASK, ["attention_dropout", "hidden_dropout"]),
-    "Phi3Config": (causal.TASK, ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
-    "Starcoder2Config": (causal.TASK, ["attention_dropout", "embedding_dropout", "residual_dropout"]),
+DROPOUT_RATES: dict[str, tuple[Objective, list[str]]] = {
+    "T5Config": (Seq2Seq(), ["dropout_rate"]),
+    "BartConfig": (Seq2Seq(), ["dropout", "attention_dropout", "activation_dropout"]),
+    "LlamaConfig": (Causal(), ["attention_dropout"]),
+    "GPT2Config": (Causal(), ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
+    "GPTNeoXConfig": (Causal(), ["attention_dropout", "hidden_dropout"]),
+    "Phi3Config": (Causal(), ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
+    "Starcoder2Config": (Causal(), ["attention_dropout", "embedding_dropout", "residual_dropout"]),
 }
 
 
@@ -43,7 +44,7 @@ def test_dropout_is_that_of_every_rate(tmp_path: Path, family: str) -> None:
 def test_layers_are_never_dropped_and_outputs_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses, checks and the export read `logits` by its name."""
     transformers.OPTConfig(layerdrop=0.1, return_dict=False).save_pretrained(tmp_path)
-    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), causal.TASK)
+    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal())
     assert (config.dropout, config.layerdrop, config.return_dict) == (0.25, 0.0, True)
     printed = capsys.readouterr().err
     assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in printed
@@ -61,10 +62,10 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, family: str, s
     getattr(transformers, family)(**settings).save_pretrained(tmp_path)
     model = ModelConfig(name_or_path=str(tmp_path))
     if not name:
-        assert load_model_config(model, causal.TASK).model_type
+        assert load_model_config(model, Causal()).model_type
         return
     sentence = f"is a {name} model, not a causal language model: take one such as Llama, Qwen or Gemma"
-    assert refusal(load_model_config, model, causal.TASK).endswith(sentence)
+    assert refusal(load_model_config, model, Causal()).endswith(sentence)
 
 
 @pytest.mark.parametrize("longest", [10, 11])
@@ -90,7 +91,7 @@ def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest: int) 
 def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(tmp_path: Path, named: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
     sentence = f"the config.json of {tmp_path} names the attention user/kernel, which is code of the hub: set "
-    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), causal.TASK).startswith(sentence)
+    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("transformers.utils.cached_file", has_no_index)
     base = ModelConfig(name_or_path="user/tiny")
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(load_model_config(base, causal.TASK))
+        model: Any = transformers.AutoModelForCausalLM.from_config(load_model_config(base, Causal()))
     add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base)
     assert asked == [commit]
     assert model.peft_config["default"].revision == commit
@@ -145,9 +146,9 @@ def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path: Path) -> N
     """In its config, or in its generation config alone."""
     transformers.T5Config(bos_token_id=3).save_pretrained(tmp_path)
     model = ModelConfig(name_or_path=str(tmp_path))
-    assert "has no decoder_start_token_id: add it" in refusal(load_model_config, model, seq2seq.TASK)
+    assert "has no decoder_start_token_id: add it" in refusal(load_model_config, model, Seq2Seq())
     (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 0}')
-    config: Any = load_model_config(model, seq2seq.TASK)
+    config: Any = load_model_config(model, Seq2Seq())
     assert config.decoder_start_token_id == 0
 
 

@@ -24,7 +24,7 @@ from toolkit.models.config import load_model_config
 from toolkit.models.load import load_model
 from toolkit.models.safetensors_index import ShardedReadUnsupported, match_names, open_files
 from toolkit.models.tensor_reader import TensorReader
-from toolkit.tasks import causal
+from toolkit.objectives.causal import Causal
 
 QUANTIZED = Path(__file__).parents[2] / "support" / "quantized"
 
@@ -48,8 +48,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model as a run loads it, whose configs do not name its codes."""
     config = ModelConfig(name_or_path=str(folder))
-    model_config = load_model_config(config, causal.TASK)
-    model: Any = load_model(config, model_config, causal.TASK, 0, dtype)
+    model_config = load_model_config(config, Causal())
+    model: Any = load_model(config, model_config, Causal(), 0, dtype)
     assert not any("quantization" in str(settings) for settings in (model_config.to_dict(), model.config.to_dict()))
     return model
 
@@ -194,7 +194,7 @@ def test_a_nested_config_may_say_that_weights_are_quantized(tmp_path: Path) -> N
 def test_a_format_that_is_not_read_is_named(tmp_path: Path, kind: str) -> None:
     settings = json.loads((QUANTIZED / "bnb_plain" / "config.json").read_text()) | {"quantization_config": FORMATS[kind]}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), causal.TASK) == (
+    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()) == (
         f"model.name_or_path {tmp_path} is quantized as {kind}, and only bitsandbytes nf4, mxfp4, fp8 in blocks of [128, 128] "
         "are read: give the model in full precision"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as
 from toolkit.models.load import build_on_meta, grow_vocabulary, load_model, own_class, save_built
 from toolkit.models.safetensors_index import match_files
-from toolkit.tasks import causal, seq2seq
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.seq2seq import Seq2Seq
 
 
 def test_frozen_weights_are_cast_but_for_layer_norms_and_what_trains_is_fp32() -> None:
@@ -45,14 +46,20 @@ def test_a_pattern_freezes_by_every_name_that_it_matches_in_full() -> None:
         assert [name for name, p in one.named_parameters() if not p.requires_grad] == ["body.weight", "body_head.weight"]
 
 
-def test_a_new_head_is_drawn_from_the_seed_where_the_task_allows_it(tmp_path: Path) -> None:
-    """Each rank draws it for itself, so the seed alone decides; the backbone, and a task's own head, must be in the files."""
+def test_a_new_head_is_drawn_from_the_seed_where_the_objective_allows_it(tmp_path: Path) -> None:
+    """Each rank draws it for itself, so the seed alone decides; backbone and an objective's own head must be in the files."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     base = transformers.BertModel(transformers.BertConfig(**sizes))
     base.save_pretrained(tmp_path)
-    config, task = ModelConfig(name_or_path=str(tmp_path)), replace(causal.TASK, auto_class="AutoModelForSequenceClassification")
-    new = replace(task, may_draw_head=True)
-    model_config = load_model_config(config, replace(new, check_model_config=lambda *_: None))
+
+    class Old(Objective):
+        auto_class = "AutoModelForSequenceClassification"
+
+    class New(Old):
+        may_draw_head = True
+
+    config, objective, new = ModelConfig(name_or_path=str(tmp_path)), Old(), New()
+    model_config = load_model_config(config, new)
     heads = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(heads))  # what was drawn before does not matter
@@ -60,7 +67,9 @@ def test_a_new_head_is_drawn_from_the_seed_where_the_task_allows_it(tmp_path: Pa
         assert torch.equal(model.bert.encoder.layer[0].output.dense.weight, base.encoder.layer[0].output.dense.weight)
         heads.append(model.classifier.weight)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-    assert "lack 2 of the model's parameters (classifier.bias, classifier.w" in refusal(load_model, config, model_config, task, 0)
+    assert "lack 2 of the model's parameters (classifier.bias, classifier.w" in refusal(
+        load_model, config, model_config, objective, 0
+    )
     file = tmp_path / "model.safetensors"
     save_file({name: weight for name, weight in load_file(file).items() if "pooler" not in name}, file, {"format": "pt"})
     assert "lack 2 of the model's parameters (bert.pooler.dense.bias" in refusal(load_model, config, model_config, new, 0)
@@ -74,10 +83,10 @@ def test_two_values_of_one_parameter_are_refused_on_all_paths(tmp_path: Path, is
     again = tensors["transformer.h.0.mlp.c_fc.weight"].clone()
     save_file(tensors | {"h.0.mlp.c_fc.weight": again if is_equal else again + 1}, tmp_path / "model.safetensors")
     name, both = str(tmp_path), "h.0.mlp.c_fc.weight and transformer.h.0.mlp.c_fc.weight"
-    given, model_config = ModelConfig(name_or_path=name), load_model_config(ModelConfig(name_or_path=name), causal.TASK)
+    given, model_config = ModelConfig(name_or_path=name), load_model_config(ModelConfig(name_or_path=name), Causal())
     for load in (
-        lambda: load_model(given, model_config, causal.TASK, 0),
-        lambda: match_files(build_on_meta(given, model_config, causal.TASK, torch.float32), name, None, f"model {name}"),
+        lambda: load_model(given, model_config, Causal(), 0),
+        lambda: match_files(build_on_meta(given, model_config, Causal(), torch.float32), name, None, f"model {name}"),
     ):
         sentence = f"the weights of model {name} have {both}, one parameter with two values: keep the one that is meant"
         assert load() if is_equal else refusal(load) == sentence
@@ -99,9 +108,9 @@ def test_a_class_is_loaded_for_its_kind_of_config_until_the_run_ends(folder: str
     import transformers
 
     own, auto = make_class("t5"), transformers.AutoModelForSeq2SeqLM
-    with own_class(own, ModelConfig(name_or_path=folder), seq2seq.TASK):
+    with own_class(own, ModelConfig(name_or_path=folder), Seq2Seq()):
         assert type(auto.from_pretrained(folder)) is own
-    with pytest.raises(ZeroDivisionError), own_class(own, ModelConfig(name_or_path=folder), seq2seq.TASK):
+    with pytest.raises(ZeroDivisionError), own_class(own, ModelConfig(name_or_path=folder), Seq2Seq()):
         raise ZeroDivisionError
     assert type(auto.from_pretrained(folder)) is transformers.T5ForConditionalGeneration
 
@@ -110,16 +119,16 @@ def test_what_fits_neither_the_task_nor_the_config_is_refused(folder: str) -> No
     import transformers
 
     mistakes: list[tuple[Any, dict[str, Any], Any, str]] = [
-        (folder, {}, seq2seq.TASK, "model is a str, not an encoder-decoder that generates text: take one such as T5"),
-        (torch.nn.Linear(2, 2), {}, seq2seq.TASK, "model is a Linear, not an encoder-decoder"),
-        (transformers.T5EncoderModel, {}, seq2seq.TASK, "model is a T5EncoderModel, not an encoder-decoder"),
-        (transformers.LlamaForCausalLM, {}, seq2seq.TASK, "model is a LlamaForCausalLM, not an encoder-decoder"),
-        (build(), {}, causal.TASK, "model is a T5ForConditionalGeneration, not a causal language model"),
-        (transformers.BartForConditionalGeneration, {}, seq2seq.TASK,
+        (folder, {}, Seq2Seq(), "model is a str, not an encoder-decoder that generates text: take one such as T5"),
+        (torch.nn.Linear(2, 2), {}, Seq2Seq(), "model is a Linear, not an encoder-decoder"),
+        (transformers.T5EncoderModel, {}, Seq2Seq(), "model is a T5EncoderModel, not an encoder-decoder"),
+        (transformers.LlamaForCausalLM, {}, Seq2Seq(), "model is a LlamaForCausalLM, not an encoder-decoder"),
+        (build(), {}, Causal(), "model is a T5ForConditionalGeneration, not a causal language model"),
+        (transformers.BartForConditionalGeneration, {}, Seq2Seq(),
          f"model is a BartForConditionalGeneration, for bart models, but model.name_or_path {folder} is a t5 model: "),
-        (build(), {"from_scratch": True}, seq2seq.TASK, "model is built, and model.from_scratch asks for other weights: "),
-        (build(), {"init_from": "runs/first"}, seq2seq.TASK, "model is built, and model.init_from asks for other weights: "),
-        *((given, {"train_tokenizer": True, **more}, seq2seq.TASK, "model.train_tokenizer is true, which is for a model built ")
+        (build(), {"from_scratch": True}, Seq2Seq(), "model is built, and model.from_scratch asks for other weights: "),
+        (build(), {"init_from": "runs/first"}, Seq2Seq(), "model is built, and model.init_from asks for other weights: "),
+        *((given, {"train_tokenizer": True, **more}, Seq2Seq(), "model.train_tokenizer is true, which is for a model built ")
           for given, more in ((None, {}), (transformers.T5ForConditionalGeneration, {}), (build(), {"tokenizer": "other"}),
                               (None, {"from_scratch": True, "init_from": "runs/first"}))),
     ]  # fmt: skip
@@ -175,7 +184,7 @@ def test_a_built_model_without_a_tokenizer_gets_one_only_if_asked(folder: str, t
     for file in base.glob("tokenizer*"):
         file.unlink()
     asked = ModelConfig(name_or_path=str(base), train_tokenizer=True)
-    with own_class(build(), asked, seq2seq.TASK):
+    with own_class(build(), asked, Seq2Seq()):
         saved = save_built(build(), asked, tmp_path)
     assert saved.train_tokenizer and not list(Path(saved.name_or_path).glob("tokenizer*"))
     sentence = refusal(save_built, build(), ModelConfig(name_or_path=str(base)), tmp_path)

@@ -18,7 +18,7 @@ from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.tiny_models import build_causal, build_rows, one_process
 from toolkit.data.collate import CausalCollator
-from toolkit.loss import summed_loss
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.models.patches.experts import routes_noted
 from toolkit.parallel import wrap
 from toolkit.parallel.blocks import checkpoint_activations, compile_blocks

@@ -18,6 +18,7 @@ from toolkit.evaluation.rouge import mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.loss import IGNORED_LABEL
+from toolkit.objectives.causal import Causal
 from toolkit.tracking import baselines
 from toolkit.tracking.baselines import _text_baselines, _token_baselines, best_constant, lead_sentence, measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog
@@ -30,7 +31,7 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
 
     texts = {"target": ["Return the oar.", "Close the file."], "lead_text": ["Return the oar. And more.", "Nothing alike."]}
     rows, on = Dataset.from_dict(texts), {"rows": "a"}
-    data = EvaluationRows(rows, tokenizer=None, collator=None)  # type: ignore[arg-type]
+    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())  # type: ignore[arg-type]
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
     log.write("eval", 3, loss=1.0, measured_on=on)
     assert measure_baselines(log, 3, rows, data, on) == {}  # no texts
@@ -58,11 +59,11 @@ def test_a_set_has_baselines_of_its_own_rows_and_a_long_constant_is_named_by_its
     targets = ["Return the oar.", "Close the file.", "Close it."]
     rows = Dataset.from_dict({"row_id": range(3), "target": targets, "lead_text": leads})
     inputs = ((2, "news"), (1, "mail"))
-    data = EvaluationRows(rows, tokenizer=None, collator=None, inputs=inputs)  # type: ignore[arg-type]
+    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal(), inputs=inputs)  # type: ignore[arg-type]
     lead = _text_baselines(rows, data)["lead sentence"]
     assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]
     rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
-    data = EvaluationRows(rows, tokenizer=None, collator=None)  # type: ignore[arg-type]
+    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())  # type: ignore[arg-type]
     assert list(_text_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
 
 
@@ -83,7 +84,7 @@ HELD_OUT = token_rows(([0, 1, 3, 2], 1, 4), ([2, 3, 0, 1], 3, 2))
 
 
 def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it() -> None:
-    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, inputs=((1, "a"), (1, "b")))  # type: ignore[arg-type]
+    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal(), inputs=((1, "a"), (1, "b")))  # type: ignore[arg-type]
     found = _token_baselines(TRAINED_ON, data)
     after_0, after_1, after_3 = (2 + 1 / 2) / 3, (0 + 2 / 8) / 4, 1 / 4  # 3 was never before a label
     likelihoods = {
@@ -99,7 +100,7 @@ def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it() -> Non
 
 
 def test_more_tokens_than_are_counted_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None)  # type: ignore[arg-type]
+    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal())  # type: ignore[arg-type]
     of_first = _token_baselines(TRAINED_ON.select([0]), data)
     monkeypatch.setattr(baselines, "MAX_COUNTED_TOKENS", 5)
     assert _token_baselines(TRAINED_ON, data) == of_first
@@ -107,7 +108,7 @@ def test_more_tokens_than_are_counted_are_thinned_evenly(monkeypatch: pytest.Mon
 
 def test_tokens_are_counted_where_it_is_asked_for_and_evaluated(tmp_path: Path) -> None:
     log, on = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True), {"rows": "a"}
-    causal = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=CausalCollator(0))  # type: ignore[arg-type]
+    causal = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=CausalCollator(0), objective=Causal())  # type: ignore[arg-type]
     assert measure_baselines(log, 3, TRAINED_ON, causal, on, counts_tokens=True) == {}  # no evaluation
     log.write("eval", 3, loss=1.0, measured_on=on)
     assert measure_baselines(log, 3, TRAINED_ON, causal, on) == {}

@@ -14,11 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
 from toolkit.data.collate import CausalCollator
-from toolkit.loss import summed_loss
 from toolkit.models.patches import chunked_loss
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.models.quantized import quantize_layers
 from toolkit.models.tensor_reader import copy_on_meta
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.tracking.flops import count_per_term, find_peak_tflops, seconds_at_peak
 
 LENGTHS = np.array([30, 7, 12]), np.array([9, 3, 11])
@@ -34,10 +36,12 @@ def build(family: str, **changes: Any) -> Any:
     return auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager")
 
 
+def objective_of(model: Any) -> Any:
+    return Seq2Seq() if model.config.is_encoder_decoder else Causal()
+
+
 def collator_of(model: Any) -> Any:
-    if not model.config.is_encoder_decoder:
-        return CausalCollator(0)
-    return seq2seq_families.build_collator(model)
+    return objective_of(model).build_collator(model, 0)
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def sharded(device: str, skeleton: Any) -> Any:
 
 
 def per_term_of(model: Any) -> list[float]:
-    return count_per_term(copy_on_meta(model), collator_of(model)).tolist()
+    return count_per_term(objective_of(model), copy_on_meta(model), collator_of(model)).tolist()
 
 
 def test_llama_by_hand() -> None:
@@ -60,7 +64,9 @@ def test_llama_by_hand() -> None:
     model = build("llama")
     assert per_term_of(model) == pytest.approx(expected, rel=1e-9, abs=1e-6)
     padded = CausalCollator(0, multiples=(24,), longest=(8192,))
-    assert count_per_term(copy_on_meta(model), padded).tolist() == per_term_of(model), "padding of a run's batches does not count"
+    assert count_per_term(objective_of(model), copy_on_meta(model), padded).tolist() == per_term_of(model), (
+        "padding of a run's batches does not count"
+    )
 
 
 def test_t5_by_hand() -> None:
@@ -105,7 +111,7 @@ def test_a_base_in_codes_costs_what_a_plain_frozen_one_does() -> None:
 def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(family: str) -> None:
     model = build(family).train()
     collator = collator_of(model)
-    of_rows = seconds_at_peak(sharded("cuda", copy_on_meta(model)), collator, *LENGTHS)
+    of_rows = seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator, *LENGTHS)
     assert of_rows is not None
     ours, per_term = of_rows.sum() * 312e12, per_term_of(model)
     chunked_loss.install(model)
@@ -126,13 +132,13 @@ def test_a_gpu_that_the_table_does_not_name_or_a_part_of_one_has_no_peak() -> No
     others = ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 3090 Ti", "NVIDIA L40", "NVIDIA A10G")
     peaks |= dict.fromkeys(others)
     assert {gpu: find_peak_tflops(gpu) for gpu in peaks} == peaks
-    assert seconds_at_peak(sharded("cpu", copy_on_meta(build("llama"))), CausalCollator(0), *LENGTHS) is None
+    assert seconds_at_peak(Causal(), sharded("cpu", copy_on_meta(build("llama"))), CausalCollator(0), *LENGTHS) is None
 
 
 @pytest.mark.usefixtures("a100")
 def test_a_model_that_cannot_be_counted_or_pads_by_itself_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert seconds_at_peak(sharded("cuda", torch.nn.Linear(2, 2)), CausalCollator(0), *LENGTHS) is None
+    assert seconds_at_peak(Causal(), sharded("cuda", torch.nn.Linear(2, 2)), CausalCollator(0), *LENGTHS) is None
     assert capsys.readouterr().out.startswith("the log has no MFU: the FLOPs of Linear could not be counted (")
     model: Any = seq2seq_families.build_model("pegasus_x")
-    assert seconds_at_peak(sharded("cuda", copy_on_meta(model)), collator_of(model), *LENGTHS) is None
+    assert seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator_of(model), *LENGTHS) is None
     assert "could not be counted (a row's are not a polynomial of its lengths)" in capsys.readouterr().out

@@ -14,6 +14,8 @@ import torch
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.files.json_lines import load_json_lines
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.tracking import metrics_log as tracking
 from toolkit.tracking.metrics_log import MetricsLog, StepMemory, save_memory
 
@@ -168,9 +170,10 @@ def test_the_largest_micro_batch_is_remembered_by_its_tokens_and_packs_are_no_lo
     assert batch["input_ids"].shape == ((1, 1132) if one_row else (3, 512))
     memory = StepMemory(torch.device("cpu"))
     for rows, source, target in ((4, 10, 5), (2, 40, 20), (8, 10, 4)):
-        memory.see({"input_ids": torch.zeros(rows, source), "decoder_input_ids": torch.zeros(rows, target)}, rows)
+        tensors = {"input_ids": torch.zeros(rows, source), "decoder_input_ids": torch.zeros(rows, target)}
+        memory.see(Seq2Seq(), tensors, rows)
     assert (memory.num_rows, memory.row_tokens) == (2, {"source": 40, "target": 20})
-    memory.see(batch, len(packs))
+    memory.see(Causal(), batch, len(packs))
     assert (memory.num_rows, memory.row_tokens) == (3, {"row": 378 if one_row else 512})
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.support.checkpoint_files import LOSS
+from tests.support.rows import load_rows
 from toolkit.checkpoint.state import TrainState
 from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.config.schema import CheckpointConfig, EvalConfig, TrainConfig
 from toolkit.data.batch_plan import BatchPlan
-from toolkit.data.rows.load import load_rows
 from toolkit.distributed import device
 from toolkit.training import model
 from toolkit.training import run as runs

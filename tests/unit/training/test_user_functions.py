@@ -12,8 +12,9 @@ from tests.support.tiny_models import build_causal
 from toolkit import UserError, load_config
 from toolkit.data.collate import CausalCollator
 from toolkit.evaluation.metrics import describe_code
-from toolkit.loss import IGNORED_LABEL, summed_cross_entropy, summed_loss
+from toolkit.loss import IGNORED_LABEL, summed_cross_entropy
 from toolkit.models.patches import chunked_loss
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.training.user_functions import Own, check_own, check_own_loss, summed_own_loss
 
 NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "some/rows"}
@@ -58,12 +59,12 @@ def test_cross_entropy_as_ones_own_loss_is_the_toolkits() -> None:
     for packs in ([rows], [[row] for row in rows]):
         batch = CausalCollator(0).collate(packs)
         expected, _ = summed_loss(model, batch)
-        actual = summed_own_loss(model, batch, summed_cross_entropy)
+        actual = summed_own_loss(model, batch, "input_ids", summed_cross_entropy)
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
         gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (actual, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
     dummy = CausalCollator(0).collate([rows], is_dummy=True)
-    assert summed_own_loss(model, dummy, summed_cross_entropy).item() == 0
+    assert summed_own_loss(model, dummy, "input_ids", summed_cross_entropy).item() == 0
 
 
 def focal(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.paths import split_own_source
@@ -23,6 +23,9 @@ from toolkit.data.sources.own_function import load_own_source, read_options
 from toolkit.data.sources.row import list_parts, show_names, take_part
 from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
 from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.objectives.objective import Objective
 
 _MAX_LATE_KEYS, _MAX_FIELDS = 20, 4
 
@@ -63,7 +66,7 @@ class RowInput:
     """Other keys of JSON that were met, for messages, and the first row with each."""
 
 
-def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
+def list_inputs(objective: Objective, config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> list[RowInput]:
     """The inputs of a run, evaluation files first. The argument and errors are those of `load_rows`."""
     of_hub = {name: getattr(config, name) for name in ("hub_subset", "hub_split", "hub_eval_split")}
     entries = {f"data.mix[{number}]": entry for number, entry in enumerate(config.mix)}
@@ -81,7 +84,7 @@ def list_inputs(config: DataConfig | LLMDataConfig, *, has_chat_template: bool =
                 f"{setting}.files is given, but {setting}.source {entry.source} reads no files: leave one of them out"
             )
     is_own = any(split_own_source(entry.source) for entry in entries.values())
-    choose = partial(config.task.choose_columns, config=config, has_chat_template=has_chat_template)
+    choose = partial(objective.choose_columns, config=config, has_chat_template=has_chat_template)
     form = build_form(config.csv_delimiter, config.encoding)._replace(field=config.field)
     source = config.source if config.source in READERS else ""
     # Evaluation files and splits. A function that is the only source gets the files, and may read them.

@@ -30,6 +30,8 @@ from toolkit.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from toolkit.objectives.objective import Objective
+
 READER_VERSION = 6
 """Part of the fingerprint. Raise it when the same source would give different rows, a different report or a different file
 layout."""
@@ -61,7 +63,7 @@ class TextRows:
     """How many messages of chats have each key."""
 
 
-def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> TextRows:
+def load_rows(objective: Objective, config: DataConfig | LLMDataConfig, *, has_chat_template: bool = False) -> TextRows:
     """Load the rows of `data.source`, or of every entry of `data.mix`; read, check and split them first if they are not cached.
 
     A hash of a row's group (the prompt, the source, the text, or all of a chat before its first answer) decides its split, so
@@ -79,7 +81,7 @@ def load_rows(config: DataConfig | LLMDataConfig, *, has_chat_template: bool = F
             rows; a cell that is not text, or a text of over 2 GiB; a malformed conversation; no row left to train on; a
             configured column that no row used; the cache cannot be written or read.
     """
-    inputs = list_inputs(config, has_chat_template=has_chat_template)
+    inputs = list_inputs(objective, config, has_chat_template=has_chat_template)
     eval_fraction = None if any(item.is_eval_file for item in inputs) else config.eval_fraction
     identity = {
         "reader_version": READER_VERSION,

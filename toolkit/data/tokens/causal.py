@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-TRAINED = "byte-level trained"
-"""The tokenizer of a model that brings none."""
-
 _OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless", "omitted")
 """Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn;
 `Prepared.omitted`."""

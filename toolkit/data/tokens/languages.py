@@ -62,10 +62,7 @@ def start_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
     The first decoder input is the start token: the target's language for mBART, `</s>` for NLLB. If targets begin with a
     language, as NLLB's do, it is forced as the first generated token.
-    A causal model continues its prompt.
     """
-    if not model.config.is_encoder_decoder:
-        return
     labels = tokenizer(text_target="a")["input_ids"]
     start = int(collator.decoder_inputs(torch.tensor([labels]))[0, 0])
     generation: Any = model.generation_config

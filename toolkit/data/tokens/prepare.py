@@ -1,6 +1,6 @@
 """From text rows to tokenized rows: built once per node under a hash of all that they depend on, and loaded by every rank.
 
-All recipes pass here; what differs is in modules with functions of the same names, as `seq2seq` and `causal`.
+All recipes pass here; what differs, the objective knows.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+    from toolkit.objectives.objective import Objective
 
 logger = logging.getLogger("toolkit")
 
@@ -87,7 +89,11 @@ class TokenizedRows:
 
 
 def prepare_rows(
-    config: DataConfig | LLMDataConfig, model: ModelConfig, vocab_size: int, end_token_ids: tuple[int, ...] = ()
+    objective: Objective,
+    config: DataConfig | LLMDataConfig,
+    model: ModelConfig,
+    vocab_size: int,
+    end_token_ids: tuple[int, ...] = (),
 ) -> TokenizedRows:
     """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
 
@@ -101,7 +107,9 @@ def prepare_rows(
 
     # Build, or verify, on the first process of each node.
     working("tokenizing")
-    built = on_all_ranks(lambda: _find_or_build(config, model, vocab_size, end_token_ids) if local_rank() == 0 else None)
+    built = on_all_ranks(
+        lambda: _find_or_build(objective, config, model, vocab_size, end_token_ids) if local_rank() == 0 else None
+    )
     name, fingerprint, texts = built or (None, None, None)
     sets = texts and tuple((number, item.set_name) for (_, number), item in zip(texts.origins, texts.inputs, strict=True))
     # All nodes must have the same rows.
@@ -138,26 +146,27 @@ def prepare_rows(
     return on_all_ranks(load)
 
 
-def _find_or_build(config: Any, model: ModelConfig, vocab_size: int, ends: tuple[int, ...]) -> tuple[str, str, TextRows]:
+def _find_or_build(
+    objective: Objective, config: Any, model: ModelConfig, vocab_size: int, ends: tuple[int, ...]
+) -> tuple[str, str, TextRows]:
     """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node.
 
     Returns:
         The name of the tokens' folder in the cache, a sha256 of everything that decides them; that of their contents, see
         `TokenizedRows.fingerprint`; the rows.
     """
-    kind = config.task.tokens
     tokenizer = None if trains_tokenizer(model) else load_tokenizer(model, vocab_size)
     if tokenizer is not None:
-        kind.set_up(tokenizer, config, model)
-    settings = kind.list_settings(config, tokenizer)
+        objective.set_up(tokenizer, config, model)
+    settings = objective.list_settings(config, tokenizer)
     has_chat_template = "chat_template" in settings and bool(tokenizer.chat_template if tokenizer else config.chat_template)
-    rows = load_rows(config, has_chat_template=has_chat_template)
+    rows = load_rows(objective, config, has_chat_template=has_chat_template)
     for line in rows.readings:
         logger.info(line)
     identity = {
         "format": FORMAT_VERSION,
         "rows": rows.fingerprint,
-        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"{kind.TRAINED} on the rows, {vocab_size} tokens",
+        "tokenizer": hash_tokenizer(tokenizer) if tokenizer else f"{objective.trained} on the rows, {vocab_size} tokens",
         "end_token_ids": ends,
         **settings,
     }
@@ -168,21 +177,22 @@ def _find_or_build(config: Any, model: ModelConfig, vocab_size: int, ends: tuple
         if used is None:
             prefix = identity.get("prefix")
             trained_on = f"{rows.fingerprint} {identity['tokenizer']}" + (f", prefix {prefix!r}" if prefix else "")
-            used = keep_trained_tokenizer(cache, trained_on, partial(kind.train, rows.train, vocab_size, config))
-            kind.set_up(used, config, model)
+            used = keep_trained_tokenizer(cache, trained_on, partial(objective.train, rows.train, vocab_size, config))
+            objective.set_up(used, config, model)
         used.end_token_ids = ends  # type: ignore[attr-defined]
-        return _write_tokens(config, rows, used, folder) | identity
+        return _write_tokens(objective, config, rows, used, folder) | identity
 
     folder = cache / name_folder(identity)
     return folder.name, find_or_build("the token cache", folder, write)["contents"], rows
 
 
-def _write_tokens(config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
+def _write_tokens(
+    objective: Objective, config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> dict[str, Any]:
     """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
-    kind = config.task.tokens
-    remarks = rows.remarks + kind.describe(tokenizer, rows)
+    remarks = rows.remarks + objective.describe(tokenizer, rows)
     stop_token_ids, held, targets = set[int](), set[str](), list[str]()
-    tokenize = partial(kind.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
+    tokenize = partial(objective.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
         # `map` over no rows would not add the new columns; there are training rows, so theirs are taken.
         if len(dataset):
@@ -195,7 +205,7 @@ def _write_tokens(config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBas
             where = f"{len({*of_odd})} of {len(dataset)} {SIDES[name]} rows (first: {locate(of_odd[0], rows.origins)})"
             remarks.append(odd.format(where))
         held |= {token for tokens in tokenized.unique("held") for token in tokens.split("\0") if token}
-        kept, sentences, stops = kind.report(tokenized, config, name, rows.origins)
+        kept, sentences, stops = objective.report(tokenized, config, name, rows.origins)
         kept = kept.remove_columns(["odd", "held"])
         remarks += sentences
         stop_token_ids |= stops

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-TRAINED = "unigram trained"
-"""The tokenizer of a model that brings none."""
 _OF_TOKENIZING = (
     "num_lost_source_tokens", "num_lost_target_tokens", "num_unknown_source_tokens", "num_unknown_target_tokens",
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Makes a model's forward return the summed loss, computed in chunks of label tokens without holding all logits.
 
-Replaces: the forward of a model that gets `label_positions`, and that of its head while the loss is computed.
+Replaces: the forward of a model in which `inside_forward` computes, and that of its head while the loss is computed.
 Why: under FSDP the head's weights are gathered only inside the forward of the root, so the loss is computed there. transformers
 makes all logits, of prompts and padding too, and divides by a micro-batch's tokens (transformers#47688).
 Until: transformers sums a loss over given positions by chunks (5.24 does not).
@@ -15,6 +15,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,47 @@ def max_logits_at_once(gpu_bytes: int) -> int:
     return max(FEWEST_LOGITS_AT_ONCE, 2 ** int(math.log2(gpu_bytes * CHUNK_SHARE / torch.float32.itemsize)))
 
 
-def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
-    """Make `model(input_ids=…, label_positions=…, labels=…, label_smoothing=…)` return `(loss_sum, num_correct)`, in place.
+def summed_loss(model: nn.Module, batch: dict[str, Any], label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """`loss.summed_cross_entropy` of the model's logits, and the number of labels with top logits. Collective under FSDP.
 
-    Without `label_positions` the forward is transformers' own, as `generate` needs it. Models that are not from transformers
-    stay unchanged.
+    Args:
+        batch: a collator's output, on the device.
+
+    Returns:
+        Two scalars. The second is 0 while gradients are recorded, because training does not read it.
+    """
+    return inside_forward(model, functools.partial(_summed_loss, label_smoothing=label_smoothing), batch)
+
+
+def inside_forward(model: nn.Module, compute: Callable[..., Any], batch: dict[str, Any]) -> Any:
+    """What `compute` returns of the model and `batch`, called within the forward of the root. Collective under FSDP.
+
+    FSDP gathers the parameters of the root, and the head's, only there; DDP notes there which gradients it waits for. So whatever
+    takes part of a model by itself, as the loss takes the head, is computed there.
+
+    Args:
+        model: as it is wrapped.
+        compute: (an `Inside`, the batch by names) → tensors.
+    """
+    return model(**batch, inside=compute, use_cache=False)
+
+
+@dataclass
+class Inside:
+    """A model within the forward of the root."""
+
+    model: PreTrainedModel
+    forward: Callable[..., Any]
+    """transformers' own."""
+    heads: dict[str, nn.Module]
+    """As `find_head` found them before they were wrapped."""
+    max_logits: int | None
+
+
+def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
+    """Let `inside_forward` compute within the model's forward, in place.
+
+    Any other call is transformers' own forward, as `generate` needs it. Models that are not from transformers stay unchanged.
 
     Args:
         max_logits: most elements of one chunk's logits; None: `MAX_LOGITS_AT_ONCE`.
@@ -60,17 +97,17 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
         head.forward = functools.partial(_forward_or_within, head.forward)
 
     @functools.wraps(forward)  # generate inspects its signature
-    def forward_or_loss(*args: Any, label_positions: torch.Tensor | None = None, **inputs: Any) -> Any:
-        if label_positions is None:
+    def forward_or_inside(*args: Any, inside: Callable[..., Any] | None = None, **inputs: Any) -> Any:
+        if inside is None:
             return forward(*args, **inputs)
-        return _summed_loss(model, forward, heads, max_logits or MAX_LOGITS_AT_ONCE, label_positions, **inputs)
+        return inside(Inside(model, forward, heads, max_logits), **inputs)
 
     if has_own_forward(model):  # it may hand down unnamed what `generate` makes only for a name, as positions; it gets all logits
         theirs: Any = next(cls for cls in type(model).__mro__ if _is_theirs(vars(cls).get("forward")))
         named = inspect.signature(functools.partial(theirs.forward, model)).parameters.values()
         all_but = [argument for argument in named if argument.name != "logits_to_keep"]
-        setattr(forward_or_loss, "__signature__", inspect.Signature(all_but))  # noqa: B010  # no field that mypy knows
-    model.forward = forward_or_loss
+        setattr(forward_or_inside, "__signature__", inspect.Signature(all_but))  # noqa: B010  # no field that mypy knows
+    model.forward = forward_or_inside
 
 
 def holds_all_logits(model: Any) -> bool:
@@ -108,30 +145,22 @@ def find_head(model: Any) -> dict[str, nn.Module]:
 
 
 def _summed_loss(
-    model: PreTrainedModel,
-    forward: Callable[..., Any],
-    heads: dict[str, nn.Module],
-    max_logits: int,
-    label_positions_N: torch.Tensor,
-    labels: torch.Tensor,
-    label_smoothing: float = 0.0,
-    **inputs: Any,
+    within: Inside, label_positions: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the loss over the label tokens, and the number predicted correctly; scalars.
 
     Args:
-        forward: transformers' own.
-        heads: as `find_head` found them before they were wrapped.
-        label_positions_N: int64, indices into the flattened (B, T), or (B,) where a row has one label.
+        label_positions: (N,) int64, indices into the flattened (B, T), or (B,) where a row has one label.
         labels: int64, (N,).
         inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
     """
+    model, heads, max_logits = within.model, within.heads, within.max_logits or MAX_LOGITS_AT_ONCE
     if not heads and holds_all_logits(model):
-        states_BTX, logits = forward(**inputs).logits, lambda logits_nV: logits_nV
+        states_BTX, logits = within.forward(**inputs).logits, lambda logits_nV: logits_nV
     else:
         states_BTX, logits = _hidden_states(model, **inputs), functools.partial(_logits, model, heads)
     # The collator computes the positions: indexing by a mask would be a host sync.
-    states_NX = states_BTX.flatten(0, -2).index_select(0, label_positions_N)
+    states_NX = states_BTX.flatten(0, -2).index_select(0, label_positions)
     vocab_size = model.config.get_text_config().vocab_size
 
     def loss(states_NX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,7 +74,7 @@ def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
     with in_own_words():
         opened = open_model(name)
         if not opened.takes_chats():
-            why = "is an encoder-decoder" if opened.config.is_encoder_decoder else "has no chat template"
+            why = "has no chat template" if opened.objective.takes_chats else f"is {opened.objective.kind}"
             raise UserError(f"--chat: {name} {why}: give the text as --text")
         generator = load_generator(opened, dtype, settings)
     print("An empty line begins a new chat; Ctrl-D ends.")
@@ -194,7 +194,7 @@ def _describe(generator: Generator, options: Options, rows: RowInput, num_rows: 
     settings = f"max_new_tokens {config.max_new_tokens}, num_beams {config.num_beams or 1}"
     form = "a text is a user's turn of its chat template"
     if not generator.takes_chats(plain=options.plain):
-        form = f"prefix {usage.prefix!r}" if generator.config.is_encoder_decoder else "a text is the prompt"
+        form = "a text is the prompt" if generator.objective.continues_prompt else f"prefix {usage.prefix!r}"
     dtype = str(next(generator.model.parameters()).dtype).removeprefix("torch.")
     _say(options, f"{generator.folder} on {generator.model.device} in {dtype}: {settings}; {form}")
     if num_done:

@@ -17,14 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
-from toolkit.config.task import Task
 from toolkit.data.collate import Collator, move_to
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens.causal import encode_prompts
 from toolkit.data.tokens.chat_template import RefusedChatError, render_chat, set_content_tokens
-from toolkit.data.tokens.languages import set_languages
 from toolkit.data.tokens.omissions import find_omissions
-from toolkit.data.tokens.seq2seq import encode_texts
 from toolkit.data.tokens.special_tokens import decode_texts, show
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.distributed.comm import on_all_ranks
@@ -41,8 +37,9 @@ from toolkit.models.lora_files import CONFIG_FILE, find_adapter, read_json
 from toolkit.models.position_limits import num_positions
 from toolkit.models.tensor_reader import allocate, fill_parameters
 from toolkit.models.weights import complete_readers, open_weights
-from toolkit.tasks import causal, seq2seq
-from toolkit.tools.recipes import is_encoder_decoder
+from toolkit.objectives import built_in, check_run_folder
+from toolkit.objectives.objective import Objective
+from toolkit.tools.recipes import name_of_model
 from toolkit.variables import local_rank
 
 if TYPE_CHECKING:
@@ -75,7 +72,7 @@ class Generator:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     usage: Usage
-    task: Task
+    objective: Objective
     collator: Collator
     omitted: Counter[str] = field(default_factory=Counter)
     """Rows by what the chat template has left out of them."""
@@ -84,22 +81,17 @@ class Generator:
 
     def takes_chats(self, *, plain: bool = False) -> bool:
         """Whether a text is given as a user's turn of a chat, unless it is `plain`: the prompt itself."""
-        return not self.config.is_encoder_decoder and not plain and self.tokenizer.chat_template is not None
+        return self.objective.takes_chats and not plain and self.tokenizer.chat_template is not None
 
     def encode(self, rows: Sequence[tuple[str, Example]], *, plain: bool) -> list[dict[str, Any]]:
         """Prompts, each with its place for messages, as rows of `generate`. An encoder-decoder's sources are cut as in the run.
         A chat for an encoder-decoder, or that the template refuses, and more tokens than positions are a `UserError`."""
-        new, all_lost, takes_chats = self.model.generation_config.max_new_tokens, [0] * len(rows), self.takes_chats(plain=plain)
-        if self.config.is_encoder_decoder:
-            for where in (where for where, row in rows if row.prompt is None):
-                raise UserError(f"{where} is a chat, and the model is an encoder-decoder: give a text")
-            texts = [f"{self.usage.prefix}{row.prompt}" for _, row in rows]
-            all_ids, all_lost = encode_texts(self.tokenizer, texts, self.usage.max_source_length_tokens, "text")
-            new = 0
-        else:
-            are_chats = [takes_chats or row.messages is not None for _, row in rows]
-            texts = [self._render(*row) if is_chat else str(row[1].prompt) for row, is_chat in zip(rows, are_chats, strict=True)]
-            all_ids = encode_prompts(self.tokenizer, texts, are_chats)
+        new = self.model.generation_config.max_new_tokens if self.objective.continues_prompt else 0
+        for where in (where for where, row in rows if row.prompt is None and not self.objective.takes_chats):
+            raise UserError(f"{where} is a chat, and the model is {self.objective.kind}: give a text")
+        are_chats = [self.takes_chats(plain=plain) or row.messages is not None for _, row in rows]
+        texts = [self._render(*row) if is_chat else str(row[1].prompt) for row, is_chat in zip(rows, are_chats, strict=True)]
+        all_ids, all_lost = self.objective.encode_prompts(self.tokenizer, texts, are_chats, self.usage)
         limit, _ = num_positions(self.config)
         encoded = []
         for (where, _), ids, num_lost in zip(rows, all_ids, all_lost, strict=True):
@@ -150,6 +142,7 @@ def find_folder(name: str) -> str:
     run = Path(name)
     if run.is_file():
         raise UserError(f"{name} is a file: give a run folder, an export or a model folder")
+    check_run_folder(run)
     for kind in ("merged", "export"):
         if (run / kind).is_dir():
             return str(run / kind)
@@ -168,9 +161,9 @@ def open_model(name: str) -> Generator:
     name_or_path, add_tokens = (read_base_name(folder), usage.add_tokens) if is_adapter else (str(folder), None)
     base = ModelConfig(name_or_path=name_or_path, add_tokens=add_tokens)
     try:
-        task = (seq2seq if is_encoder_decoder(base.name_or_path) else causal).TASK
-        config = load_model_config(base, task, is_trained=False)
-        skeleton = build_skeleton(base, config, task)
+        objective = built_in(name_of_model(base.name_or_path))
+        config = load_model_config(base, objective, is_trained=False)
+        skeleton = build_skeleton(base, config, objective)
     except UserError as error:
         if is_adapter and not Path(base.name_or_path).is_dir():
             raise UserError(
@@ -182,12 +175,10 @@ def open_model(name: str) -> Generator:
         find_adapter(str(folder))
     tokenizer: Any = load_tokenizer(ModelConfig(name_or_path=str(folder)), num_token_embeddings(skeleton))
     set_content_tokens(tokenizer, usage.add_tokens)
-    if config.is_encoder_decoder:
-        set_languages(tokenizer, name, usage.source_language, usage.target_language)
-    collator = task.build_collator(skeleton, tokenizer.pad_token_id)
-    return Generator(
-        folder=folder, base=base, config=config, model=skeleton, tokenizer=tokenizer, usage=usage, task=task, collator=collator
-    )
+    objective.set_languages(tokenizer, name, usage)
+    collator = objective.build_collator(skeleton, tokenizer.pad_token_id)
+    known: Any = {"folder": folder, "base": base, "config": config, "objective": objective}
+    return Generator(**known, model=skeleton, tokenizer=tokenizer, usage=usage, collator=collator)
 
 
 def load_generator(generator: Generator, dtype: str | None, settings: dict[str, Any]) -> Generator:
@@ -202,7 +193,7 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
     device = _choose_device()
     generation = on_all_ranks(lambda: _choose_generation(generator, settings))
     model: Any
-    model, weights = open_weights(base, config, generator.task, generator.model, loaded_as)
+    model, weights = open_weights(base, config, generator.objective, generator.model, loaded_as)
     adapter = AdapterConfig(name_or_path=str(folder) if (folder / CONFIG_FILE).is_file() else None)
     if adapter.name_or_path:
         on_all_ranks(lambda: add_adapter(model, adapter, base))

@@ -117,7 +117,7 @@ def build_plan(
         fits = sum(trace.peak.values()) <= usable
         change = find_change(subject, strategy, usable) if searches and not fits else None
     # The rest is arithmetic. A checkpoint has no frozen weights.
-    num, itemsize = num_micro_batches(subject.config, strategy, rows), strategy.compute_dtype.itemsize
+    num, itemsize = num_micro_batches(subject, strategy, rows), strategy.compute_dtype.itemsize
     trained = [p for p in subject.skeleton.parameters() if p.requires_grad]
     num_trainable = sum(p.numel() for p in trained)
     return Plan(
@@ -126,7 +126,7 @@ def build_plan(
         strategy=strategy,
         micro_batch_size_rows=rows,
         num_micro_batches=num,
-        row_tokens=row_tokens(subject.config),
+        row_tokens=row_tokens(subject.config, subject.objective),
         device_bytes=trace.peak,
         host_bytes=_host_bytes(subject, strategy, sharded.model),
         checkpoint_bytes={
@@ -178,12 +178,12 @@ def _moved_bytes(strategy: Strategy, trace: Trace, trainable_bytes: int, num: in
 def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[str]:
     """What would be faster, and where the plan differs from a trace of the real run."""
     rows = subject.config.train.micro_batch_size_rows
-    num = num_micro_batches(subject.config, strategy, rows)
+    num = num_micro_batches(subject, strategy, rows)
     fits = min(largest or 0, num * rows)
     # FSDP2 waits for each later micro-batch's gradients on the host, and adds them there (_fsdp_collectives.py:712).
     waits = (
         f"offload: gradients of {num} micro-batches are added on the host while the GPU waits; train.micro_batch_size_rows "
-        f"{fits} fits too, and takes {num_micro_batches(subject.config, strategy, max(fits, rows))}"
+        f"{fits} fits too, and takes {num_micro_batches(subject, strategy, max(fits, rows))}"
     )
     autocast = f"traced under autocast{'' if strategy.is_cpu else ', as the CPU has it'}; casts of weights count as activations"
     dense = warn_of_full_rows(subject.skeleton, subject.why_dense) or ""

@@ -16,7 +16,6 @@ from toolkit.config.python import CONFIGS
 from toolkit.config.validate import check_config
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
-from toolkit.loss import summed_loss
 from toolkit.models.config import load_model_config
 from toolkit.models.experts import check_experts
 from toolkit.models.freeze import cast_frozen, freeze
@@ -25,6 +24,8 @@ from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.patches.documents import choose_packed_attention
 from toolkit.models.patches.masks import choose_packing
 from toolkit.models.position_limits import check_positions
+from toolkit.objectives import objective_of
+from toolkit.objectives.objective import Objective
 from toolkit.optimizers import check_sharding, state_bytes
 from toolkit.parallel.units import local_tensor, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, shard_model
@@ -44,6 +45,7 @@ class Subject:
     """The model and config to plan for."""
 
     config: RecipeConfig
+    objective: Objective
     model_config: PretrainedConfig
     skeleton: PreTrainedModel
     """The model on the meta device, adapted, frozen and in the dtypes of a run."""
@@ -71,10 +73,11 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     is_flash = any(name in (named or "") for name in ("flash", "flex"))
     attention = "sdpa" if is_flash else named
     skeleton_config = dataclasses.replace(config.model, from_scratch=True, attn_implementation=attention)
-    model_config = load_model_config(skeleton_config, config.task)
-    check_positions(model_config, model, row_tokens(config), dataclasses.replace(config.eval, generate=False))
+    objective = objective_of(config)
+    model_config = load_model_config(skeleton_config, objective)
+    check_positions(model_config, model, row_tokens(config, objective), dataclasses.replace(config.eval, generate=False))
     # The model, adapted and frozen.
-    skeleton = build_skeleton(skeleton_config, model_config, config.task)
+    skeleton = build_skeleton(skeleton_config, model_config, objective)
     check_experts(skeleton, model)
     if is_enabled(config.adapter):
         add_adapter(skeleton, config.adapter, config.model)
@@ -87,38 +90,34 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     stored: dict[str, Any] = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
     dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, **stored)
     cast_frozen(skeleton, dtype)
-    return Subject(config=config, model_config=model_config, skeleton=skeleton.train(), is_flash=is_flash, why_dense=why_dense)
+    built: Any = {"model_config": model_config, "skeleton": skeleton.train()}
+    return Subject(config=config, objective=objective, **built, is_flash=is_flash, why_dense=why_dense)
 
 
 def build_batch(subject: Subject, rows: int) -> Batch:
     """A micro-batch of the longest rows from the run's collator; every token is a label. Of several sources one is padded."""
-    lengths = row_tokens(subject.config)
-    collator = subject.config.task.build_collator(subject.skeleton, 0)
-    if "source" in lengths:
-        token = collator.pad_token_id + 1
-        sources = [lengths["source"]] * (rows - 1) + [max(1, lengths["source"] - (rows > 1))]
-        batch: Batch = collator.collate([[{"input_ids": [token] * n, "labels": [token] * lengths["target"]}] for n in sources])
-        return batch
+    (longest, *others), build_row = row_tokens(subject.config, subject.objective).values(), subject.objective.build_row
+    collator = subject.objective.build_collator(subject.skeleton, 0)
+    if others:
+        lengths = [longest] * (rows - 1) + [max(1, longest - (rows > 1))]
+        return collator.collate([[build_row(length, others[0], collator.pad_token_id + 1)] for length in lengths])
     # Two texts per pack: except with flash attention, a T x T mask or attention by document keeps them apart.
-    is_masked = subject.config.data.packing and not subject.is_flash and lengths["row"] > 1
-    first = lengths["row"] // 2 if is_masked else lengths["row"]
-    texts = [first, lengths["row"] - first] if is_masked else [first]
-    pack = [{"input_ids": [0] * length, "labels": [-100] + [0] * (length - 1)} for length in texts]
-    batch = collator.collate([pack] * rows)
-    return batch
+    is_masked = subject.config.data.packing and not subject.is_flash and longest > 1
+    texts = [longest // 2, longest - longest // 2] if is_masked else [longest]
+    return collator.collate([[build_row(length, length - 1, 0) for length in texts]] * rows)
 
 
-def num_micro_batches(config: RecipeConfig, strategy: Strategy, rows: int) -> int:
+def num_micro_batches(subject: Subject, strategy: Strategy, rows: int) -> int:
     """Micro-batches of one step and rank; an upper bound if rows are packed."""
-    train = config.train
+    train = subject.config.train
     if train.global_batch_size_tokens:
-        per_row = sum(row_tokens(config).values())
+        per_row = sum(row_tokens(subject.config, subject.objective).values())
         return max(1, -(-train.global_batch_size_tokens // (per_row * rows * strategy.num_processes)))
     return max(1, -(-train.global_batch_size_rows // (rows * strategy.num_processes)))
 
 
-def row_tokens(config: RecipeConfig) -> dict[str, int]:
-    return {side: getattr(config.data, limit) for side, limit in config.task.sides.items()}
+def row_tokens(config: RecipeConfig, objective: Objective) -> dict[str, int]:
+    return {side: getattr(config.data, limit) for side, limit in objective.limits.items()}
 
 
 def find_stacks(model: PreTrainedModel) -> list[list[nn.Module]]:
@@ -139,7 +138,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         is_autocast = not strategy.is_fsdp and strategy.compute_dtype == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
-            return summed_loss(model, batch)[0]  # label smoothing has the same peak
+            return subject.objective.loss(model, batch)[0]  # label smoothing has the same peak
 
     # transformers' own grouped products keep the same tensors as torch's, whose fake ones are in bf16 only. And `fully_shard`
     # need not cut the shards of the ranks that do not exist.
@@ -150,7 +149,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with own_shard:
             sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), gpu_bytes=strategy.gpu_bytes or 0)
-        if num_micro_batches(subject.config, strategy, rows) > 1:
+        if num_micro_batches(subject, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         fake_batch = {

@@ -24,6 +24,8 @@ from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton
 from toolkit.models.patches.documents import choose_packed_attention
 from toolkit.models.patches.masks import choose_packing
+from toolkit.objectives import objective_of
+from toolkit.objectives.objective import Objective
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.preview.row import RowView, describe_row, find_cut_row, view_row
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES, Legend, StepView, describe_step, view_step
@@ -107,31 +109,32 @@ def collect(
         processes = f"{plural(launch.num_processes, 'process')}, as in {accelerate_config}"
     check_global_batch_size(config.train, launch.num_processes)
     # The run's own phases, without its accelerator: the model on the meta device, then its rows and its batch plan.
-    model_config, skeleton = _build_skeleton(config, launch)
+    objective = objective_of(config)
+    model_config, skeleton = _build_skeleton(objective, config, launch)
     config = choose_packing(config, skeleton)
     metrics = load_text_metrics(config.eval.metrics, {})
-    rows, plan, evaluation = prepare_data(config, metrics, model_config, skeleton, launch.num_processes)
+    rows, plan, evaluation = prepare_data(objective, config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path
-    title = f"{config.run.name}: {name}, {'an encoder-decoder' if model_config.is_encoder_decoder else 'a causal model'}"
+    title = f"{config.run.name}: {name}, {objective.kind}"
     if row_id is not None:
-        row = view_row(rows, config.data, config.model, row_id)
+        row = view_row(objective, rows, config.data, config.model, row_id)
         return Preview(title=title, processes=processes, summary=None, step=None, rows=[row])
     first = [int(rows.train[index]["row_id"]) for index in plan.step(1).rows[:num_rows]]
-    shown = [view_row(rows, config.data, config.model, of_step) for of_step in first]
+    shown = [view_row(objective, rows, config.data, config.model, of_step) for of_step in first]
     if num_rows and not any(side.num_lost for row in shown for side in row.sides):
-        shown += filter(None, [find_cut_row(rows, config.data, config.model)])
-    step = view_step(plan, rows.train, evaluation.collator, num_steps(config, plan))
-    summary = summarize(rows, evaluation.rows, config.data, name)
+        shown += filter(None, [find_cut_row(objective, rows, config.data, config.model)])
+    step = view_step(objective, plan, rows.train, evaluation.collator, num_steps(config, plan))
+    summary = summarize(rows, evaluation, config.data, name)
     return Preview(title=title, processes=processes, summary=summary, step=step, rows=shown)
 
 
-def _build_skeleton(config: RecipeConfig, launch: Strategy) -> tuple[Any, Any]:
+def _build_skeleton(objective: Objective, config: RecipeConfig, launch: Strategy) -> tuple[Any, Any]:
     """The model's config and the model on the meta device, also where the package of flash attention is missing."""
     attention = config.model.attn_implementation or ""
     is_flash = "flash" in attention
     model = replace(config.model, attn_implementation="eager") if is_flash else config.model
-    model_config = load_model_config(model, config.task)
-    skeleton = build_skeleton(model, model_config, config.task)
+    model_config = load_model_config(model, objective)
+    skeleton = build_skeleton(model, model_config, objective)
     if is_flash:
         skeleton.config._attn_implementation = attention  # by which the collator is chosen
     elif config.packs:

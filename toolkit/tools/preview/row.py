@@ -16,10 +16,9 @@ from toolkit.data.rows.load import TextRows
 from toolkit.data.tokens import causal
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.data.tokens.prompts import prepare_chat
-from toolkit.data.tokens.special_tokens import show
 from toolkit.errors import UserError, plural
 from toolkit.loss import IGNORED_LABEL
+from toolkit.objectives.objective import Objective
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, PADDING, StepView, name_rows
 from toolkit.tools.report.sections import Heading, Lines, percent
 
@@ -83,18 +82,20 @@ class RowView:
     """(number from 1, how many) of a long text that was split into several rows; the text is that of the piece."""
 
 
-def find_cut_row(rows: TokenizedRows, config: Any, model: ModelConfig, most_tried: int = 20) -> RowView | None:
+def find_cut_row(
+    objective: Objective, rows: TokenizedRows, config: Any, model: ModelConfig, most_tried: int = 20
+) -> RowView | None:
     """The first training row that a limit has cut; None if none of the first few that are as long as a limit has lost a token."""
     columns = rows.train.with_format("numpy")
     num_labels, num_tokens = columns["num_label_tokens"][:], columns["num_tokens"][:]
-    limits = [getattr(config, name) for name in config.task.sides.values()]
-    lengths = config.task.lengths(num_tokens, num_labels)
+    limits = [getattr(config, name) for name in objective.limits.values()]
+    lengths = objective.lengths(num_tokens, num_labels)
     is_full = np.any([values >= limit for values, limit in zip(lengths, limits, strict=True)], axis=0)
-    views = (view_row(rows, config, model, int(row_id)) for row_id in columns["row_id"][:][is_full][:most_tried])
+    views = (view_row(objective, rows, config, model, int(row_id)) for row_id in columns["row_id"][:][is_full][:most_tried])
     return next((view for view in views if any(side.num_lost for side in view.sides)), None)
 
 
-def view_row(rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) -> RowView:
+def view_row(objective: Objective, rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) -> RowView:
     """The row with this id. For the process that has read the rows.
 
     Its tokens come from the token cache. To find what was cut off, its text is tokenized once more, by the same function without
@@ -116,22 +117,18 @@ def view_row(rows: TokenizedRows, config: Any, model: ModelConfig, row_id: int) 
         full = row
         texts = {"row": example.text if num_pieces == 1 else str(rows.tokenizer.decode(row["input_ids"]))}
     else:
-        unlimited = replace(config, **dict.fromkeys(config.task.sides.values(), _NO_LIMIT))
-        config.task.tokens.set_up(rows.tokenizer, unlimited, model)
-        columns = config.task.tokens.tokenize(given[1], rows.tokenizer, unlimited, origins)
+        unlimited = replace(config, **dict.fromkeys(objective.limits.values(), _NO_LIMIT))
+        objective.set_up(rows.tokenizer, unlimited, model)
+        columns = objective.tokenize(given[1], rows.tokenizer, unlimited, origins)
         full = {column: values[0] for column, values in columns.items()}
-        if "source" in config.task.sides:
-            texts = {"source": config.prefix + str(example.prompt), "target": str(example.completion)}
-        elif example.messages is None:
-            texts = {"row": f"{example.prompt}{example.completion}"}
-        else:
-            texts = {"row": show(rows.tokenizer, prepare_chat(rows.tokenizer, example, config.loss_on, where).text)}
+        texts = objective.show_texts(example, rows.tokenizer, config, where)
+        if example.messages is not None:
             turns = _list_turns(example, config.loss_on, full["labels"], len(row["input_ids"]))
     return RowView(
         row_id=row_id,
         where=where,
         split=SIDES[name],
-        sides=[_build_side(rows.tokenizer, side, text, row, full, config) for side, text in texts.items()],
+        sides=[_build_side(objective, rows.tokenizer, side, text, row, full, config) for side, text in texts.items()],
         num_tokens=row["num_tokens"],
         num_label_tokens=row["num_label_tokens"],
         turns=turns,
@@ -171,11 +168,15 @@ def _find(splits: TokenizedRows | TextRows, row_id: int) -> tuple[str, dict[str,
     return None
 
 
-def _build_side(tokenizer: Any, name: str, text: str, row: dict[str, Any], full: dict[str, Any], config: Any) -> Side:
+def _build_side(
+    objective: Objective, tokenizer: Any, name: str, text: str, row: dict[str, Any], full: dict[str, Any], config: Any
+) -> Side:
     """Compare the tokens that are kept, in `row`, with those without a limit, in `full`: what the kept ones leave out is lost."""
-    column = "labels" if name == "target" else "input_ids"
+    column = "labels" if name == objective.label_side else "input_ids"
     kept, ids = row[column], [int(token) for token in full[column]]
-    counts = [name != "source"] * len(ids) if name != "row" else [label != IGNORED_LABEL for label in full["labels"]]
+    counts = [name == objective.label_side] * len(ids)
+    if not objective.label_side:
+        counts = [label != IGNORED_LABEL for label in full["labels"]]
     # The end token is put back after a cut source or target.
     start = next((i for i, (ours, other) in enumerate(zip(kept, ids, strict=False)) if ours != other), len(kept))
     num_lost = len(ids) - len(kept)
@@ -183,7 +184,7 @@ def _build_side(tokenizer: Any, name: str, text: str, row: dict[str, Any], full:
         LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
     ]
     tokens = list(zip(kinds, token_texts(tokenizer, ids), strict=True))
-    limit = getattr(config, config.task.sides[name])
+    limit = getattr(config, objective.limits[name])
     return Side(name=name, text=text, tokens=tokens, num_tokens=len(kept), num_lost=num_lost, limit=limit)
 
 

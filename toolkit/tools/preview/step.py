@@ -13,6 +13,7 @@ from toolkit.data.batch_plan import BatchPlan, MicroBatch
 from toolkit.data.collate import Batch, Collator, load_micro_batches
 from toolkit.errors import plural
 from toolkit.loss import IGNORED_LABEL
+from toolkit.objectives.objective import Objective
 from toolkit.tools.report.sections import Heading, Lines, percent
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Bar(NamedTuple):
     label: str
 
 
-def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int) -> StepView:
+def view_step(objective: Objective, plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int) -> StepView:
     """The first step of the training `rows`, through the run's own plan, loader and collator."""
     row_ids, packs = rows.with_format("numpy")["row_id"][:], list[Pack]()
     num_fill = num_tensor_rows = 0
@@ -80,10 +81,10 @@ def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int
     for rank, micro_batches in enumerate(of_ranks):
         for micro_batch, batch in load_micro_batches(rows, micro_batches, collator, num_workers=0, pin_memory=False):
             if micro_batch.is_dummy:
-                num_fill += sum(batch[name].numel() for name in ("input_ids", "decoder_input_ids") if name in batch)
+                num_fill += sum(batch[name].numel() for name in objective.inputs)
                 continue
             num_tensor_rows += len(batch["input_ids"])
-            packs += _view_packs(micro_batch, batch, rows, row_ids, rank)
+            packs += _view_packs(objective, micro_batch, batch, rows, row_ids, rank)
     positions = {LOSS: 0, CONTEXT: 0, PADDING: num_fill}
     for kind, num in (part for pack in packs for part in pack.parts):
         positions[kind] += num
@@ -91,27 +92,29 @@ def view_step(plan: BatchPlan, rows: Dataset, collator: Collator, num_steps: int
     return StepView(plan=plan, positions=positions, packs=packs, **counts)
 
 
-def _view_packs(micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: np.ndarray, rank: int) -> Iterator[Pack]:
+def _view_packs(
+    objective: Objective, micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: np.ndarray, rank: int
+) -> Iterator[Pack]:
     """The packs of a micro-batch, with the padding that its tensors have."""
     num_rows, width = batch["input_ids"].shape
-    is_pair = "decoder_input_ids" in batch
+    side, target = next(iter(objective.limits)), objective.label_side
     for pack in micro_batch.packs:
         parts: list[tuple[str, int]] = []
         begins = []
         for row in pack:
             begins.append(len(parts))
-            if is_pair:
+            if target:
                 parts.append((CONTEXT, len(rows[row]["input_ids"])))
                 continue
             for is_counted, group in itertools.groupby(label != IGNORED_LABEL for label in rows[row]["labels"]):
                 parts.append((LOSS if is_counted else CONTEXT, len(list(group))))
         num_padding = width - sum(num for _, num in parts) if num_rows == len(micro_batch.packs) else 0
-        padding = {"source" if is_pair else "row": num_padding}
+        padding = {side: num_padding}
         parts.append((PADDING, num_padding))
-        if is_pair:
+        if target:
             num_labels = len(rows[pack[0]]["labels"])
-            padding["target"] = batch["decoder_input_ids"].shape[1] - num_labels
-            parts += [(LOSS, num_labels), (PADDING, padding["target"])]
+            padding[target] = batch[objective.inputs[-1]].shape[1] - num_labels
+            parts += [(LOSS, num_labels), (PADDING, padding[target])]
         yield Pack(
             rank=rank,
             micro_batch=micro_batch.index,

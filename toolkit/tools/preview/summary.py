@@ -12,6 +12,7 @@ from toolkit.data.rows.example import read_examples
 from toolkit.data.rows.load import TextRows, hash64
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.evaluation.rows import EvaluationRows, even_places
+from toolkit.objectives.objective import Objective
 from toolkit.tools.report.facts import LONGEST_TEXT, MOST_PREDICTIONS
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _MOST_TOKENS_RECORDED = 10**9
 
 
 def summarize(
-    rows: TokenizedRows, evaluation: Dataset, config: DataConfig | LLMDataConfig, model: str, *, finds_duplicates: bool = True
+    rows: TokenizedRows, evaluation: EvaluationRows, config: Any, model: str, *, finds_duplicates: bool = True
 ) -> dict[str, Any]:
     """What a run reads and how long it is, in plain values for JSON; for the process that has read the rows.
 
@@ -49,9 +50,9 @@ def summarize(
         "model": model,
         "readings": rows.texts.readings,  # how each input is read, from which columns
         "remarks": [remark for remark in rows.remarks if remark not in rows.texts.repeats],  # what was left out, cut or split
-        "splits": [{"name": "training", **_count(rows.train)}, {"name": "evaluation", **_count(evaluation)}],
+        "splits": [{"name": "training", **_count(rows.train)}, {"name": "evaluation", **_count(evaluation.rows)}],
         "sources": _list_sources(rows.train, config),
-        "lengths": _measure(rows.train, config),
+        "lengths": _measure(evaluation.objective, rows.train, config),
         "duplicates": [*rows.texts.repeats, *duplicates],
         "special_tokens": [  # each with its roles as the tokenizer names them, and how often it stands in the training rows
             {"roles": ", ".join(names), "text": text, "token_id": ids[text], "num_in_training": int(used[ids[text]])}
@@ -85,12 +86,12 @@ def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[di
     ]
 
 
-def _measure(train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
+def _measure(objective: Objective, train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
     columns = train.with_format("numpy")
     tokens, labels = columns["num_tokens"][:], columns["num_label_tokens"][:]
-    sides = zip(config.task.sides.items(), config.task.lengths(tokens, labels), strict=True)
+    sides = zip(objective.limits.items(), objective.lengths(tokens, labels), strict=True)
     spreads = [_spread(side, lengths, f"data.{limit} {getattr(config, limit)}") for (side, limit), lengths in sides]
-    return spreads if "target" in config.task.sides else [*spreads, _spread("counted", labels, None)]
+    return spreads if objective.label_side else [*spreads, _spread("counted", labels, None)]
 
 
 def _spread(name: str, lengths: np.ndarray, setting: str | None) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def describe_rows(config: RecipeConfig, rows: TokenizedRows, evaluation: Evaluat
     num_tokens = rows.train.with_format("numpy")["num_tokens"][:].sum()
     about: dict[str, Any] = {"data": {}, "sources": {}}
     if 0 < num_tokens <= _MOST_TOKENS_RECORDED:
-        about["data"] = summarize(rows, evaluation.rows, config.data, config.model.name_or_path, finds_duplicates=False)
+        about["data"] = summarize(rows, evaluation, config.data, config.model.name_or_path, finds_duplicates=False)
     if config.eval.generate and evaluation.prompted:
         about["sources"] = _sources(evaluation)
     return about

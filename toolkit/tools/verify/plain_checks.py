@@ -27,6 +27,7 @@ from toolkit.models.load import build_on_meta, from_files, grow_vocabulary
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
+from toolkit.objectives import objective_of
 from toolkit.tools.verify import EXPORTED, plain, records
 from toolkit.tools.verify.checks import RELU_TOLERANCE, largest_gradient
 from toolkit.tools.verify.records import NotReached, Proof, Tensors
@@ -73,8 +74,9 @@ def _load(run: WatchedRun, config: RecipeConfig) -> Any:
         return model
     import transformers
 
-    model_config = load_model_config(config.model, config.task)
-    model = getattr(transformers, config.task.auto_class).from_config(model_config, dtype=torch.float32).eval()
+    objective = objective_of(config)
+    model_config = load_model_config(config.model, objective)
+    model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=torch.float32).eval()
     weights = {name.removeprefix("model."): torch.from_numpy(w) for name, w in records.load_tensors(run, "loaded").items()}
     model.load_state_dict(weights, strict=False)
     return model
@@ -140,7 +142,7 @@ def _read_rows(run: WatchedRun, config: RecipeConfig) -> tuple[Proof, list[plain
 
 def _expect(tokenizer: Any, example: Example, piece: int, most: int, data: Any) -> plain.Row | None:
     """What a row's text comes to; None where a rule of the toolkit says it: for chats, and where a token spans a prompt's end."""
-    if "row" not in data.task.sides:
+    if data.objective == "seq2seq":  # this is the reference: it does not ask the objective's own code
         texts = (data.prefix + str(example.prompt), str(example.completion))
         return plain.seq2seq_row(tokenizer, *texts, data.max_source_length_tokens, data.max_target_length_tokens)
     if example.messages is not None:
@@ -248,12 +250,13 @@ def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
     attention = named if named in ("eager", "sdpa") else None  # others may not run on a CPU
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    auto_class: Any = getattr(transformers, config.task.auto_class)
+    objective = objective_of(config)
+    auto_class: Any = getattr(transformers, objective.auto_class)
     options |= {"dtype": torch.float32, "attn_implementation": attention, "ignore_mismatched_sizes": False}
-    base, task = config.model, config.task
+    base = config.model
     loaded, _ = from_files(
         auto_class, str(name_or_path), f"model {name_or_path}", options,
-        lambda: build_on_meta(base, load_model_config(base, task), task, torch.float32),
+        lambda: build_on_meta(base, load_model_config(base, objective), objective, torch.float32),
     )  # fmt: skip
     known = {name: weight.detach() for name, weight in loaded.named_parameters(remove_duplicate=False)}
     for name in grow_vocabulary(loaded, base) if "revision" in options else ():

@@ -18,9 +18,9 @@ from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import rank
 from toolkit.distributed.rng import random_state_kept
-from toolkit.evaluation import loop as evaluation_loop
 from toolkit.evaluation.rows import even_places
-from toolkit.loss import summed_loss
+from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.objectives.objective import Objective
 from toolkit.parallel.gather import evaluation_model
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tools.verify import PROBED_STEPS
@@ -47,21 +47,19 @@ class Probes:
 def watch_modes(probes: Probes) -> None:
     """Wrap the calls that compute a loss, for the rest of this process, and note in which mode the modules are."""
 
-    def noting(module: Any, name: str, kind: str, model_of: Any) -> None:
-        compute = getattr(module, name)
+    compute = Objective.loss
 
-        def note_and_compute(first: Any, *rest: Any) -> Any:
-            probes.num_forwards[kind] += 1
-            parts = model_of(first).named_modules()
-            wrong = [part or "the model" for part, module in parts if module.training != (kind == "training")]
-            what = f"was in the other mode in forward {probes.num_forwards[kind]} of {kind} on rank {rank()}"
-            probes.wrong_modes += [named(wrong, what)] if wrong else []
-            return compute(first, *rest)
+    def note_and_compute(objective: Objective, model: Any, batch: Any, *rest: Any) -> Any:
+        if batch["input_ids"].is_meta:  # its FLOPs are counted
+            return compute(objective, model, batch, *rest)
+        kind = "training" if torch.is_grad_enabled() else "evaluation"
+        probes.num_forwards[kind] += 1
+        wrong = [part or "the model" for part, module in model.named_modules() if module.training != (kind == "training")]
+        what = f"was in the other mode in forward {probes.num_forwards[kind]} of {kind} on rank {rank()}"
+        probes.wrong_modes += [named(wrong, what)] if wrong else []
+        return compute(objective, model, batch, *rest)
 
-        setattr(module, name, note_and_compute)
-
-    noting(loop, "_summed_loss", "training", lambda run: run.sharded.model)
-    noting(evaluation_loop, "summed_loss", "evaluation", lambda model: model)
+    Objective.loss = note_and_compute  # type: ignore[method-assign,assignment]
 
 
 def watch_dropout(probes: Probes) -> None:

@@ -13,6 +13,7 @@ from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line, refusal_named
 from toolkit.models.config import load_model_config
 from toolkit.models.position_limits import num_positions
+from toolkit.objectives import objective_of
 from toolkit.tools import forks, preset_runs
 from toolkit.tools.project import SHIPPED
 from toolkit.tools.recipes import find_recipe
@@ -101,7 +102,7 @@ def build_box(
         recipe=SHIPPED / "recipes" / f"{name}.py",
         arguments=arguments,
         config=parsed,
-        num_positions=num_positions(load_model_config(parsed.model, parsed.task))[0],
+        num_positions=num_positions(load_model_config(parsed.model, objective_of(parsed)))[0],
         presets=presets or ["fsdp2_full_shard"],
         num_processes=chosen,
         use_cpu=on_cpu,

@@ -50,6 +50,7 @@ from toolkit.distributed.comm import gather_objects, rank, world_size
 from toolkit.errors import UserError
 from toolkit.launch.environment import launched_precision, set_unless_given
 from toolkit.models.freeze import hash_tensor
+from toolkit.objectives.objective import Objective
 from toolkit.parallel.units import clean, local_tensor
 from toolkit.parallel.wrap import ShardedModel, forget_forwards
 from toolkit.tools.verify import EXPORTED, rank_probes
@@ -101,10 +102,10 @@ def watch(folder: Path) -> None:
     rank_probes.watch_dropout(probes)
 
     # Each wrapper records before or after the original call.
-    def prepare_and_look(config: RecipeConfig, *args: Any, **more: Any) -> Any:
+    def prepare_and_look(objective: Objective, config: RecipeConfig, *args: Any, **more: Any) -> Any:
         few = partial(rank_probes.prepare_few, data.prepare_rows, config.train.global_batch_size_rows)
         with mock.patch.object(data, "prepare_rows", few):
-            rows, plan, evaluation = prepare(config, *args, **more)
+            rows, plan, evaluation = prepare(objective, config, *args, **more)
         if rank() == 0:
             rank_probes.save_texts(folder, rows, rows.train.select(plan.step(1).rows), evaluation.rows)
         return rows, plan, evaluation

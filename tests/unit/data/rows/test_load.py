@@ -11,10 +11,11 @@ from datasets import Dataset, List, Value
 
 from tests.support.chats import say
 from tests.support.refusals import refusal
+from tests.support.rows import load_rows
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.rows import load as loading
 from toolkit.data.rows.example import Example
-from toolkit.data.rows.load import Splitter, load_rows
+from toolkit.data.rows.load import Splitter
 
 
 def write(name, *pairs):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.model_folders import save_jsonl
+from tests.support.rows import prepare_rows
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
+from toolkit.data.tokens.prepare import TokenizedRows
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from tests.support.chats import (
 )
 from tests.support.refusals import refusal
 from tests.support.row_files import write_objects
+from tests.support.rows import prepare_rows
 from tests.support.template_shapes import MISTRAL
 from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import prepare as preparing
-from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.errors import UserError
 
 CHATS = [say("hello there", "it is four", "thanks", "welcome", system="be brief"), say("what is two", "two is it")]

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.model_folders import _build_tokenizer
+from tests.support.rows import prepare_rows
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.prepare import prepare_rows
 
 WORDS = ["read", "write", "open", "close", "the", "file", "path", "and", "line", "text", "count", "split", "it", "is"]
 WORDS += ["hello", "there", "what", "two", "four"]

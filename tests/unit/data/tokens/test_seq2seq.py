@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, concatenate_datasets, load_from_disk
 
+from tests.support.rows import prepare_rows
 from tests.support.tokenizer_kinds import build_byte_level
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import seq2seq
 from toolkit.data.tokens.fingerprint import hash_contents
-from toolkit.data.tokens.prepare import prepare_rows
 from toolkit.data.tokens.tokenizer import train_tokenizer
 
 

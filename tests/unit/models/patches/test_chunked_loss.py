@@ -12,8 +12,9 @@ from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.tiny_models import LENGTHS, VOCAB_SIZE, build_causal, build_rows, one_process, take_gradients
 from toolkit.data.collate import CausalCollator, labels_at_positions
-from toolkit.loss import summed_cross_entropy, summed_loss
+from toolkit.loss import summed_cross_entropy
 from toolkit.models.patches import chunked_loss
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel import gather, wrap
 
 
@@ -113,7 +114,7 @@ def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(
     batch = seq2seq_families.build_collator(model).collate([[row] for row in SOURCES_AND_TARGETS])
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("label_positions", "labels")}
     logits_BTV = model(**inputs, use_cache=False).logits
-    expected = summed_cross_entropy(logits_BTV, labels_at_positions(batch), smoothing)
+    expected = summed_cross_entropy(logits_BTV, labels_at_positions(batch, batch["decoder_input_ids"]), smoothing)
     expected.backward()
     expected_gradients = take_gradients(model)
     chunked_loss.install(model)
@@ -123,7 +124,10 @@ def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert_near(take_gradients(model), expected_gradients, 1e-6)
     with torch.no_grad():
-        assert summed_loss(model, batch)[1] == (logits_BTV.argmax(-1) == labels_at_positions(batch)).sum()
+        assert (
+            summed_loss(model, batch)[1]
+            == (logits_BTV.argmax(-1) == labels_at_positions(batch, batch["decoder_input_ids"])).sum()
+        )
 
 
 @pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *FAMILIES, *seq2seq_families.IN_PROCESS])

@@ -17,8 +17,8 @@ from torch.nn.attention import varlen
 from tests.support.model_folders import CAUSAL_FAMILIES
 from tests.support.tiny_models import build_causal, build_rows
 from toolkit.data.collate import CausalCollator, move_to
-from toolkit.loss import summed_loss
 from toolkit.models.patches import chunked_loss, documents, masks
+from toolkit.models.patches.chunked_loss import summed_loss
 
 LENGTHS = (5, 9, 14, 1, 20, 3)
 """The windows of the families are 8 tokens; after a document of one token, positions start again without falling."""

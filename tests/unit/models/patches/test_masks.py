@@ -19,9 +19,9 @@ from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import AdapterConfig, LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
-from toolkit.loss import summed_loss
 from toolkit.models.lora import add_adapter
 from toolkit.models.patches import chunked_loss, masks
+from toolkit.models.patches.chunked_loss import summed_loss
 
 LED = "led/modeling_led.py:"
 LEFT: dict[str, dict[str, int]] = {

@@ -21,9 +21,9 @@ from tests.support.model_folders import MIXTURES
 from tests.support.refusals import refusal
 from tests.support.workbench import call_toolkit
 from toolkit.errors import UserError
-from toolkit.loss import summed_loss
 from toolkit.models import load as models
 from toolkit.models.patches import chunked_loss, masks
+from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.parallel.units import describe_units
 from toolkit.tools.plan.plan import USABLE_SHARE, Plan, _notes, build_plan, plan_as_dict, plan_as_text
@@ -306,7 +306,7 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     request.addfinalizer(lambda: torch.set_num_threads(threads))
-    model = models.load_model(subject.config.model, subject.model_config, subject.config.task, seed=0).train()
+    model = models.load_model(subject.config.model, subject.model_config, subject.objective, seed=0).train()
     model.set_attn_implementation(attention)
     chunked_loss.install(model)
     masks.install(model)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tests.support.chats import CHATML, build_chat_tokenizer, say
+from tests.support.rows import prepare_rows
 from tests.support.tokenizer_kinds import EXACT_KINDS, draw_text
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
+from toolkit.data.tokens.prepare import TokenizedRows
+from toolkit.objectives import built_in
 from toolkit.tools.preview.row import RowView, Token, Tokens, find_cut_row, token_texts, view_row
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST
 
@@ -34,7 +36,7 @@ class Rows:
         self.rows: TokenizedRows = prepare_rows(self.config, self.model, 400)
 
     def view(self, row_id: int) -> RowView:
-        return view_row(self.rows, self.config, self.model, row_id)
+        return view_row(built_in(self.config.objective), self.rows, self.config, self.model, row_id)
 
 
 def _ends_texts(eos: int) -> Any:
@@ -92,7 +94,7 @@ def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None
         (LOSS, "it is four"),
         (LOST, "<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nwelcome<|im_end|>\n"),
     ]
-    found = find_cut_row(cut.rows, cut.config, cut.model)
+    found = find_cut_row(built_in(cut.config.objective), cut.rows, cut.config, cut.model)
     assert found is not None and found.row_id == 0
 
 

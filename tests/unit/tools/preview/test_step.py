@@ -10,6 +10,8 @@ from datasets import Dataset
 from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.collate import CausalCollator, SummarizationCollator
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.tools.preview.step import CONTEXT, LOSS, PADDING, StepView, view_step
 
 LENGTHS = [9, 4, 7, 3, 8, 5, 6]
@@ -30,7 +32,8 @@ def view(rows: Dataset, collator: Any, num_processes: int, **settings: Any) -> S
     columns = rows.with_format("numpy")
     train = TrainConfig(global_batch_size_rows=7, micro_batch_size_rows=2, max_steps=1)
     plan = BatchPlan(columns["num_tokens"][:], columns["num_label_tokens"][:], train, num_processes, **settings)
-    return view_step(plan, rows, collator, 1)
+    objective = Causal() if isinstance(collator, CausalCollator) else Seq2Seq()
+    return view_step(objective, plan, rows, collator, 1)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])

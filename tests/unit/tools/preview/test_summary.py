@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from tests.support.chats import build_chat_tokenizer
+from tests.support.rows import prepare_rows
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.prepare import prepare_rows
+from toolkit.data.collate import CausalCollator
+from toolkit.evaluation.rows import EvaluationRows
+from toolkit.objectives import built_in
 from toolkit.tools.preview.summary import MOST_BINS, PERCENTILES, _spread, summarize
 
 SOURCE = """
@@ -28,7 +31,8 @@ def test_the_summary_of_rows(tmp_path: Path) -> None:
     build_chat_tokenizer().save_pretrained(tmp_path / "model")
     config = LLMDataConfig(source=f"{tmp_path}/rows.py:load_rows", cache_dir=str(tmp_path / "cache"), max_length_tokens=16)
     rows = prepare_rows(config, ModelConfig(name_or_path=str(tmp_path / "model")), 400)
-    summary = summarize(rows, rows.evaluation, config, "a model")
+    evaluation = EvaluationRows(rows.evaluation, rows.tokenizer, CausalCollator(0), built_in(config.objective))
+    summary = summarize(rows, evaluation, config, "a model")
     training, evaluation = summary["splits"]
     assert (training["name"], training["num_rows"], evaluation["num_rows"]) == ("training", len(rows.train), 2)
     assert training["num_tokens"] == sum(rows.train["num_tokens"])

@@ -18,6 +18,7 @@ from tests.support.report_runs import HOSTILE, evaluation, long_texts, save_long
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import escape_controls
 from toolkit.evaluation.rows import EvaluationRows, even_places
+from toolkit.objectives.causal import Causal
 from toolkit.parallel.units import describe_units
 from toolkit.tools.preview.summary import _sources
 from toolkit.tools.report import facts
@@ -254,7 +255,7 @@ def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
 def test_sources_are_kept_of_the_rows_with_a_prompt_and_predictions_at_even_distances() -> None:
     columns = {"row_id": [5, 6, 7, 8], "prompt_length": [0, 3, 0, 5], "lead_text": ["a", "b", "c", "d"]}
     tokenizer: Any = None
-    assert _sources(EvaluationRows(Dataset.from_dict(columns), tokenizer, CausalCollator(0))) == {"6": "b", "8": "d"}
+    assert _sources(EvaluationRows(Dataset.from_dict(columns), tokenizer, CausalCollator(0), Causal())) == {"6": "b", "8": "d"}
     assert even_places(3, MOST_PREDICTIONS) == [0, 1, 2]
     places = even_places(5 * MOST_PREDICTIONS // 2, MOST_PREDICTIONS)
     assert len(places) == MOST_PREDICTIONS and places[:3] == [0, 2, 5] and places[-1] == 5 * MOST_PREDICTIONS // 2 - 3

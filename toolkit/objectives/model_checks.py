@@ -15,8 +15,8 @@ from toolkit.distributed.watchdog import at
 from toolkit.errors import UserError, refused
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
-from toolkit.loss import summed_cross_entropy, summed_loss
-from toolkit.models.patches.chunked_loss import has_own_forward
+from toolkit.loss import summed_cross_entropy
+from toolkit.models.patches.chunked_loss import has_own_forward, summed_loss
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.parallel.float8 import no_float8
 from toolkit.parallel.gather import evaluation_model, generation_ready
@@ -97,7 +97,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
         # Our loss equals the model's.
         ways_out = "try mixed_precision no in the accelerate YAML, or FSDP2 where it is FSDP1"
         with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
-            output = model(**prompts, **shifted, labels=labels_at_positions(batch), use_cache=False)
+            output = model(**prompts, **shifted, labels=labels_at_positions(batch, batch["decoder_input_ids"]), use_cache=False)
             expected = output.loss.item()
             actual, again = (summed_loss(model, batch)[0].item() / num_labels for _ in range(2))
         if again != actual and not _is_close(sharded, again, actual):

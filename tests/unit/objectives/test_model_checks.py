@@ -12,8 +12,8 @@ from tests.support.tiny_models import build_causal
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.models.patches import chunked_loss
+from toolkit.objectives import model_checks
 from toolkit.parallel import float8
-from toolkit.training import model_checks
 
 
 @pytest.fixture

@@ -1,0 +1,103 @@
+"""An objective of a user's own, in this file alone: a number for a text, by squared error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.absolute_runs import FP32
+from tests.support.launch import run_on_ranks
+from tests.support.model_folders import build_model_folders
+from tests.support.refusals import refusal
+from toolkit.data.collate import CausalCollator
+from toolkit.files.json_lines import load_json_lines
+from toolkit.objectives.objective import Objective
+
+NUM_STEPS, SAVED_STEP = 8, 4
+
+
+@dataclass(frozen=True)
+class Numbers(CausalCollator):
+    def collate(self, packs: Any, *, is_dummy: bool = False) -> dict[str, Any]:
+        rows = [row for (row,) in packs]
+        labels_B = torch.tensor([row["labels"][0] for row in rows])
+        return {**self.model_inputs(rows), "labels": labels_B, "counts": torch.full_like(labels_B, float(not is_dummy))}
+
+
+class Regression(Objective):
+    name = "regression"
+    auto_class = "AutoModelForSequenceClassification"
+    takes = "a model that AutoModelForSequenceClassification loads"
+    may_draw_head = True
+
+    def check_model_config(self, model_config: Any, config: Any) -> None:
+        model_config.num_labels, model_config.pad_token_id = 1, 0
+
+    def features(self, rows: dict[str, list], tokenizer: Any, config: Any) -> dict[str, list]:
+        ids = tokenizer(rows["prompt"], truncation=True, max_length=config.max_length_tokens)["input_ids"]
+        return {"input_ids": ids, "labels": [[float(number)] for number in rows["completion"]]}
+
+    def build_collator(self, model: Any, pad_token_id: int) -> Numbers:
+        return Numbers(pad_token_id)
+
+    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        errors_B = model(input_ids=batch["input_ids"], use_cache=False).logits[:, 0].float() - batch["labels"]
+        return (errors_B**2 * batch["counts"]).sum(), (errors_B.abs() * batch["counts"]).sum()
+
+    def figures(self, loss_sum: float, second_sum: float, num_labels: float, num_bytes: float, /) -> dict[str, float]:
+        return {"loss": loss_sum / num_labels, "absolute_error": second_sum / num_labels}
+
+
+def run(folder: Path, name: str, num_steps: int) -> Any:
+    from toolkit import finetune, load_config
+
+    settings = {
+        "model.name_or_path": folder / "llama", "data.source": "jsonl", "data.files": [str(folder / "rows.jsonl")],
+        "data.eval_files": [str(folder / "held_out.jsonl")], "data.cache_dir": folder / "cache", "optim.lr": 3e-3,
+        "train.global_batch_size_rows": 8, "train.micro_batch_size_rows": 3, "train.max_steps": num_steps,
+        "optim.schedule": "constant", "eval.every_steps": SAVED_STEP, "checkpoint.every_steps": SAVED_STEP, "log_every_steps": 1,
+        "run.output_dir": folder / "runs", "run.name": name,
+    }  # fmt: skip
+    return finetune(load_config("llm", overrides=settings), objective=Regression())
+
+
+def train(folder: Path) -> tuple[list[Any], float]:
+    """Results of a run that stops and goes on, and of one from start to end; and the error of the exported model by hand."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    results = [run(folder, "resumed", SAVED_STEP), run(folder, "resumed", NUM_STEPS), run(folder, "whole", NUM_STEPS)]
+    model, tokenizer = (each.from_pretrained(results[1].export) for each in (AutoModelForSequenceClassification, AutoTokenizer))
+    errors = [
+        model(**tokenizer(row["prompt"], return_tensors="pt")).logits.item() - float(row["completion"])
+        for row in load_json_lines(folder / "held_out.jsonl")
+    ]
+    return results, sum(error**2 for error in errors) / len(errors)
+
+
+def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(tmp_path: Path) -> None:
+    from toolkit.objectives import objective_of
+    from toolkit.tools.export import load_run_config
+    from toolkit.tools.generate.model import find_folder
+
+    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(tmp_path, ("llama",)))
+    words = [" ".join(["the", "a b", "oar"][: 1 + i % 3] * (1 + i % 5)) + f" {i}" for i in range(40)]
+    lines = [json.dumps({"prompt": text, "completion": str(len(text) / 10)}) for text in words]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:-7]))
+    (tmp_path / "held_out.jsonl").write_text("\n".join(lines[-7:]))
+    results, by_hand = run_on_ranks(train, preset="single", overrides=FP32, args=(tmp_path,))[0]
+    half, resumed, whole = (result.figures for result in results)
+    assert resumed["loss"] == pytest.approx(by_hand, rel=1e-4) and resumed["loss"] < half["loss"]
+    assert {**resumed, "rows_per_s": 0} == {**whole, "rows_per_s": 0}
+    losses = [
+        [line["loss"] for line in load_json_lines(tmp_path / "runs" / name / "metrics.jsonl") if line["kind"] == "train"]
+        for name in ("resumed", "whole")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == NUM_STEPS
+    of_run = objective_of, load_run_config(tmp_path / "runs" / "whole", [])
+    for refused in (of_run, (find_folder, str(tmp_path / "runs" / "whole"))):
+        assert refusal(*refused).startswith("objective is regression, which Python code has given to finetune(): call that again")

@@ -1,0 +1,57 @@
+"""What differs between objectives stands in `toolkit/objectives/`, so that another one is one file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.support.refusals import refusal
+from toolkit.config.python import load_config
+from toolkit.objectives import name_objective, objective_of
+from toolkit.objectives.objective import Objective
+
+PACKAGE = Path(toolkit.__file__).parent
+REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1}
+QUESTION = re.compile(
+    r"isinstance\([^\n]*\b(LLMConfig|SummarizationConfig|LLMDataConfig|DataConfig|SummarizationCollator|CausalCollator)\b"
+    r"|auto_class ==|\bobjective(\.name)? (is|==|in) |\"decoder_input_ids\" in|^from [^\n]*\b(LLMConfig|SummarizationConfig)\b",
+    re.MULTILINE,
+)
+ASKING = ["config/python.py"]
+"""Files that ask which objective it is: the recipes by name."""
+
+
+def test_no_code_asks_which_objective_it_has() -> None:
+    core = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py")) if not {"tools", "objectives"} & {*path.parts}]
+    assert len(core) > 100
+    assert [str(path) for path in core if QUESTION.search((PACKAGE / path).read_text(encoding="utf-8"))] == ASKING
+    for line in (
+        "if isinstance(config, LLMConfig):",
+        "kind = 1 if isinstance(data, (int, DataConfig)) else 2",
+        'if run.objective.name == "causal":',
+    ):
+        assert QUESTION.search(line)
+
+
+@pytest.mark.parametrize("recipe", ["t5", "llm"])
+def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(recipe: str) -> None:
+    config = load_config(recipe, overrides=REQUIRED)
+    objective = objective_of(config)
+    assert objective.name == config.data.objective == name_objective(config, None)[0].objective
+    assert all(getattr(config.data, limit) > 0 for limit in objective.limits.values())
+    assert len(objective.lengths(5, 2)) == len(objective.limits) == len(objective.inputs)
+    assert sum(objective.lengths(5, 2)) == 5
+
+
+def test_an_objective_of_a_users_own_is_never_found_by_its_name() -> None:
+    class Own(Objective):
+        name = "os"
+
+    config, _ = name_objective(load_config("llm", overrides=REQUIRED), Own())
+    expected = "objective is os, which Python code has given to finetune(): call that again; no command can find it"
+    assert refusal(objective_of, config) == expected
+    Own.name = "causal"
+    assert refusal(name_objective, config, Own()).startswith("objective is Own, with the name causal of a built-in one")

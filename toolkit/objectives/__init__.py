@@ -1,0 +1,61 @@
+"""What a run trains for, one file each, and one function that turns a name into a built-in one.
+
+An objective of a user's own is only ever given by code (`finetune(config, objective=…)`), never found by its name.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.config.schema import RecipeConfig
+    from toolkit.objectives.objective import Objective
+
+BUILT_IN = ("causal", "seq2seq")
+
+
+def built_in(name: str) -> Objective:
+    """The built-in objective of this name."""
+    from toolkit.objectives.causal import Causal
+    from toolkit.objectives.seq2seq import Seq2Seq
+
+    return {"causal": Causal, "seq2seq": Seq2Seq}[name]()
+
+
+def objective_of(config: RecipeConfig) -> Objective:
+    """The built-in objective of a run's config; a `UserError` for a run whose objective was given by code."""
+    if config.has_own_objective:
+        raise _given_by_code(config.objective)
+    return built_in(config.data.objective)
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuse a run folder as `objective_of` does its config."""
+    name = None
+    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # of an older run, or none
+        name = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["objective"]
+    if name not in (None, *BUILT_IN):
+        raise _given_by_code(name)
+
+
+def _given_by_code(name: str | None) -> UserError:
+    return UserError(f"objective is {name}, which Python code has given to finetune(): call that again; no command can find it")
+
+
+def name_objective(config: RecipeConfig, given: Objective | None) -> tuple[RecipeConfig, Objective]:
+    """The config that names the objective of its run, and the objective: `given` by code, else the config's own."""
+    objective = objective_of(config) if given is None else given
+    if objective.name in BUILT_IN and type(objective) is not type(built_in(objective.name)):
+        raise UserError(f"objective is {type(given).__name__}, with the name {objective.name} of a built-in one: give it another")
+    if config.packs and not objective.can_pack:
+        if config.data.packing is True:
+            raise UserError(f"data.packing is true, and objective {objective.name} takes rows one by one: leave it out")
+        config = replace(config, data=replace(config.data, packing=False))
+    return replace(config, objective=objective.name), objective

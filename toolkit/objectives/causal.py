@@ -1,0 +1,87 @@
+"""Texts, completions and chats by a causal model: a row is one sequence, some of whose tokens count."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.schema import ModelConfig, RecipeConfig
+from toolkit.data.collate import CausalCollator, Collator
+from toolkit.data.rows.example import Example
+from toolkit.data.tokens import causal
+from toolkit.data.tokens.prompts import prepare_chat
+from toolkit.data.tokens.special_tokens import show
+from toolkit.errors import UserError
+from toolkit.evaluation.loop import text_figures
+from toolkit.export.run_data import RunData
+from toolkit.export.usage import TextUsage, Usage, causal_usage, vllm_command
+from toolkit.models.patches.documents import attends_by_document
+from toolkit.objectives.model_checks import check_causal_model
+from toolkit.objectives.objective import Objective
+from toolkit.parallel.wrap import ShardedModel
+from toolkit.private import private
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Causal(Objective):
+    """The next token."""
+
+    name = "causal"
+    auto_class = "AutoModelForCausalLM"
+    takes = "a causal language model: take one such as Llama, Qwen or Gemma"
+    kind = "a causal model"
+    trained = "byte-level trained"
+    can_pack = counts_tokens = takes_chats = continues_prompt = True
+
+    set_up = staticmethod(causal.set_up)
+    list_settings = staticmethod(causal.list_settings)
+    train = staticmethod(causal.train)
+    describe = staticmethod(causal.describe)
+    tokenize = staticmethod(causal.tokenize)
+    report = staticmethod(causal.report)
+    figures = staticmethod(text_figures)
+
+    def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
+        return CausalCollator(pad_token_id, one_row=attends_by_document(model))
+
+    def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
+        """Refuse a model like BART, of which only the decoder would train, or like BERT, whose tokens see later ones.
+
+        transformers maps both kinds to causal models.
+        """
+        from transformers import AutoModelForMaskedLM
+
+        is_decoder = getattr(model_config, "is_decoder", True)  # also False for GPT-NeoX, which does not use it
+        is_masked = type(model_config) in private("_model_mapping", AutoModelForMaskedLM)
+        if model_config.is_encoder_decoder or (is_masked and not is_decoder):
+            raise UserError(f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, not {self.takes}")
+
+    def check_model(self, sharded: ShardedModel, collator: Collator, config: RecipeConfig) -> None:
+        check_causal_model(sharded, collator, packing=config.packs)
+
+    def encode_prompts(
+        self, tokenizer: PreTrainedTokenizerBase, texts: list[str], are_chats: list[bool], usage: Usage
+    ) -> tuple[list[list[int]], list[int]]:
+        return causal.encode_prompts(tokenizer, texts, are_chats), [0] * len(texts)
+
+    def write_usage(self, config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, data: RunData | None) -> TextUsage:
+        return causal_usage(tokenizer, data)
+
+    def list_commands(self, config: RecipeConfig, skeleton: PreTrainedModel, folder: Path, *, is_adapter: bool) -> list[str]:
+        serve = vllm_command(config, skeleton, folder, is_adapter=is_adapter)
+        base, place = shlex.quote(config.model.name_or_path), shlex.quote(str(folder))
+        at = f",revision={config.model.revision}" if is_adapter and config.model.revision else ""
+        pretrained = f"{base},peft={place},tokenizer={place}" if is_adapter else place
+        score = f"score it: lm_eval --model hf --model_args pretrained={pretrained}{at} --tasks TASK"
+        return [*([f"serve it: {serve}"] if serve else []), score]
+
+    def pipeline_tag(self, config: RecipeConfig) -> str:
+        return "text-generation"
+
+    def show_texts(self, example: Example, tokenizer: Any, config: Any, where: str) -> dict[str, str]:
+        if example.messages is not None:
+            return {"row": show(tokenizer, prepare_chat(tokenizer, example, config.loss_on, where).text)}
+        return {"row": f"{example.prompt}{example.completion}"}
