@@ -1,4 +1,4 @@
-"""The launcher of the tests gives ranks the environment of the real one, and runs every preset."""
+"""The launcher of the tests gives ranks the environment of the real one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import yaml
-
-from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch
-
-PRESETS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
+from tests.support.launch import REPOSITORY, launch
 
 REPORT_SCRIPT = """
 import json, os, sys
@@ -49,8 +45,3 @@ def test_environment_is_that_of_accelerate_launch(tmp_path: Path) -> None:
         assert real["argv"].pop(0) != forked["argv"].pop(0)
         assert real["environment"].pop("MASTER_PORT") != forked["environment"].pop("MASTER_PORT")
         assert real == forked
-
-
-def test_every_gpu_preset_has_its_overrides_for_cpu() -> None:
-    gpu = [path.stem for path in PRESETS if path.stem != "single" and not yaml.safe_load(path.read_text())["use_cpu"]]
-    assert sorted([*GPU_PRESET_OVERRIDES_ON_CPU, *GPU_CHECKS]) == gpu

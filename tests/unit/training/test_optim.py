@@ -75,9 +75,8 @@ def test_the_step_schedule_decays_where_epochs_of_a_token_budget_end() -> None:
     ends = [plan.num_steps(epoch) for epoch in range(1, 6)]
     assert ends != [plan.steps_per_epoch * epoch for epoch in range(1, 6)], "epochs differ in steps"
     config = OptimConfig(lr=1.0, schedule="step", gamma=0.5)
-    assert [learning_rate(config, end + later, ends[-1] + 1, plan) for end in ends for later in (0, 1)] == [
-        0.5**decays for epoch in range(5) for decays in (epoch, epoch + 1)
-    ]
+    for epoch, end in enumerate(ends):
+        assert [learning_rate(config, end + later, ends[-1] + 1, plan) for later in (0, 1)] == [0.5**epoch, 0.5 ** (epoch + 1)]
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
@@ -163,8 +162,7 @@ class OpsOnDTensors(TorchDispatchMode):
         ({"warmup_steps": 8}, 6, 10, 20, None),
         ({"warmup_ratio": 0.5, "schedule": "constant"}, 6, 10, 20, "drops to 0.6 in step 6, after 1 in step 5"),
         ({"warmup_ratio": 0.5, "schedule": "constant"}, 11, 10, 20, None),
-        ({"schedule": "constant"}, 6, 10, 20, None),
-        ({"schedule": "step"}, 6, 10, 20, None),
+        *(({"schedule": schedule}, 6, 10, 20, None) for schedule in ("constant", "step")),
     ],
 )
 def test_a_learning_rate_that_another_length_changes_is_said(
@@ -172,9 +170,5 @@ def test_a_learning_rate_that_another_length_changes_is_said(
 ) -> None:
     config = OptimConfig(lr=1.0, **{"schedule": "linear", "warmup_steps": 0} | settings)  # type: ignore[arg-type]
     sentence = describe_rate_change(config, step, before, now, plan_of(5))
-    if begins is None:
-        assert sentence is None
-    else:
-        assert sentence is not None and sentence.startswith(
-            f"the learning rate {begins}: the {config.schedule} schedule now ends with"
-        )
+    assert (sentence is None) == (begins is None)
+    assert not sentence or sentence.startswith(f"the learning rate {begins}: the {config.schedule} schedule now ends with")

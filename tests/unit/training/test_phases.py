@@ -33,12 +33,8 @@ HOLDS = 4 * 16 * 80 * 2**20
 @pytest.mark.parametrize(
     ("gpu_bytes", "version", "precision", "world_size", "preset"),
     [
-        (HOLDS, 2, "bf16", 8, "ddp.yaml"),
-        (HOLDS, 1, "bf16", 1, "single.yaml"),
-        (HOLDS - 1, 2, "bf16", 8, ""),
-        (HOLDS, None, "bf16", 8, ""),
-        (HOLDS, 2, "fp8", 8, ""),
-        (None, 2, "bf16", 8, ""),
+        *((HOLDS, 2, "bf16", 8, "ddp.yaml"), (HOLDS, 1, "bf16", 1, "single.yaml"), (HOLDS - 1, 2, "bf16", 8, "")),
+        *((HOLDS, None, "bf16", 8, ""), (HOLDS, 2, "fp8", 8, ""), (None, 2, "bf16", 8, "")),
     ],
 )
 def test_shards_that_one_gpu_does_not_need_are_a_line(
@@ -95,12 +91,7 @@ def test_it_is_said_where_no_step_gained_on_the_start(
 
 @pytest.mark.parametrize(
     ("section", "due"),
-    [
-        ({}, []),
-        ({"every_steps": 3}, [3, 6, 9]),
-        ({"every_epochs": 0.5}, [3, 5, 8, 10]),
-        ({"every_epochs": 2.0}, [10]),
-    ],
+    [({}, []), ({"every_steps": 3}, [3, 6, 9]), ({"every_epochs": 0.5}, [3, 5, 8, 10]), ({"every_epochs": 2.0}, [10])],
 )
 def test_what_repeats_is_due_by_steps_or_by_epochs(section: dict[str, Any], due: list[int]) -> None:
     ones = np.ones(10, dtype=np.int64)

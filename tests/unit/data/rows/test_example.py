@@ -11,6 +11,7 @@ from tests.support.refusals import refusal
 from toolkit.data.rows.columns import Columns
 from toolkit.data.rows.example import Example, build_example, build_schema, list_cells, read_examples
 
+BRIEF = say("a", "b", system="be brief")
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
 
 
@@ -58,6 +59,8 @@ def test_nulls_empty_lists_and_calls_of_older_chats_are_read_as_messages():
     messages += [{"role": "tool", "content": ""}, {"role": "assistant", "content": "one", "tool_calls": []}]
     expected = [say("hi")[0], CALL | {"content": ""}, messages[2], say("", "one")[1]]
     assert read(messages).messages == expected  # some templates print a call, or refuse the turn, wherever the key is
+    developer = [{"role": "developer", "content": "be brief"}, *say("a", "b")]
+    assert read(developer).messages == BRIEF  # who speaks for the system
     older = [say("hi")[0], OLD_CALL, {"role": "function", "name": "add", "content": "1"}, *expected[3:]]
     assert read(older).messages == [*expected[:2], {"role": "tool", "name": "add", "content": "1"}, *expected[3:]]
 
@@ -159,7 +162,6 @@ def test_text_in_parts_is_one_text():
     assert read([{"role": "user", "content": PARTS}, *say("", "2")[1:]]).messages == say("1 + 1?", "2")
 
 
-BRIEF = say("a", "b", system="be brief")
 TWO_TEXTS = "the column system and the system turn are different texts: leave one of them out"
 
 

@@ -34,7 +34,8 @@ HELLO = turns(("human", "hello"), ("gpt", "one"))
 @pytest.mark.parametrize("assistant", ["gpt", "assistant", "chatgpt", "bot", "model"])
 def test_sharegpts_roles_are_users_and_assistants(user: str, assistant: str) -> None:
     expected = Example(messages=say("hello", "one", system="be brief"))
-    assert sharegpt(turns(("system", "be brief"), (user, "hello"), (assistant, "one"))) == expected
+    for system in ("system", "developer"):
+        assert sharegpt(turns((system, "be brief"), (user, "hello"), (assistant, "one"))) == expected
     assert sharegpt(json.dumps(turns((user, "hello"), (assistant, "one"))), system="be brief") == expected
     unspoken = sharegpt([{"role": user, "content": "hello", "from": None}, *HELLO[1:]], system=" ")
     assert unspoken == Example(messages=say("hello", "one"))

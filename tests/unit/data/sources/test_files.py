@@ -134,10 +134,8 @@ def test_a_text_is_rows_of_paragraphs() -> None:
     Path("b.txt.gz").write_bytes(gzip.compress(b"\nsix\n"))
     rows = load_llm("a.txt", "b.txt.gz")
     assert rows.train["text"][:] == ["one\ntwo é", "three", "  four\nfive", "six"]
-    assert (
-        rows.readings[0]
-        == "a.txt and 1 more: read as text, from text; no other columns; a row is a paragraph between blank lines"
-    )
+    how = "read as text, from text; no other columns; a row is a paragraph between blank lines"
+    assert rows.readings[0] == f"a.txt and 1 more: {how}"
     Path("blank.txt").write_text("\n \n")
     assert "blank.txt holds no rows" in refusal(load_llm, "blank.txt")
 

@@ -153,7 +153,8 @@ def test_a_column_may_stand_inside_another(ending: str) -> None:
     rows = [{"id": 1, "translation": None}, *rows, {"id": 1, "translation": {"en": "Say", "fr": None}}]
     write_objects("rows.jsonl", rows)
     Dataset.from_list(rows).to_parquet("rows.parquet")
-    loaded = load_t5(f"rows.{ending}", source_column="translation.en", target_column="translation.fr.text")
+    settings = {"source_column": "translation.en", "target_column": "translation.fr.text"}
+    loaded = load_t5(f"rows.{ending}", **settings)
     assert list_pairs(loaded) == [("Say 0", "Dis 0"), ("Say 1", "Dis 1")]
     assert loaded.readings == [
         f"rows.{ending}: read as a source with its target, from translation.en and translation.fr.text; not read: id"
@@ -163,18 +164,9 @@ def test_a_column_may_stand_inside_another(ending: str) -> None:
         "translation.fr.text): set data.source_column and data.target_column to columns that exist"
     )
     Path("own.py").write_text(f"def load(config):\n    yield from {rows[1:3]}\n")
-    settings = {"source_column": "translation.en", "target_column": "translation.fr.text", "source": "own.py:load"}
-    assert list_pairs(load_t5(**settings)) == [("Say 0", "Dis 0"), ("Say 1", "Dis 1")]
+    assert list_pairs(load_t5(source="own.py:load", **settings)) == list_pairs(loaded)
     # Each name may have a dot of its own.
     rows = [{"a.b": {"c.d": "Say"}, "a": {"e": "Dis"}}]
     write_objects("rows.jsonl", rows)
     Dataset.from_list(rows).to_parquet("rows.parquet")
     assert list_pairs(load_t5(f"rows.{ending}", source_column="a.b.c.d", target_column="a.e")) == [("Say", "Dis")]
-
-
-def test_a_developer_speaks_for_the_system() -> None:
-    developer = {"role": "developer", "content": "Be brief."}
-    write_objects("rows.jsonl", [{"messages": [developer, *CHAT]}])
-    write_objects("turns.jsonl", [{"conversations": [{"from": "developer", "value": "Be brief."}, *TURNS]}])
-    for file in ("rows.jsonl", "turns.jsonl"):
-        assert json.loads(load_llm(file).train["messages"][0]) == [developer | {"role": "system"}, *CHAT]

@@ -32,21 +32,18 @@ def test_tokens_that_targets_hold_are_kept_with_their_spaces(prepare, build):
     rows = prepare(tokenizer, [{"source": "so", "target": target} for target in [*TARGETS, "so</s>"]], DataConfig)
     assert set(rows.kept_tokens) == {"<a>", "<b>", "<c>", "\n"}
     assert rows.train["target"][:] == [*TARGETS, "so"]
-    texts = decode_texts(
-        rows.tokenizer, [[*labels, rows.tokenizer.pad_token_id] for labels in rows.train["labels"]], rows.kept_tokens
-    )
+    padded = [[*labels, rows.tokenizer.pad_token_id] for labels in rows.train["labels"]]
+    texts = decode_texts(rows.tokenizer, padded, rows.kept_tokens)
     assert [text.strip() for text in texts] == rows.train["target"][:]
 
 
 def test_rows_with_an_end_token_in_the_middle_are_counted(prepare):
-    def remarks(rows: list[dict[str, Any]], **settings: Any) -> list[str]:
-        return [line.replace(str(rows), "") for line in prepare(build_byte_level(), rows, **settings).remarks]
-
     pairs = [{"prompt": "so", "completion": " the</s>"}, {"prompt": "so</s>the", "completion": " so"}]
-    [remark] = remarks(pairs)
+    [remark] = prepare(build_byte_level(), pairs).remarks
     assert remark.startswith("an end token stands in the middle of the text in 1 of 2 training rows (first: ")
     assert remark.endswith("rows.jsonl, row 2): generated texts end at it; take it out where it is only text")
-    [remark] = remarks([{"source": "so </s> the", "target": "so"}, {"source": "so", "target": "the</s>"}], section=DataConfig)
+    rows = [{"source": "so </s> the", "target": "so"}, {"source": "so", "target": "the</s>"}]
+    [remark] = prepare(build_byte_level(), rows, DataConfig).remarks
     assert "in 1 of 2 training rows (first: " in remark
 
 
@@ -95,9 +92,8 @@ def test_a_token_that_a_template_builds_of_a_role_is_text_in_content(header):
 
 def test_a_template_that_looks_for_a_special_token_in_content_gets_it(prepare):
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", "</think>")
-    tokenizer.chat_template = CHATML.replace(
-        "message.content }}\n        {%- for", "message.content.split('</think>')[-1] }}\n        {%- for"
-    )
+    calls = "}}\n        {%- for"
+    tokenizer.chat_template = CHATML.replace(f"message.content {calls}", f"message.content.split('</think>')[-1] {calls}")
     text, [turn] = render_turns(tokenizer, say("a", "so</think>the <|im_end|>"), None)
     assert show(tokenizer, text)[turn.start : turn.content_end] == "the <|im_end|>" == text[turn.start : turn.content_end]
 
