@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from tests.support.refusals import refusal
@@ -21,16 +22,12 @@ def config(**overrides: Any) -> Any:
 
 
 def dataset(rows: Any) -> Any:
-    import datasets
-
     return datasets.Dataset.from_list([{"messages": row} for row in rows])
 
 
 def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import datasets
-
     datasets.enable_progress_bars()
     here = check_datasets(config(data__cache_dir=str(tmp_path)), dataset(CHATS), None)
     given = save_datasets(here, dataset(CHATS), dataset(CHATS[:1]))
@@ -49,8 +46,6 @@ def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(
 
 
 def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
-    import datasets
-
     rows = dataset(CHATS)
     both = datasets.DatasetDict(a=rows, b=rows)
     mistakes: list[tuple[Any, Any, Any, str]] = [

@@ -98,15 +98,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def build(seed: int = 0) -> Any:
-    import transformers
-
     torch.manual_seed(seed)
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=256, **FAMILIES["t5"][1]))
 
 
 def test_a_class_is_loaded_for_its_kind_of_config_until_the_run_ends(folder: str) -> None:
-    import transformers
-
     own, auto = make_class("t5"), transformers.AutoModelForSeq2SeqLM
     with own_class(own, ModelConfig(name_or_path=folder), Seq2Seq()):
         assert type(auto.from_pretrained(folder)) is own
@@ -116,8 +112,6 @@ def test_a_class_is_loaded_for_its_kind_of_config_until_the_run_ends(folder: str
 
 
 def test_what_fits_neither_the_task_nor_the_config_is_refused(folder: str) -> None:
-    import transformers
-
     mistakes: list[tuple[Any, dict[str, Any], Any, str]] = [
         (folder, {}, Seq2Seq(), "model is a str, not an encoder-decoder that generates text: take one such as T5"),
         (torch.nn.Linear(2, 2), {}, Seq2Seq(), "model is a Linear, not an encoder-decoder"),
@@ -138,8 +132,6 @@ def test_what_fits_neither_the_task_nor_the_config_is_refused(folder: str) -> No
 
 
 def test_a_built_model_becomes_a_folder_named_by_its_contents(folder: str, tmp_path: Path) -> None:
-    import transformers
-
     config = ModelConfig(name_or_path=folder, revision="main")
     saved = save_built(build(), config, tmp_path)
     assert saved.revision is None and Path(saved.name_or_path).parent == tmp_path / "models"
@@ -164,8 +156,6 @@ def test_what_a_folder_would_not_bring_back_is_refused(folder: str, tmp_path: Pa
 
 
 def test_a_built_model_follows_the_tokenizer_of_the_folder(folder: str, tmp_path: Path) -> None:
-    import transformers
-
     base = Path(shutil.copytree(folder, tmp_path / "base"))
     config = ModelConfig(name_or_path=str(base))
     first = save_built(build(), config, tmp_path)

@@ -8,11 +8,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from mnist_config import ImageDataConfig, MnistConfig, check_mnist_config
 from mnist_images import IDX_FILES, load_images
+from PIL import Image
 
 from tests.support.refusals import refusal
 from toolkit.config.load import load_config, save_config
@@ -141,8 +143,6 @@ def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:
 
 
 def test_an_unknown_source_gets_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     sentence = "data.source digit is not one of digits, idx, not a local folder and not in the local cache, and the hub cannot be"
     assert unread(ImageDataConfig(source="digit")).startswith(sentence)
@@ -151,9 +151,6 @@ def test_an_unknown_source_gets_those_there_are(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Writes a dataset folder whose images are these arrays; returns its config."""
-    import datasets
-    from PIL import Image
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def save(arrays: list[np.ndarray], labels: list[Any] | None = None, **columns: str) -> ImageDataConfig:

@@ -9,7 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
 from tests.support.refusals import refusal
 from tests.support.row_files import list_pairs, load_llm, load_t5, write_objects
@@ -26,9 +29,6 @@ def table(delimiter: str) -> str:
 
 
 def write_all() -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     columns = pa.Table.from_pylist(ROWS)
     pq.write_table(columns, "rows.parquet")
     with pa.ipc.new_file("rows.arrow", columns.schema) as writer:
@@ -105,8 +105,6 @@ def test_several_files_and_patterns_are_read_in_order_each_file_once() -> None:
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_empty_cells_are_counted_skipped_and_reported(kind: str) -> None:
-    from datasets import Dataset
-
     cells: list[tuple[str, Any]] = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None)]
     Path("rows.csv").write_text("source,target\n" + "".join(f"{source},{target or ''}\n" for source, target in cells))
     objects = [{"source": source, "target": target} for source, target in cells]

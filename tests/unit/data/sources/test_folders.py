@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.support import row_files
@@ -35,8 +38,6 @@ def refused(source: str = "data", **settings: Any) -> str:
 
 
 def test_a_folder_of_save_to_disk_is_read_by_its_splits() -> None:
-    import datasets
-
     dataset = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
     dataset.save_to_disk("data", num_shards=2)
     datasets.load_from_disk("data").map(lambda row: {"text": row["text"].upper()})
@@ -130,9 +131,6 @@ ARTICLES = {"source": "./dataset", "source_column": "article", "target_column": 
 
 def write_articles(name: str, texts: list[str], summaries: list[str | None]) -> None:
     """A parquet file of a folder that is a dataset."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     Path("dataset").mkdir(exist_ok=True)
     columns = {"article": texts, "summary": summaries, "id": list(range(len(texts)))}
     pq.write_table(pa.table(columns), f"dataset/{name}-0.parquet")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from tests.support.refusals import refusal
 from tests.support.row_files import CHAT, TURNS, list_pairs, load_llm, load_t5, stored_call, with_call, write_objects
@@ -76,8 +77,6 @@ def test_nulls_in_json_are_the_users_own() -> None:
     ],
 )
 def test_objects_of_columnar_files_have_the_keys_that_they_were_written_with(arguments: list[Any], how: dict[str, Any]) -> None:
-    from datasets import Dataset
-
     rows = [{"messages": with_call(each)} for each in arguments]
     dataset = Dataset.from_list(rows, **how)
     if not how:
@@ -147,8 +146,6 @@ def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_column_may_stand_inside_another(ending: str) -> None:
-    from datasets import Dataset
-
     rows = [{"id": 1, "translation": {"en": f"Say {number}", "fr": {"text": f"Dis {number}"}}} for number in range(2)]
     rows = [{"id": 1, "translation": None}, *rows, {"id": 1, "translation": {"en": "Say", "fr": None}}]
     write_objects("rows.jsonl", rows)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 from tests.support.model_folders import FAMILIES, WORDS, _build_tokenizer
 from tests.support.refusals import refusal
@@ -30,8 +32,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -90,8 +90,6 @@ def test_a_language_that_is_missing_or_unknown_is_refused(folders: dict[str, Pat
 def test_generation_begins_as_the_decoder_inputs_of_training(
     folders: dict[str, Path], family: str, start: str, forced: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import transformers
-
     tokenizer = load_with_languages(folders, family)
     config_class, settings = FAMILIES[family]
     with torch.device("meta"):

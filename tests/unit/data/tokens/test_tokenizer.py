@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
+import transformers
 from tokenizers import Tokenizer, models
 
 from tests.support.refusals import refusal
@@ -88,8 +90,6 @@ def test_tokenizers_and_tokens_that_do_not_fit_are_refused(
 
 def test_targets_with_a_vocabulary_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of FSMT's tokenizer, whose package is not here."""
-    import transformers
-
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, pad_token="<pad>").name_or_path)
     tokenizer.get_src_vocab = tokenizer.get_vocab
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **options: tokenizer)
@@ -105,8 +105,6 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", 
 
 
 def write_config(folder: Path, kind: str, **settings: Any) -> Path:
-    import transformers
-
     transformers.AutoConfig.for_model(kind, **settings).save_pretrained(folder)
     return folder
 
@@ -147,8 +145,6 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, kind: str, f
 
 
 def test_one_that_needs_no_file_or_another_file_is_read(tmp_path: Path) -> None:
-    import sentencepiece
-
     byt5 = write_config(tmp_path / "byt5", "t5", tokenizer_class="ByT5Tokenizer")
     assert open_tokenizer(byt5)("é")["input_ids"] == [198, 172, 1]
     content, llama = io.BytesIO(), write_config(tmp_path / "llama", "llama")
@@ -184,8 +180,6 @@ def test_parts_of_a_file_are_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, split: str | None, settings: dict[str, Any], replaced: str
 ) -> None:
     """The last two are as their class has them, the last because its owner says so."""
-    import transformers
-
     folder = write_split(tmp_path / "model", kind, split, **settings)
     with caplog.at_level("INFO", "toolkit"):
         own = open_tokenizer(folder)
@@ -202,8 +196,6 @@ def test_parts_of_a_file_are_its_own(
 
 
 def test_a_run_that_began_with_the_parts_of_a_class_is_told_how_to_go_on(tmp_path: Path) -> None:
-    import transformers
-
     folder, kept = write_split(tmp_path / "model", "qwen2", LLAMA_3), tmp_path / "run" / "tokenizer"
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(kept)
     assert refusal(check_kept_tokenizer, tmp_path / "run", open_tokenizer(folder)) == (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
@@ -53,8 +54,6 @@ LLAMA4 = {
 def test_a_backbone_that_is_not_where_the_class_says_leaves_the_loss(family: str) -> None:
     """OPT's forward calls the stack inside its backbone, as those of decoders of BART's kin do. Llama 4's of text alone is at
     `model`, and `base_model_prefix` says `language_model`."""
-    import transformers
-
     model: Any
     if family == "opt":
         model = build_causal(family)

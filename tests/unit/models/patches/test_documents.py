@@ -13,6 +13,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
+from transformers import AttentionInterface, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.support.model_folders import CAUSAL_FAMILIES
 from tests.support.tiny_models import build_causal, build_rows
@@ -53,8 +55,6 @@ def take_loss_and_gradients(model: Any, packs: list[list[Any]]) -> tuple[torch.T
 @pytest.mark.parametrize("kernel", ["sdpa a document", "varlen"])
 @pytest.mark.parametrize("family", BY_DOCUMENT)
 def test_loss_and_gradients_are_those_of_a_dense_mask(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import masking_utils
-
     rows = build_rows(LENGTHS)
     packs = [rows[:3], rows[3:]]
     expected_loss, expected = take_loss_and_gradients(build(family, "sdpa"), packs)
@@ -88,8 +88,6 @@ def test_a_changed_document_changes_no_bit_of_the_others(family: str, dtype: tor
 
 def test_a_mask_of_another_kind_stays_dense() -> None:
     """Tokens that see later ones (those of an image, in Gemma 3) are not the causal documents that a kernel computes."""
-    from transformers import masking_utils
-
     model = build("llama")
     lengths, starts = (2, 3), torch.tensor([0, 2, 5], dtype=torch.int32)
     embeds_1TD, positions_1T = torch.zeros(1, 5, 32), torch.tensor([[0, 1, 0, 1, 2]])
@@ -108,8 +106,6 @@ def test_a_mask_of_another_kind_stays_dense() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_documents_are_those_of_sdpa_one_after_the_other(dtype: torch.dtype, options: dict[str, float]) -> None:
     """With the same dropout masks and scale; the documents are alike, so that their masks tell them apart."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 6, 8, generator=generator).to(dtype).unbind()
     located = documents.Documents((6, 6), torch.tensor([0, 6, 12], dtype=torch.int32))
@@ -151,9 +147,6 @@ def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
 def test_flash_attention_gets_the_documents_and_searches_for_none(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without these four arguments it looks for packed rows in every block, which reads the device."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     seen = []
 
     def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:

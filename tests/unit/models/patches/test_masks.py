@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import ModernBertConfig, masking_utils
 
 from tests.support.host_reads import recorded
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
@@ -182,8 +183,6 @@ def test_an_encoder_decoder_generates_the_same(family: str) -> None:
 @pytest.mark.parametrize("length", [4, 8, 20])
 def test_a_window_to_both_sides_masks_what_is_beyond_it(length: int) -> None:
     """Of an encoder. No family here has one under sdpa, which alone leaves masks out."""
-    from transformers import ModernBertConfig, masking_utils
-
     config = ModernBertConfig(hidden_size=32, num_attention_heads=4, local_attention=12, attn_implementation="sdpa")
     expected = masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, length, 32), None)
     with masks.known_masks(is_packed=False, documents=None):
@@ -193,8 +192,6 @@ def test_a_window_to_both_sides_masks_what_is_beyond_it(length: int) -> None:
 
 
 def test_what_was_replaced_is_put_back_after_an_error() -> None:
-    from transformers import masking_utils
-
     kept = {name: getattr(masking_utils, name) for name in dir(masking_utils)}
     model = build_causal("llama")
     masks.install(model)
