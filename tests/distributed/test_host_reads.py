@@ -61,6 +61,23 @@ def test_a_step_reads_nothing_from_the_device(preset: str, tmp_path: Path) -> No
             assert (first_step, log_line) == (READS_OF_A_FIRST_STEP, READS_OF_A_LOG_LINE), model
 
 
+@pytest.mark.parametrize("preset", ["single", "ddp_cpu"])
+def test_experts_under_autocast_read_no_sizes_of_groups(preset: str, tmp_path: Path) -> None:
+    on_cpu = {"use_cpu": True, "num_processes": 1 if preset == "single" else 2}
+    overrides = {"mixed_precision": "bf16"} | on_cpu
+    for of_rank in run_on_ranks(reads_of_mixtures, preset=preset, overrides=overrides, args=(tmp_path,)):
+        assert of_rank == {"mixtral packed documents": {}, "mixtral-lora packed documents": {}}
+
+
+def reads_of_mixtures(folder: Path) -> dict[str, dict[str, int]]:
+    """On every rank, by model: the reads of a second step."""
+    from toolkit.launch.accelerator import build_accelerator
+
+    accelerator = build_accelerator()
+    names = ("mixtral packed documents", "mixtral-lora packed documents")
+    return {name: reads_of_two_steps(name, accelerator, folder)[1] for name in names}
+
+
 def reads_of_all_models(folder: Path) -> dict[str, tuple[dict[str, int], ...]]:
     """On every rank, by model: the reads of a second step without `masks`, and of a first step, a second one and a log line."""
     from unittest.mock import patch
@@ -83,7 +100,8 @@ def reads_of_two_steps(name: str, accelerator: Any, folder: Path) -> tuple[dict[
 
     run = build_run(name, accelerator, folder)
     found: tuple[Counter[str], ...] = (Counter(), Counter(), Counter())
-    take_two_steps(run, (recorded(found[0]), recorded(found[1])))
+    in_bf16 = accelerator.mixed_precision == "bf16"
+    take_two_steps(run, (recorded(found[0], in_bf16=in_bf16), recorded(found[1], in_bf16=in_bf16)))
     assert len(run.log.pending[-1].micro_batches) == NUM_MICRO_BATCHES
     with recorded(found[2]):
         run.log.flush()
