@@ -198,7 +198,7 @@ def test_the_listings_of_a_script_of_ones_own_run(clone: Clone) -> None:
     listings = re.findall(r"```(?:python|yaml)\n(.*?)```", python + configuration, re.DOTALL)
     names = {
         "name_or_path: FOLDER": "run.yaml",
-        "finetune(load_config(": "my_run.py",
+        "with exit_on_user_error": "my_run.py",
         "def load_rows": "my_rows.py",
         "(evaluate.Metric)": "my_metric.py",
     }
