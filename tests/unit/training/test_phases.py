@@ -107,6 +107,7 @@ def test_an_export_beside_a_gpu_takes_all_cores(monkeypatch: pytest.MonkeyPatch)
     for name in ("_tool", "measure_baselines", "list_commands", "leave", "working"):
         monkeypatch.setattr(runs, name, MagicMock())
     run: Any = MagicMock(num_steps=1, folder=Path("run"))
+    run.config.has_own_objective = False
     for kind in ("cuda", "cpu"):
         run.sharded.accelerator.device = torch.device(kind)
         assert runs.finish(run) == Path("run/export")
