@@ -46,10 +46,10 @@ def main() -> None:
     from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
     from toolkit.distributed.device import describe_device
     from toolkit.distributed.rng import seed_all
-    from toolkit.distributed.watchdog import at, working
+    from toolkit.distributed.watchdog import enter_phase
     from toolkit.launch.accelerator import build_accelerator, connect_devices
+    from toolkit.launch.rank_consistency import compare_ranks, describe_config
     from toolkit.launch.run_folder import save_run_config
-    from toolkit.launch.same_run import compare_ranks, describe_config
     from toolkit.parallel.units import describe
     from toolkit.parallel.wrap import check_wrap, shard_model
     from toolkit.tools.report.facts import save_record
@@ -63,7 +63,7 @@ def main() -> None:
     logger.info(describe_device(accelerator.device))
 
     # Images → the batch plan (which images each step takes). For the plan, an image is a row of one token with one label.
-    working("loading images")
+    enter_phase("loading images", counts_cpu=True)
     images = on_all_ranks(lambda: load_images(config.data, SMALLEST_SIDE))
     digest = hashlib.sha256()
     for part in (images.train, images.evaluation):
@@ -88,9 +88,9 @@ def main() -> None:
     save_run_config(config, run_folder)
     save_record(run_folder, sharded.units)
     train(config, sharded, optimizer, images, plan, num_steps, metrics)
-    at("saving", num_steps)
+    enter_phase("saving", num_steps)
     metrics.write("checkpoint", num_steps, **save_weights(sharded, run_folder / "model.safetensors"))
-    working("drawing the curves")
+    enter_phase("drawing the curves", counts_cpu=True)
     on_rank_0(lambda: draw_curves(metrics.load(), run_folder / "curves.png"))
     save_run_page(run_folder)
     leave()
@@ -110,21 +110,21 @@ def train(
 
     from toolkit.checkpoint.state import SkipHistory
     from toolkit.distributed.progress import Progress
-    from toolkit.distributed.watchdog import at
+    from toolkit.distributed.watchdog import enter_phase
     from toolkit.tracking.step_log import StepLog
 
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config.optim.gamma)
     bar = Progress(num_steps, 0, config.log_every_steps)
     log = StepLog(metrics, sharded, bar, [], SkipHistory(), max_skipped_steps=1)
     for number in range(num_steps + 1):
-        at("step", number)
+        enter_phase("step", number)
         if number > 0:
             log.add(train_step(config, sharded, optimizer, images, plan, plan.step(number)))
         evaluates = number in (0, num_steps) or plan.is_due(number, config.eval_every_epochs)
         if evaluates or number % config.log_every_steps == 0:
             log.flush()
         if evaluates:
-            at("evaluation", number)
+            enter_phase("evaluation", number)
             figures = evaluate(sharded, images, config.eval_batch_size_rows)
             metrics.write("eval", number, **figures)
             logger.info(f"evaluation at step {number}: loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2f} %")
@@ -157,7 +157,7 @@ def train_step(
 
     from toolkit.distributed.comm import rank, world_size
     from toolkit.distributed.rng import seed_all
-    from toolkit.loss import share_of_global_mean, summed_cross_entropy
+    from toolkit.loss import scale_to_global_mean, summed_cross_entropy
     from toolkit.tracking.step_log import StepFigures
     from toolkit.training.optim import clip_gradients
 
@@ -168,7 +168,7 @@ def train_step(
         rows = [row for (row,) in micro_batch.packs]
         pixels_B1HW, labels_B = images.collate(images.train, rows, device, is_dummy=micro_batch.is_dummy)
         batch_sum = summed_cross_entropy(sharded.model(pixels_B1HW), labels_B, config.optim.label_smoothing)
-        share_of_global_mean(batch_sum, step.num_label_tokens, world_size()).backward()
+        scale_to_global_mean(batch_sum, step.num_label_tokens, world_size()).backward()
         loss_sum += batch_sum.detach()
     grad_norm = clip_gradients(sharded.model, max_norm=None)
     optimizer.step()
@@ -227,13 +227,13 @@ def save_weights(sharded: ShardedModel, path: Path) -> dict[str, float]:
     from safetensors.torch import save_file
 
     from toolkit.distributed.comm import on_rank_0, rank
-    from toolkit.distributed.watchdog import working
+    from toolkit.distributed.watchdog import enter_phase
     from toolkit.errors import UserError
     from toolkit.files.durable import give_usual_mode, written_beside
-    from toolkit.parallel.gather import whole_parameters
+    from toolkit.parallel.gather import unsharded_parameters
 
     start_s = time.perf_counter()
-    gathered = whole_parameters(sharded)  # all ranks gather, one unit at a time
+    gathered = unsharded_parameters(sharded)  # all ranks gather, one unit at a time
     weights = {name: whole.to("cpu", copy=True).contiguous() for name, whole in gathered if rank() == 0}
     gathered_s = time.perf_counter()
 
@@ -246,7 +246,7 @@ def save_weights(sharded: ShardedModel, path: Path) -> dict[str, float]:
             raise UserError(f"{path} could not be written: {error}") from None
         return path.stat().st_size
 
-    working("saving")
+    enter_phase("saving", counts_cpu=True)
     num_bytes = on_rank_0(write)
     end_s = time.perf_counter()
     return {"blocking_s": end_s - start_s, "write_s": end_s - gathered_s, "num_bytes": num_bytes}

@@ -15,7 +15,7 @@ def main() -> None:
 
     The way of the data, which `finetune()` in `toolkit/training/finetune.py` calls in this order:
 
-    1. `setup.py`: `begin()` checks both YAML files, opens the run folder and chooses the checkpoint to resume from.
+    1. `setup.py`: `setup_run()` checks both YAML files, opens the run folder and chooses the checkpoint to resume from.
     2. `model.py`: `build_skeleton()` builds the model on the meta device, so that a mistake shows before anything loads.
     3. `data.py`: `prepare_data()` reads sources and targets, tokenizes them once, and plans which rows each step takes.
     4. `model.py`: `build_model()` loads the weights, freezes or adapts them, shards them and builds the optimizer.

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from toolkit.errors import UserError
     from toolkit.evaluation.metrics import on_rows
     from toolkit.training.finetune import Result, finetune
-    from toolkit.training.user_functions import Figures, StepInfo
+    from toolkit.training.user_functions import EvalMetrics, StepInfo
 
 __version__ = "0.1.0"
 
-__all__ = ["Figures", "Result", "StepInfo", "UserError", "finetune", "load_config", "on_rows"]
+__all__ = ["EvalMetrics", "Result", "StepInfo", "UserError", "finetune", "load_config", "on_rows"]
 
 _MODULES = {
-    "Figures": "toolkit.training.user_functions",
+    "EvalMetrics": "toolkit.training.user_functions",
     "Result": "toolkit.training.finetune",
     "StepInfo": "toolkit.training.user_functions",
     "UserError": "toolkit.errors",

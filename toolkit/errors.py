@@ -40,7 +40,7 @@ class UserError(ValueError):
         self.printed_by = printed_by
 
 
-_WAYS_OUT = {
+_REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there"),
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EROFS: "mount it writable",
@@ -65,8 +65,8 @@ def refused(error: BaseException | None) -> OSError | None:
         number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         if number is None and not isinstance(error, UserError):
             found = _ERROR_OF_RUST.search(str(error))
-            number = int(found[1]) if found else next((n for n in _WAYS_OUT if os.strerror(n) in str(error)), None)
-        if number in _WAYS_OUT or (isinstance(error, OSError) and number == errno.ENOENT and _lost_its_folder(error.filename)):
+            number = int(found[1]) if found else next((n for n in _REMEDIES if os.strerror(n) in str(error)), None)
+        if number in _REMEDIES or (isinstance(error, OSError) and number == errno.ENOENT and _lost_its_folder(error.filename)):
             return error if isinstance(error, OSError) and error.errno else OSError(number, os.strerror(number))
         seen.append(error)
         error = error.__cause__ or error.__context__
@@ -83,21 +83,21 @@ def as_user_error(error: BaseException) -> UserError | None:
     if isinstance(error, UserError):
         return error
     if lost := _LOADER_WORKER.search(str(error)):
-        way_out = "free memory, where the system ends processes because it runs out, or set data.num_loader_workers 0"
-        return UserError(f"a process that collates batches {lost[1]}: {way_out}, and start the same command again", "rank")
+        remedy = "free memory, where the system ends processes because it runs out, or set data.num_loader_workers 0"
+        return UserError(f"a process that collates batches {lost[1]}: {remedy}, and start the same command again", "rank")
     denied = error if isinstance(error, PermissionError) and error.filename else None
     if (found := denied or refused(error)) is None:
         return None
     where = f" ({found.filename})" if found.filename else ""
     otherwise = "ask its owner, or chmod" if denied else "do not clean the folder of temporary files (TMPDIR) while this runs"
-    way_out = _WAYS_OUT.get(found.errno or 0, otherwise)
+    remedy = _REMEDIES.get(found.errno or 0, otherwise)
     if found.errno == errno.ENOSPC and str(found.filename or _SHARED_MEMORY).startswith(_SHARED_MEMORY):
-        way_out = f"make room on the disk, or in {_SHARED_MEMORY} (docker run --shm-size 1g, or data.num_loader_workers 0)"
-    return UserError(f"the system refuses: {found.strerror}{where}; {way_out}, and start the same command again", "rank")
+        remedy = f"make room on the disk, or in {_SHARED_MEMORY} (docker run --shm-size 1g, or data.num_loader_workers 0)"
+    return UserError(f"the system refuses: {found.strerror}{where}; {remedy}, and start the same command again", "rank")
 
 
 @contextmanager
-def refusal_named(what: str, way_out: str) -> Iterator[None]:
+def refusal_named(what: str, remedy: str) -> Iterator[None]:
     """Turn an `OSError`, or what the system `refused`, into a `UserError`: `what`, in brackets the reason, and the way out."""
     try:
         yield
@@ -107,7 +107,7 @@ def refusal_named(what: str, way_out: str) -> Iterator[None]:
         found = refused(error) or error
         if not isinstance(found, OSError):
             raise
-        raise UserError(f"{what} ({found.strerror or found}): {way_out}") from None
+        raise UserError(f"{what} ({found.strerror or found}): {remedy}") from None
 
 
 EXIT_USER_ERROR = 2

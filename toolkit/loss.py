@@ -63,7 +63,7 @@ def chunked_cross_entropy(
     return loss_sum, num_correct
 
 
-def share_of_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_size: int) -> torch.Tensor:
+def scale_to_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_size: int) -> torch.Tensor:
     """The loss that one rank backpropagates, so that the averaged gradients are those of `global sum / N`.
 
     DDP and FSDP divide the summed gradients by the number of ranks; the factor `world_size` cancels that.

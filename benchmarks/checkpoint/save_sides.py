@@ -23,19 +23,19 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.measuring import memory_gib, restart_peak
-from toolkit.checkpoint.find import Goal
+from toolkit.checkpoint.find import BestMetric
 from toolkit.checkpoint.load import choose_checkpoint, load_checkpoint
 from toolkit.checkpoint.save import CheckpointWriter, Save
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.schema import CheckpointConfig, OptimConfig, RecipeConfig
 from toolkit.distributed.comm import close_groups, gather_objects, rank, world_size
 from toolkit.launch.accelerator import build_accelerator
-from toolkit.loss import share_of_global_mean
+from toolkit.loss import scale_to_global_mean
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.training.optim import build_optimizer, clip_gradients
 
-GOAL = Goal("loss", higher_is_better=False, measured_on={}, compared=())
+GOAL = BestMetric("loss", higher_is_better=False, measured_on={}, compared=())
 IDENTITY = Identity({"eval.best_metric": "loss"}, "", "", {})
 WITHOUT, SYNC, ASYNC = "no saves", "sync", "async"
 
@@ -99,13 +99,13 @@ class Trained:
 
 def accumulate_gradients(sharded: ShardedModel, num_micro_batches: int, num_row_tokens: int) -> None:
     """Gradients of micro-batches of one row of random tokens on each rank. Collective."""
-    vocab_size = sharded.plain.config.vocab_size
+    vocab_size = sharded.unwrapped.config.vocab_size
     for _ in range(num_micro_batches):
         tokens = torch.randint(vocab_size, (1, num_row_tokens))
         batch = {"input_ids": tokens, "label_positions": torch.arange(num_row_tokens - 1), "labels": tokens[0, 1:]}
         loss_sum, _ = summed_loss(sharded.model, batch)
         num_label_tokens = num_micro_batches * world_size() * (num_row_tokens - 1)
-        share_of_global_mean(loss_sum, num_label_tokens, world_size()).backward()
+        scale_to_global_mean(loss_sum, num_label_tokens, world_size()).backward()
 
 
 def update(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -110,7 +110,7 @@ def train(case: Case, run: str, preset: Path, folder: Path, num_steps: int) -> t
         raise RuntimeError("it exported no weights")
     lines = load_json_lines(result.folder / "metrics.jsonl")
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
-    return [*losses, result.figures["loss"]], [line["step"] for line in lines if line["kind"] == "resume"]
+    return [*losses, result.metrics["loss"]], [line["step"] for line in lines if line["kind"] == "resume"]
 
 
 def why_no_float8() -> str:

@@ -65,8 +65,8 @@ def main() -> None:
         "anonymous_after": read_memory()["RssAnon"] - before["RssAnon"],
         "resident_peak": peak["VmRSS"] - before["VmRSS"],
         "seconds": seconds,
-        "shard_bytes": sum(local_tensor(parameter).nbytes for parameter in sharded.plain.parameters()),
-        "num_parameters": sum(parameter.numel() for parameter in sharded.plain.parameters()),
+        "shard_bytes": sum(local_tensor(parameter).nbytes for parameter in sharded.unwrapped.parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in sharded.unwrapped.parameters()),
     }
     if way == "trained":
         figures |= train(sharded, Path(config.run.output_dir), before["RssAnon"])

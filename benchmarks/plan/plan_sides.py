@@ -23,7 +23,7 @@ from toolkit.config.schema import LLMConfig, SummarizationConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import gather_objects, rank
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
-from toolkit.loss import share_of_global_mean
+from toolkit.loss import scale_to_global_mean
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen
 from toolkit.models.lora import add_adapter, is_enabled
@@ -61,7 +61,7 @@ def main() -> None:
 
     def take_step() -> None:
         for _ in range(settings["num_micro_batches"]):
-            share_of_global_mean(summed_loss(sharded.model, batch)[0], 1, 1).backward()
+            scale_to_global_mean(summed_loss(sharded.model, batch)[0], 1, 1).backward()
         clip_gradients(sharded.model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -24,8 +24,8 @@ from toolkit.parallel.wrap import shard_model
 from toolkit.training.data import prepare_data
 from toolkit.training.model import build_skeleton, load_model
 from toolkit.training.optim import build_optimizer
-from toolkit.training.setup import begin
-from toolkit.training.user_functions import Own
+from toolkit.training.setup import setup_run
+from toolkit.training.user_functions import UserHooks
 
 NOTHING = torch.empty(0)
 
@@ -35,7 +35,7 @@ def main() -> None:
     config, num_steps = load_config(side["recipe"], overrides=side["flags"]), side["steps_per_turn"]
     turns = Turns()
     turns.begin()
-    context = begin(config, objective_of(config), Own())
+    context = setup_run(config, objective_of(config), UserHooks())
     config, model_config, skeleton = build_skeleton(config, context)
     rows, plan, evaluation = prepare_data(context.objective, config, context.metrics, model_config, skeleton, world_size())
     model = shard_model(context.accelerator, *load_model(config, context, model_config, skeleton)).model

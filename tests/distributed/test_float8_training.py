@@ -91,18 +91,18 @@ def take_step(family: str) -> dict[str, Any]:
     sharded = shard_model(accelerator, model)
     optimizer = build_optimizer(OptimConfig(lr=1e-2), sharded.model)
     gathered: dict[str, str] = {}
-    for name, module in sharded.plain.named_modules():
+    for name, module in sharded.unwrapped.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda module, _, name=name: gathered.update({name: type(module.weight).__name__}))
     ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(rank() % 2)).tolist()
     rows = [{"input_ids": row, "labels": row[:5] if family == "t5" else [-100, *row[1:]]} for row in ids]
     collator: Any = SummarizationCollator(0, 0) if family == "t5" else CausalCollator(0)
-    before = {name: p.full_tensor() for name, p in sharded.plain.named_parameters()}
+    before = {name: p.full_tensor() for name, p in sharded.unwrapped.named_parameters()}
     batch = {name: tensor.to(accelerator.device) for name, tensor in collator.collate([[row] for row in rows]).items()}
     summed_loss(sharded.model, batch)[0].backward()
     gradients = whole_gradients(sharded.model)
     optimizer.step()
-    parameters = dict(sharded.plain.named_parameters())
+    parameters = dict(sharded.unwrapped.named_parameters())
     return {
         "names": [names, list(parameters)],
         "gathered": gathered,

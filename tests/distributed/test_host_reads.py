@@ -145,7 +145,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     from toolkit.tracking.trackers import Trackers
     from toolkit.training.optim import build_optimizer
     from toolkit.training.run import Run
-    from toolkit.training.user_functions import Own
+    from toolkit.training.user_functions import UserHooks
 
     family, *options = name.split()
     is_seq2seq, is_packed = family in ("t5", "bart"), "packed" in options
@@ -177,7 +177,7 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator, objective=objective)  # type: ignore[arg-type]
     return Run(
         config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]
-        metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, goal=None, own=Own(), data=None,  # type: ignore[arg-type]
+        metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, best_metric=None, hooks=UserHooks(), data=None,  # type: ignore[arg-type]
         trackers=Trackers(), objective=objective,
     )  # fmt: skip
 

@@ -157,7 +157,7 @@ def report_shards() -> dict[str, Any]:
     from tests.support.small_run import T5_CONFIG
     from toolkit.config.schema import OptimConfig
     from toolkit.launch.accelerator import build_accelerator
-    from toolkit.parallel.gather import whole_parameters
+    from toolkit.parallel.gather import unsharded_parameters
     from toolkit.parallel.units import local_tensor
     from toolkit.parallel.wrap import shard_model
     from toolkit.training.optim import build_optimizer
@@ -184,7 +184,7 @@ def report_shards() -> dict[str, Any]:
         "local_bytes": num_bytes(parameters),
         "gradient_bytes": gradient_bytes,
         "moment_bytes": num_bytes(moments),
-        "whole_gathered_bytes": sum(p.numel() * p.element_size() for _, p in whole_parameters(sharded)),
+        "whole_gathered_bytes": sum(p.numel() * p.element_size() for _, p in unsharded_parameters(sharded)),
     }
 
 

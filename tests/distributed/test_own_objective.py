@@ -49,7 +49,7 @@ class Regression(Objective):
         errors_B = model(input_ids=batch["input_ids"], use_cache=False).logits[:, 0].float() - batch["labels"]
         return (errors_B**2 * batch["counts"]).sum(), (errors_B.abs() * batch["counts"]).sum()
 
-    def figures(self, loss_sum: float, second_sum: float, num_labels: float, num_bytes: float, /) -> dict[str, float]:
+    def metrics(self, loss_sum: float, second_sum: float, num_labels: float, num_bytes: float, /) -> dict[str, float]:
         return {"loss": loss_sum / num_labels, "absolute_error": second_sum / num_labels}
 
 
@@ -90,7 +90,7 @@ def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(tmp_path:
     (tmp_path / "rows.jsonl").write_text("\n".join(lines[:-7]))
     (tmp_path / "held_out.jsonl").write_text("\n".join(lines[-7:]))
     results, by_hand = run_on_ranks(train, preset="single", overrides=FP32, args=(tmp_path,))[0]
-    half, resumed, whole = (result.figures for result in results)
+    half, resumed, whole = (result.metrics for result in results)
     assert resumed["loss"] == pytest.approx(by_hand, rel=1e-4) and resumed["loss"] < half["loss"]
     assert {**resumed, "rows_per_s": 0} == {**whole, "rows_per_s": 0}
     losses = [

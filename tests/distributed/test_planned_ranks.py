@@ -12,7 +12,7 @@ import torch
 from tests.support.adapter_models import with_adapter
 from tests.support.launch import run_on_ranks
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
-from toolkit.loss import share_of_global_mean
+from toolkit.loss import scale_to_global_mean
 from toolkit.models import load as models
 from toolkit.models import lora as adapters
 from toolkit.models.freeze import cast_frozen
@@ -52,7 +52,7 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     optimizer = optim.build_optimizer(subject.config.optim, sharded.model)
 
     def take_step() -> None:
-        share_of_global_mean(summed_loss(sharded.model, batch)[0], 1, 1).backward()
+        scale_to_global_mean(summed_loss(sharded.model, batch)[0], 1, 1).backward()
         optim.clip_gradients(sharded.model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

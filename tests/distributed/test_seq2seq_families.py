@@ -112,9 +112,9 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     from toolkit.evaluation.loop import evaluate
     from toolkit.evaluation.rows import EvaluationRows
     from toolkit.export.card import Origin
-    from toolkit.export.places import run_places
+    from toolkit.export.paths import export_paths_of_run
     from toolkit.export.write import export_model
-    from toolkit.loss import share_of_global_mean
+    from toolkit.loss import scale_to_global_mean
     from toolkit.models.freeze import freeze
     from toolkit.models.patches.chunked_loss import summed_loss
     from toolkit.objectives.model_checks import check_seq2seq_model
@@ -147,13 +147,13 @@ def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, fl
     batch = collator.collate([[dataset[place]] for place in range(3)])
     for _ in range(3):
         loss_sum, _ = summed_loss(sharded.model, batch)
-        share_of_global_mean(loss_sum, 2 * sum(tokens["num_label_tokens"]), 2).backward()
+        scale_to_global_mean(loss_sum, 2 * sum(tokens["num_label_tokens"]), 2).backward()
         trained = {name: p.grad for name, p in sharded.model.named_parameters() if p.requires_grad}
         assert not [name for name, gradient in trained.items() if gradient is None or not torch.isfinite(gradient).all()], family
         optimizer.step()
         optimizer.zero_grad()
     after = evaluate(config.eval, sharded, data, folder / "predictions.jsonl", lambda: None)
-    export_model(config, sharded, data, Origin(), run_places(config, folder))
+    export_model(config, sharded, data, Origin(), export_paths_of_run(config, folder))
     return before["loss"], after["loss"], len((folder / "predictions.jsonl").read_text().splitlines())
 
 

@@ -219,7 +219,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     from toolkit.launch.accelerator import frozen_dtype
     from toolkit.objectives import objective_of
     from toolkit.parallel import wrap as sharding
-    from toolkit.parallel.gather import whole_parameters
+    from toolkit.parallel.gather import unsharded_parameters
     from toolkit.training import model as stages
     from toolkit.training.setup import RunContext
 
@@ -243,7 +243,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     sharded = sharding.shard_model(accelerator, model, counted(readers, reads))
     named = dict(model.named_parameters(remove_duplicate=False))
     return {
-        "parameters": {name: whole.clone() for name, whole in whole_parameters(sharded)},
+        "parameters": {name: whole.clone() for name, whole in unsharded_parameters(sharded)},
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "placed": {name: (str(p.placements), p.requires_grad, str(p.device)) for name, p in named.items()},
         "aliases": {name: sorted(other for other, q in named.items() if q is p) for name, p in named.items()},

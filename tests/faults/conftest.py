@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.faults.harness import CHANGES, SAVED, WHOLE, run_with, whole_checkpoints
+from tests.faults.harness import CHANGES, SAVED, WHOLE, complete_checkpoints, run_with
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.workbench import Workbench, new_bench
 
@@ -18,5 +18,5 @@ def faulty_bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     save_jsonl(data / "rows.jsonl", make_rows(30))
     bench = replace(new_bench(tmp_path_factory, "faults"), data=data, changes=CHANGES)
     run_with(bench, WHOLE)
-    assert whole_checkpoints(bench.runs / WHOLE) == list(SAVED)
+    assert complete_checkpoints(bench.runs / WHOLE) == list(SAVED)
     return bench

@@ -143,7 +143,7 @@ def make_the_manifest_match(folder: Path) -> None:
     write_manifest(folder, read_manifest(folder) | {"files": files})
 
 
-def whole_checkpoints(run: Path) -> list[int]:
+def complete_checkpoints(run: Path) -> list[int]:
     """Steps of the checkpoints that are whole, in this module's own judgement, oldest first."""
     return sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").iterdir() if is_whole(folder))
 

@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.faults.harness import check_same, run_with, start_with, whole_checkpoints
+from tests.faults.harness import check_same, complete_checkpoints, run_with, start_with
 from tests.support.launch import Running, run_on_ranks
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 from tests.support.workbench import FP32, Workbench
@@ -72,7 +72,7 @@ def main() -> None:
         goes_on = f"after step {newest}\n"
         assert goes_on in printed or newest == 0 or "resuming from" not in printed, f"no {goes_on!r} in {printed[-3000:]}"
         number, before = number + (not stops), newest
-        newest = max(whole_checkpoints(bench.runs / RUN), default=0) if (bench.runs / RUN / "checkpoints").exists() else 0
+        newest = max(complete_checkpoints(bench.runs / RUN), default=0) if (bench.runs / RUN / "checkpoints").exists() else 0
         assert newest >= before, f"the checkpoint of step {before} is gone, after which only that of {newest} stands"
         moments[f"{'stop' if stops else 'kill'} at a {moment}{' after new checkpoints' * (newest > before)}"] += 1
         print(f"{number}: {what.name} to {victims} at a {moment}; checkpoint {newest}", flush=True)

@@ -36,7 +36,7 @@ END_S = 300.0
 
 def before_a_new_group(watchdog: Watchdog, rank: int) -> None:
     """Rank 0 waits for rank 1 inside the store itself."""
-    watchdog.at("start", 1)
+    watchdog.enter_phase("start", 1)
     if rank == 1:
         sleep()
     dist.new_group(backend="gloo")
@@ -45,13 +45,13 @@ def before_a_new_group(watchdog: Watchdog, rank: int) -> None:
 def for_each_other(watchdog: Watchdog, rank: int) -> None:
     """Each rank waits in a group where the other never comes."""
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
-    watchdog.at("evaluation", 7)
+    watchdog.enter_phase("evaluation", 7)
     dist.all_reduce(torch.ones(1), group=groups[rank])
 
 
 def stopped(watchdog: Watchdog, rank: int) -> None:
     """Rank 0 gets SIGSTOP in the saving of step 2; rank 1 waits for it."""
-    watchdog.at("saving", 2)
+    watchdog.enter_phase("saving", 2)
     dist.barrier()
     if rank == 0:
         time.sleep(1)  # time enough to have reported its place
@@ -61,25 +61,25 @@ def stopped(watchdog: Watchdog, rank: int) -> None:
 
 def alone(watchdog: Watchdog, rank: int) -> None:
     """One process without a process group."""
-    watchdog.at("update", 5)
+    watchdog.enter_phase("update", 5)
     sleep()
 
 
 def suspended(watchdog: Watchdog, rank: int) -> None:
     """No hang: the process is stopped for longer than the watchdog's patience, as a scheduler does, and goes on."""
-    watchdog.at("loading rows", 1)
+    watchdog.enter_phase("loading rows", 1)
     time.sleep(0.3)  # its clock runs
     waker = subprocess.Popen(["sh", "-c", f"sleep {2 * watchdog.timeout_s}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.3)
     waker.wait()
-    watchdog.at("update", 1)
+    watchdog.enter_phase("update", 1)
 
 
 def left_by_its_peer(watchdog: Watchdog, rank: int) -> None:
     """No hang: rank 0 leaves the watchdog, and rank 1 stays, moving, for longer than the patience."""
     for _ in range(6 * rank):
-        watchdog.at("saving", 1)
+        watchdog.enter_phase("saving", 1)
         time.sleep(watchdog.timeout_s / 4)
 
 

@@ -27,9 +27,9 @@ from tests.faults.harness import (
     attempt_with,
     check_like_whole,
     check_one_sentence,
+    complete_checkpoints,
     resume,
     stopped_after,
-    whole_checkpoints,
 )
 from tests.faults.refusals import on_rank, save_by_step_4
 from tests.faults.workers.faulty_recipe import refuse
@@ -92,7 +92,7 @@ def test_what_is_refused_ends_the_run_which_goes_on_from_the_last_checkpoint(fau
     if EVERY_3.items() <= changes.items():
         assert bench.lines(name, "train")[-1]["step"] <= 5, "ended later than after the step that follows"
     if stands:
-        assert max(whole_checkpoints(run)) == stands and max(bench.checkpoints(name)) == step_name(stands)
+        assert max(complete_checkpoints(run)) == stands and max(bench.checkpoints(name)) == step_name(stands)
     if name in RESUMED:
         resume(bench, name, from_step=stands)
         check_like_whole(bench, name, SAVED)
@@ -105,7 +105,7 @@ def test_a_writer_that_dies_of_its_own_error_ends_the_run(faulty_bench: Workbenc
     outcome = attempt_with(faulty_bench, run.name, partial(save_by_step_4, dies), **EVERY_3)
     assert outcome.injected and all(code > 0 for code in outcome.returncodes), outcome.stderr[-6000:]
     said = f"checkpoint {run / 'checkpoints' / step_name(3)} could not be written: SystemExit"
-    assert said in outcome.stderr and whole_checkpoints(run) == [2], outcome.stderr[-6000:]
+    assert said in outcome.stderr and complete_checkpoints(run) == [2], outcome.stderr[-6000:]
 
 
 def test_later_steps_do_not_change_what_a_save_beside_them_writes(faulty_bench: Workbench) -> None:
@@ -204,7 +204,7 @@ def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench: 
         # The run: its config, a checkpoint, and the predictions of its evaluation.
         is_refused("open", r"full/config\.yaml", 0, rf"{run}/config\.yaml cannot be written \({NO_SPACE}\): .*")
         is_refused("open", r"{4}.tmp/state/__0_0\.distcp w ", 0, f"{UNSAVED % 4}{NO_SPACE}.*")
-        assert whole_checkpoints(run) == [2]
+        assert complete_checkpoints(run) == [2]
         is_refused("open", r"predictions-6\.jsonl", 0, rf"the predictions {run}/predictions-6\.jsonl could not be .*: {NO_SPACE}")
         assert not list(run.glob("predictions-*"))
 

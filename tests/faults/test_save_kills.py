@@ -22,10 +22,10 @@ from tests.faults.harness import (
     attempt_with,
     check_like_whole,
     check_survivors_ended_by_themselves,
+    complete_checkpoints,
     read_manifest,
     resume,
     stopped_after,
-    whole_checkpoints,
     write_manifest,
 )
 from tests.faults.workers.faulty_recipe import before, kill, this_rank
@@ -146,7 +146,7 @@ def test_the_other_rank_is_killed(faulty_bench: Workbench, moment: str) -> None:
     """The rank at work may still come to the end of its save, or not; a resume takes what there is."""
     name = f"other {moment}"
     kill_a_run(faulty_bench, name, moment, ranks=(1 - MOMENTS[moment].rank,))
-    newest = whole_checkpoints(faulty_bench.runs / name)[-1]
+    newest = complete_checkpoints(faulty_bench.runs / name)[-1]
     assert newest == 2 or (newest == 4 and "rename" in moment or "manifest" in moment)
     check_goes_on(faulty_bench, name, newest)
 

@@ -146,7 +146,7 @@ def report_backends() -> dict[str, Any]:
         "save": dist.get_backend(build_group()),
         "device": str(accelerator.device),
         "sum": float(total),
-        "are_pinned": all(local_tensor(parameter).is_pinned() for parameter in sharded.plain.parameters()),
+        "are_pinned": all(local_tensor(parameter).is_pinned() for parameter in sharded.unwrapped.parameters()),
     }
 
 
@@ -181,7 +181,7 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
 
 WAITS_OF_OFFLOAD = {"graph.py", "_fsdp_collectives.py", "skip_guard.py"}
 """The host updates, so it waits for the gradients: FSDP2 adds up those of micro-batches there, within a backward, which passes
-on the warnings of its threads (torch/autograd/graph.py), and `SkipGuard.judge` takes the loss to where they are."""
+on the warnings of its threads (torch/autograd/graph.py), and `SkipGuard.should_skip` takes the loss to where they are."""
 
 
 @needs_gpus(2)

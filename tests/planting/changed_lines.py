@@ -145,7 +145,7 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
         "toolkit.parallel.gather:evaluation_model",
         (
             "        sharded.model.train()\n",
-            "        sharded.model.training = True\n        is_sharded or sharded.plain.eval()\n",
+            "        sharded.model.training = True\n        is_sharded or sharded.unwrapped.eval()\n",
         ),
     ),
     # The model stays in training mode.

@@ -117,7 +117,7 @@ def buffers_in_bf16(patch: MonkeyPatch) -> None:
     """Rotary frequencies are rounded to bf16, as by `model.to(bf16)`: far positions then have other angles."""
 
     def round_all(sharded: Any) -> None:
-        for buffer in sharded.plain.buffers():
+        for buffer in sharded.unwrapped.buffers():
             if buffer.is_floating_point():
                 buffer.copy_(buffer.bfloat16())
 

@@ -89,7 +89,7 @@ def wrong_loss_divisor(patch: MonkeyPatch) -> None:
         return compute(objective, model, batch, *args)
 
     patch.setattr(Objective, "loss", counting)
-    patch.setattr(loop, "share_of_global_mean", lambda loss_sum, num_label_tokens, world_size: loss_sum / max(1, counted[-1]))
+    patch.setattr(loop, "scale_to_global_mean", lambda loss_sum, num_label_tokens, world_size: loss_sum / max(1, counted[-1]))
 
 
 def no_clipping(patch: MonkeyPatch) -> None:

@@ -97,8 +97,8 @@ def test_the_notebook_runs_offline_and_its_model_learns(tmp_path: Path) -> None:
     notebook = json.loads((REPOSITORY / "docs" / "examples" / "python_api.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells), "the notebook is kept without outputs"
-    checks = "assert losses[-1][1] < 0.6 * losses[0][1] and result.figures['first_digit'] > 30, (losses, result)\n"
-    checks += "assert text == row['prompt'] + row['completion'] and result.figures['exact_match'] > 90, (text, row, result)"
+    checks = "assert losses[-1][1] < 0.6 * losses[0][1] and result.metrics['first_digit'] > 30, (losses, result)\n"
+    checks += "assert text == row['prompt'] + row['completion'] and result.metrics['exact_match'] > 90, (text, row, result)"
     script = tmp_path / "notebook.py"
     script.write_text("\n\n".join(["".join(cell["source"]) for cell in cells] + [checks]))
     ran = run_python(script, cwd=tmp_path)

@@ -148,7 +148,7 @@ def test_a_result_names_the_export_and_the_last_and_best_figures(called: Any) ->
         for result, _, evaluations in (rank["t5"] for rank in ranks):
             assert result.step == 4 and result.folder == folder / "t5"
             assert (result.export / "config.json").exists() and result.export == folder / "t5" / "export"
-            assert result.figures == {key: value for key, value in evaluations[-1].items() if key != "step"}
+            assert result.metrics == {key: value for key, value in evaluations[-1].items() if key != "step"}
             assert result.best_value == min(figures["order"] for figures in evaluations[1:])
 
 

@@ -8,11 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.find import Goal, Ranked, find_checkpoint, newest_valid, prune, rank_checkpoints, whole_checkpoints
+from toolkit.checkpoint.find import (
+    BestMetric,
+    Ranked,
+    complete_checkpoints,
+    find_checkpoint,
+    newest_valid,
+    prune,
+    rank_checkpoints,
+)
 from toolkit.checkpoint.manifest import MANIFEST, checkpoints_folder, commit, list_checkpoints, step_folder
 from toolkit.files.durable import describe_files, seal
 
-LOSS = Goal("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))
+LOSS = BestMetric("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))
 
 
 def make_checkpoint(run: Path, step: int, loss: float | None = None, measured_on: dict[str, Any] | None = None) -> Path:
@@ -50,11 +58,11 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
 
 
 def prune_to(
-    run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0, goal: Goal = LOSS
+    run: Path, just_written: Path, keep_last: int = 1, keep_best: int = 0, best_metric: BestMetric = LOSS
 ) -> tuple[list[Path], list[str]]:
     """The checkpoints that are gone, oldest first, and the sentences."""
     before = [folder for _, folder in list_checkpoints(run)]
-    sentences = prune(run, keep_last, keep_best, goal, just_written)
+    sentences = prune(run, keep_last, keep_best, best_metric, just_written)
     left = (*run.glob("checkpoints/*"),)
     return [folder for folder in before if not {folder, folder.with_suffix(".removing")}.intersection(left)], sentences
 
@@ -69,8 +77,8 @@ def found_folder(run: Path, resume: str) -> tuple[Path | None, list[str]]:
     return found and found.folder, sentences
 
 
-def ranked(run: Path, goal: Goal, last_step: int | None = None) -> list[Ranked]:
-    return rank_checkpoints(whole_checkpoints(run, last_step)[0], goal)
+def ranked(run: Path, best_metric: BestMetric, last_step: int | None = None) -> list[Ranked]:
+    return rank_checkpoints(complete_checkpoints(run, last_step)[0], best_metric)
 
 
 def names(run: Path) -> list[str]:

@@ -157,13 +157,13 @@ def whole_gradients(model: Any) -> dict[str, np.ndarray]:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    from toolkit.parallel.units import clean
+    from toolkit.parallel.units import clean_name
 
     def whole(gradient: Any) -> np.ndarray:
         return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().clone().numpy()
 
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
-            return {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
-    named = {clean(name).removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
+            return {clean_name(name): whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+    named = {clean_name(name).removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
     return {name: whole(p.grad) for name, p in named.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.loss import IGNORED_LABEL, chunked_cross_entropy, share_of_global_mean, summed_cross_entropy
+from toolkit.loss import IGNORED_LABEL, chunked_cross_entropy, scale_to_global_mean, summed_cross_entropy
 
 SMOOTHINGS = (0.0, 0.1, 0.9)
 
@@ -39,7 +39,7 @@ def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient(smoothing: flo
 
 def test_shares_average_to_the_global_mean() -> None:
     sums, num_label_tokens = [torch.tensor(6.0), torch.tensor(1.0)], 14
-    averaged = sum(share_of_global_mean(s, num_label_tokens, world_size=2) for s in sums) / 2
+    averaged = sum(scale_to_global_mean(s, num_label_tokens, world_size=2) for s in sums) / 2
     torch.testing.assert_close(averaged, torch.tensor(0.5))
 
 

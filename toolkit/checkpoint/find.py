@@ -85,8 +85,8 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Checkpoint | None, l
     try:
         named = read_checkpoint(Path(resume))
     except ValueError as error:
-        way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or auto for the newest"
-        raise UserError(f"checkpoint.resume is {resume}, but {error}{way_out}") from None
+        remedy = "" if isinstance(error, Unread) else ": give a whole checkpoint, or auto for the newest"
+        raise UserError(f"checkpoint.resume is {resume}, but {error}{remedy}") from None
     if later := [other.name for step, other in list_checkpoints(run_folder) if step > named.step]:
         # Later ones would count as the newest, and the resumed run's saves would be pruned instead of them.
         raise UserError(
@@ -124,15 +124,15 @@ def restore_replaced(run_folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Goal:
+class BestMetric:
     """What ranks checkpoints: a metric, its direction, and what it must be measured on."""
 
-    metric: str
+    name: str
     higher_is_better: bool
     measured_on: dict[str, Any]
     """What this run evaluates on: the sha256 of its `rows`, and its generation settings."""
     compared: tuple[str, ...]
-    """Keys of `measured_on` that must be equal before two values of `metric` may be compared."""
+    """Keys of `measured_on` that must be equal before two values of it may be compared."""
 
     def is_better(self, new: float, old: float | None) -> bool:
         """Whether `new` is better than `old`, the best so far; with None any number is. A NaN never is."""
@@ -150,12 +150,12 @@ class Ranked(NamedTuple):
 
     checkpoint: Checkpoint
     value: float
-    """Value of the goal's metric."""
+    """Value of the best metric."""
     is_comparable: bool
     """Whether it was measured on what the run evaluates on now."""
 
 
-def whole_checkpoints(run_folder: Path, last_step: int | None = None) -> tuple[list[Checkpoint], list[str]]:
+def complete_checkpoints(run_folder: Path, last_step: int | None = None) -> tuple[list[Checkpoint], list[str]]:
     """Checkpoints up to `last_step` whose files are present in full size, oldest first; a sentence for each other."""
     whole, sentences = [], []
     for step, folder in list_checkpoints(run_folder):
@@ -167,8 +167,8 @@ def whole_checkpoints(run_folder: Path, last_step: int | None = None) -> tuple[l
     return whole, sentences
 
 
-def rank_checkpoints(whole: list[Checkpoint], goal: Goal) -> list[Ranked]:
-    """Those whose value of the goal's metric is a number, best first; of equal ones, the earlier first.
+def rank_checkpoints(whole: list[Checkpoint], best_metric: BestMetric) -> list[Ranked]:
+    """Those whose value of `best_metric` is a number, best first; of equal ones, the earlier first.
 
     Checkpoints measured as the run measures now come first. The others follow in groups that were measured alike, the group
     with the newest checkpoint first.
@@ -178,24 +178,24 @@ def rank_checkpoints(whole: list[Checkpoint], goal: Goal) -> list[Ranked]:
     """
     groups: dict[str, list[Ranked]] = {}
     for checkpoint in reversed(whole):
-        measured_on, value = checkpoint.manifest["measured_on"], checkpoint.manifest["metrics"].get(goal.metric, math.nan)
+        measured_on, value = checkpoint.manifest["measured_on"], checkpoint.manifest["metrics"].get(best_metric.name, math.nan)
         if not math.isnan(value):
-            alike = json.dumps([measured_on.get(key) for key in goal.compared], sort_keys=True)
-            groups.setdefault(alike, []).append(Ranked(checkpoint, value, not goal.changes(measured_on)))
+            alike = json.dumps([measured_on.get(key) for key in best_metric.compared], sort_keys=True)
+            groups.setdefault(alike, []).append(Ranked(checkpoint, value, not best_metric.changes(measured_on)))
     best_first = sorted(groups.values(), key=lambda group: not group[0].is_comparable)  # stable: others by newest
-    sign = -1 if goal.higher_is_better else 1
+    sign = -1 if best_metric.higher_is_better else 1
     by_value = (sorted(group, key=lambda ranked: (sign * ranked.value, ranked.checkpoint.step)) for group in best_first)
     return [ranked for group in by_value for ranked in group]
 
 
-def best_value(run_folder: Path, goal: Goal, last_step: int) -> float | None:
+def best_value(run_folder: Path, best_metric: BestMetric, last_step: int) -> float | None:
     """The best value among the checkpoints up to `last_step` that may be compared with this run's; None: there is none."""
-    ranked = rank_checkpoints(whole_checkpoints(run_folder, last_step)[0], goal)[:1]
+    ranked = rank_checkpoints(complete_checkpoints(run_folder, last_step)[0], best_metric)[:1]
     return ranked[0].value if ranked and ranked[0].is_comparable else None
 
 
-def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_written: Path) -> list[str]:
-    """Remove all checkpoints except the newest `keep_last` and the `keep_best` best by `goal`; remove leftovers of crashes.
+def prune(run_folder: Path, keep_last: int, keep_best: int, best_metric: BestMetric, just_written: Path) -> list[str]:
+    """Remove all checkpoints except the newest `keep_last` and the `keep_best` best by `best_metric`; remove what crashes left.
 
     `just_written` is always kept, and nothing is removed unless it is complete (presence and sizes; its hashes are new).
     Incomplete folders are left for the user to inspect. So are later ones: a resume skipped them, so they were not valid.
@@ -211,9 +211,9 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, goal: Goal, just_wri
         return [f"no checkpoint was removed, as the one just written is not whole: {error}"]
     sentences = restore_replaced(run_folder)
     # Choose what to keep.
-    whole, _ = whole_checkpoints(run_folder, step)
+    whole, _ = complete_checkpoints(run_folder, step)
     kept = {checkpoint.step for checkpoint in whole[-keep_last:]}  # the one just written is the newest of these
-    kept |= {ranked.checkpoint.step for ranked in rank_checkpoints(whole, goal)[:keep_best]}
+    kept |= {ranked.checkpoint.step for ranked in rank_checkpoints(whole, best_metric)[:keep_best]}
     going = [checkpoint.folder for checkpoint in whole if checkpoint.step not in kept]
     # An `.old` that is still there has a broken replacement. It must go before that, or the next restore would bring it back.
     leftovers = [path for path in list_leftovers(run_folder) if path.suffix != REPLACED or path.with_suffix("") in going]

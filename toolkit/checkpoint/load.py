@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.checkpoint.dcp import Tensors, load_tensors, stored_names
-from toolkit.checkpoint.find import Goal, find_checkpoint, newest_valid, rank_checkpoints, whole_checkpoints
+from toolkit.checkpoint.find import BestMetric, complete_checkpoints, find_checkpoint, newest_valid, rank_checkpoints
 from toolkit.checkpoint.manifest import Checkpoint, Unread, read_checkpoint, read_manifest
 from toolkit.checkpoint.state import Identity, TrainState, model_tensors, state_tensors
 from toolkit.config.data import MixEntry
@@ -29,10 +29,10 @@ from toolkit.config.paths import split_own_source
 from toolkit.config.validate import FILE_SOURCES
 from toolkit.distributed.comm import on_all_ranks, on_rank_0
 from toolkit.distributed.rng import load_random_state
-from toolkit.distributed.watchdog import at, working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError
 from toolkit.files.durable import denials_named
-from toolkit.launch.same_run import installed_versions
+from toolkit.launch.rank_consistency import installed_versions
 from toolkit.models.config import check_weight_files
 from toolkit.models.lora_files import CONFIG_FILE, base_name
 from toolkit.models.tensor_reader import TensorReaders, fill_buffers, hash_readers, state_readers
@@ -80,7 +80,7 @@ def check_settings(checkpoint: Checkpoint, settings: dict[str, Any], config_clas
         before = checkpoint.settings.get(key, ADDED_SINCE.get(key, value if value == 0 else None))
         if key not in free and _without_places(before) != _without_places(value):
             where = " in the accelerate YAML ('no' without one)" if key == "mixed_precision" else ""
-            raise UserError(f"{key} is {value!r}, but {checkpoint.folder} was made with {before!r}: {_ways_out(where)}")
+            raise UserError(f"{key} is {value!r}, but {checkpoint.folder} was made with {before!r}: {_remedies(where)}")
 
 
 def load_checkpoint(
@@ -105,11 +105,11 @@ def load_checkpoint(
 def load_weights(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
     """Load a checkpoint's parameters and buffers in place; returns them, with the moments of `optimizer`, if given. One that
     cannot be read is a `UserError` on every rank. Collective."""
-    at("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
+    enter_phase("loading the checkpoint")  # FSDP1 gathers over the device here, where waiting takes a core like work
     tensors = model_tensors(sharded) if optimizer is None else state_tensors(sharded, optimizer)
-    working("loading the checkpoint")
+    enter_phase("loading the checkpoint", counts_cpu=True)
     load_tensors(tensors, folder / "state", f"checkpoint {folder} cannot be loaded")
-    at("loading the checkpoint")
+    enter_phase("loading the checkpoint")
     # Only under FSDP1 are they not views of the parameters already.
     state: dict[str, Any] = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     set_model_state_dict(sharded.model, state, options=StateDictOptions(strict=False))
@@ -117,16 +117,16 @@ def load_weights(folder: Path, sharded: ShardedModel, optimizer: torch.optim.Opt
     return tensors
 
 
-def forget_unequal(state: TrainState, manifest: dict[str, Any], goal: Goal) -> str | None:
+def forget_unequal(state: TrainState, manifest: dict[str, Any], best_metric: BestMetric) -> str | None:
     """Drop saved values that this run's must not be compared with; returns a sentence if a best value was dropped."""
-    if manifest["measured_on"] != goal.measured_on:
+    if manifest["measured_on"] != best_metric.measured_on:
         state.metrics = {}  # if saved again, they would count as measured on this run's rows
     metric = manifest["identity"]["config"].get("eval.best_metric")
-    changes = goal.changes(manifest["measured_on"])
+    changes = best_metric.changes(manifest["measured_on"])
     is_now = {key: f"eval.{key} has other code now" for key in changes if key.startswith("metrics/")}
     is_now |= {"rows": "other rows are evaluated", "sets": "the evaluation sets have other rows"}
-    reasons = [is_now.get(key, f"eval.{key} is {goal.measured_on[key]} now") for key in changes]
-    reasons += [f"eval.best_metric is {goal.metric} now"] if metric != goal.metric else []
+    reasons = [is_now.get(key, f"eval.{key} is {best_metric.measured_on[key]} now") for key in changes]
+    reasons += [f"eval.best_metric is {best_metric.name} now"] if metric != best_metric.name else []
     if not reasons:
         return None
     best, state.best_value, state.start_value, state.num_evaluations_without_gain = state.best_value, None, None, 0
@@ -142,7 +142,7 @@ def describe_versions(manifest: dict[str, Any]) -> str | None:
     return f"the checkpoint was made with {', '.join(changed)}: later losses may differ a little" if changed else None
 
 
-def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -> tuple[Checkpoint | None, str]:
+def best_of_run(run_folder: Path, best_metric: BestMetric, setting: str = "export.weights") -> tuple[Checkpoint | None, str]:
     """The best checkpoint that rank 0 finds, checked by hash, and a sentence on the choice. Collective.
 
     The checkpoint is None if all of them have been removed: then only the weights in memory are left. `setting` asked for it, for
@@ -151,21 +151,23 @@ def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -
     Raises:
         UserError: no kept checkpoint has that metric, or the best one is damaged; on every rank.
     """
-    working("choosing the best checkpoint")
+    enter_phase("choosing the best checkpoint", counts_cpu=True)
 
     def find() -> tuple[Checkpoint | None, str]:
-        whole, others = whole_checkpoints(run_folder)
+        whole, others = complete_checkpoints(run_folder)
         if not whole and not others:
             return None, f"{run_folder} has no checkpoint any more to take the best from: exporting the last weights"
-        ranked = rank_checkpoints(whole, goal)
+        ranked = rank_checkpoints(whole, best_metric)
         if not ranked:
-            raise UserError(f"{setting} is best, but no checkpoint in {run_folder} has {goal.metric}, or only NaN: take last")
+            raise UserError(
+                f"{setting} is best, but no checkpoint in {run_folder} has {best_metric.name}, or only NaN: take last"
+            )
         best, value, is_comparable = ranked[0]
         try:
             best = read_checkpoint(best.folder)
         except ValueError as error:
             raise UserError(f"{setting} is best, but {error}: set it to last") from None
-        parts = [f"exporting the weights of step {best.step}, the best {goal.metric} ({value:.4g}) of the checkpoints kept"]
+        parts = [f"exporting the weights of step {best.step}, the best {best_metric.name} ({value:.4g}) of the checkpoints kept"]
         unlike = sorted(other.checkpoint.folder.name for other in ranked if not other.is_comparable)
         if not is_comparable:
             parts.append("none was measured on the rows, or with the settings, that this run evaluates with now")
@@ -176,21 +178,21 @@ def best_of_run(run_folder: Path, goal: Goal, setting: str = "export.weights") -
     return on_rank_0(find)
 
 
-def check_identity(checkpoint: Checkpoint, ours: Identity, way_out: str = "") -> TrainState:
+def check_identity(checkpoint: Checkpoint, ours: Identity, remedy: str = "") -> TrainState:
     """Refuse a checkpoint of another model, data or frozen base, by a `UserError` that names what differs; returns its state.
-    `way_out` replaces those of a resume."""
+    `remedy` replaces those of a resume."""
     folder, theirs = checkpoint.folder, checkpoint.manifest["identity"]
     if theirs.get("model_config_hash") != ours.model_config_hash:
-        raise UserError(f"the model's config.json is not the one {folder} was trained with: {way_out or _ways_out()}")
+        raise UserError(f"the model's config.json is not the one {folder} was trained with: {remedy or _remedies()}")
     if theirs["data_fingerprint"] != ours.data_fingerprint:
         where = "in its rows or in the tokens that this version makes of them"
-        raise UserError(f"the data is not what {folder} was trained on, {where}: {_ways_out()}")
+        raise UserError(f"the data is not what {folder} was trained on, {where}: {_remedies()}")
     frozen = theirs["frozen_hashes"]
     changed = [name for name in {**frozen, **ours.frozen_hashes} if frozen.get(name) != ours.frozen_hashes.get(name)]
     if changed:
         raise UserError(
             f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {base_name(changed[0])} "
-            f"first; {way_out or 'give the same base, or take another run.name'}"
+            f"first; {remedy or 'give the same base, or take another run.name'}"
         )
     try:
         return TrainState.from_manifest(checkpoint.manifest)
@@ -212,7 +214,7 @@ def _without_places(value: Any) -> Any:
     ]
 
 
-def _ways_out(where: str = "") -> str:
+def _remedies(where: str = "") -> str:
     return f"set it back{where} to resume, or take another run.name (model.init_from starts a new run from these weights)"
 
 
@@ -232,8 +234,8 @@ def find_weights(path: str) -> Path:
             try:
                 return read_checkpoint(folder).folder
             except ValueError as error:
-                way_out = "" if isinstance(error, Unread) else ": give a whole checkpoint, or its run folder"
-                raise UserError(f"model.init_from {folder}: {error}{way_out}") from None
+                remedy = "" if isinstance(error, Unread) else ": give a whole checkpoint, or its run folder"
+                raise UserError(f"model.init_from {folder}: {error}{remedy}") from None
         found, refused = newest_valid(folder)
         if found is None:
             why = f" ({'; '.join(refused)})" if refused else ""

@@ -163,8 +163,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder.name} names no checkpoint format (format_version is {version!r:.60}): it is not one of ours")
     if version != FORMAT_VERSION:
         older = "export it with the version that wrote it, and give the export as model.init_from"
-        way_out = older if version < FORMAT_VERSION else "update the toolkit"
-        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {FORMAT_VERSION}: {way_out}")
+        remedy = older if version < FORMAT_VERSION else "update the toolkit"
+        raise ValueError(f"{folder.name} has checkpoint format {version}; this version reads {FORMAT_VERSION}: {remedy}")
     # What has its own hash is what `commit` wrote, so that the fields need no check of their own.
     if manifest.get("sha256") != seal(manifest)["sha256"]:
         raise ValueError(f"{where} does not have the sha256 that it names: its content changed")

@@ -27,16 +27,16 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.dcp import Tensors, save_tensors
-from toolkit.checkpoint.find import Goal, prune
+from toolkit.checkpoint.find import BestMetric, prune
 from toolkit.checkpoint.manifest import commit, step_folder
 from toolkit.checkpoint.state import Identity, TrainState, state_tensors
 from toolkit.config.schema import CheckpointConfig
 from toolkit.distributed.comm import build_group, gather_objects, raise_together, rank, world_size
 from toolkit.distributed.rng import capture_random_state, save_random_state
-from toolkit.distributed.watchdog import at, working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import Stopped, UserError, refused
 from toolkit.files.durable import describe_files
-from toolkit.launch.same_run import installed_versions
+from toolkit.launch.rank_consistency import installed_versions
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.private import private
 
@@ -125,13 +125,13 @@ class CheckpointWriter:
         optimizer: torch.optim.Optimizer,
         identity: Identity,
         config: CheckpointConfig,
-        goal: Goal,
+        best_metric: BestMetric,
         best_saved: float | None = None,
     ) -> None:
-        """`goal` ranks checkpoints for `config.keep_best`; `best_saved` is the best value among the existing checkpoints."""
+        """`best_metric` ranks checkpoints for `config.keep_best`; `best_saved` is the best value that a checkpoint has."""
         self.run_folder, self.sharded, self.optimizer = run_folder, sharded, optimizer
         self.identity, self.config = identity, config
-        self.goal, self.best_saved = goal, best_saved
+        self.best_metric, self.best_saved = best_metric, best_saved
         self.copier = HostCopier(sharded.accelerator.device)
         self.group = build_group()
         self.under_way: Save | None = None
@@ -146,7 +146,7 @@ class CheckpointWriter:
         A thread that still runs at interpreter exit would abort the process, and SIGABRT would hide the root cause.
         """
         if self.thread is not None:
-            working("saving")
+            enter_phase("saving", counts_cpu=True)
             self.thread.join(None if isinstance(error, UserError | Stopped) else PATIENCE_S)
         self.copier.close()
 
@@ -162,8 +162,8 @@ class CheckpointWriter:
 
     def is_best(self, state: TrainState) -> bool:
         """Whether `state` was evaluated at its step and is better than all saved checkpoints. Not a collective."""
-        value = state.metrics.get(self.goal.metric)
-        return value is not None and self.goal.is_better(value, self.best_saved)
+        value = state.metrics.get(self.best_metric.name)
+        return value is not None and self.best_metric.is_better(value, self.best_saved)
 
     def save(self, state: TrainState, *, wait: bool = False) -> Save | None:
         """Save the run as it is after `state.step`; returns the previous save, unless `take_finished` has returned it already.
@@ -176,10 +176,10 @@ class CheckpointWriter:
         """
         start_s = time.perf_counter()
         # 1. The previous save must finish first.
-        working("saving", state.step)
+        enter_phase("saving", state.step, counts_cpu=True)
         before = self.finish()
         # 2. Stage the shards in host memory, so that later steps do not change them.
-        at("saving", state.step)
+        enter_phase("saving", state.step)
         tensors = state_tensors(self.sharded, self.optimizer)
         behind = self.config.async_save and not wait
         if behind:
@@ -191,18 +191,18 @@ class CheckpointWriter:
             "identity": asdict(self.identity),
             "state": state.in_manifest(),
             "metrics": dict(state.metrics),
-            "measured_on": self.goal.measured_on,
+            "measured_on": self.best_metric.measured_on,
         }
         snapshot = tensors, capture_random_state(), manifest
         if self.is_best(state):
-            self.best_saved = state.metrics[self.goal.metric]
+            self.best_saved = state.metrics[self.best_metric.name]
         # 3. Write, in a thread or here.
         self.under_way = Save(state.step)
         if behind:
             self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
             self.thread.start()
         else:
-            working("saving", state.step)
+            enter_phase("saving", state.step, counts_cpu=True)
             self._write(snapshot, self.under_way)
             self._raise_failure()
         self.under_way.blocking_s = time.perf_counter() - start_s
@@ -265,7 +265,7 @@ class CheckpointWriter:
             if rank() != 0:
                 return []
             config = self.config
-            return prune(self.run_folder, config.keep_last, config.keep_best, self.goal, folder)
+            return prune(self.run_folder, config.keep_last, config.keep_best, self.best_metric, folder)
 
         try:
             self._together(start, folder)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from toolkit.checkpoint.dcp import Tensors
 from toolkit.parallel.float8 import plain
-from toolkit.parallel.units import clean
+from toolkit.parallel.units import clean_name
 from toolkit.parallel.wrap import ShardedModel
 
 
@@ -73,8 +73,8 @@ class Identity:
 
 def model_tensors(sharded: ShardedModel) -> Tensors:
     """This rank's shards of trainable parameters (each under one name) and buffers. Collective under FSDP1."""
-    wanted = {clean(name) for name, p in sharded.plain.named_parameters() if p.requires_grad}
-    wanted |= {clean(name) for name, _ in sharded.plain.named_buffers()}
+    wanted = {clean_name(name) for name, p in sharded.unwrapped.named_parameters() if p.requires_grad}
+    wanted |= {clean_name(name) for name, _ in sharded.unwrapped.named_buffers()}
     state: dict[str, Any] = get_model_state_dict(sharded.model, options=StateDictOptions())
     return {f"model.{name}": plain(tensor) for name, tensor in state.items() if name in wanted}
 

@@ -136,8 +136,8 @@ def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | N
             name = key_node.value
             if name not in hints:
                 near = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
-                way_out = f": did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
-                return key_node, f"unknown key {key}[{place}].{name}{way_out}"
+                remedy = f": did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
+                return key_node, f"unknown key {key}[{place}].{name}{remedy}"
             if isinstance(hints[name], type) and issubclass(hints[name], int | float):
                 try:
                     hints[name](value_node.value)

@@ -36,8 +36,8 @@ def check_datasets(config: RecipeConfig, train: Any, evaluation: Any) -> RecipeC
     for name, dataset in (("train", train), ("evaluation", evaluation)):
         if dataset is not None and not isinstance(dataset, datasets.Dataset):
             keys = f" with the keys {', '.join(map(str, dataset))}: give one of them" if isinstance(dataset, dict) else ""
-            way_out = keys or ": give a datasets.Dataset, as from Dataset.from_list(rows)"
-            raise UserError(f"{name} is a {type(dataset).__name__}{way_out}")
+            remedy = keys or ": give a datasets.Dataset, as from Dataset.from_list(rows)"
+            raise UserError(f"{name} is a {type(dataset).__name__}{remedy}")
         if dataset is not None and dataset.format["type"] == "custom":
             raise UserError(f"{name} has a transform, which a run does not keep: apply it by map")
         if dataset is not None and len(dataset) == 0:

@@ -156,13 +156,13 @@ class Peers:
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
         self._keys = [f"place/{number}" for number in range(num_ranks)]
         self._own_key = self._keys[own_rank]
-        self.forget()
+        self.clear()
 
-    def tell(self, place: Place) -> None:
+    def publish(self, place: Place) -> None:
         """Publish where this rank is."""
         self._store.set(self._own_key, json.dumps({**asdict(place), "process": f"{os.getpid()} {_machine()}"}))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop what was seen of the others, because this rank makes progress; the next `look` starts anew."""
         self._last_look_s: float | None = None
         self._before: dict[int, Place] = {}
@@ -170,7 +170,7 @@ class Peers:
         """Ranks that have reported since the first look."""
         self._silent_s = [0.0] * len(self._keys)
 
-    def look(self, timeout_s: float, patience_s: float, folder: Path | None) -> Verdict | None:
+    def poll(self, timeout_s: float, patience_s: float, folder: Path | None) -> Verdict | None:
         """The verdict, if the job hangs; None while it may still make progress."""
         if self._store.check(["verdict"]):
             return Verdict(**json.loads(self._store.get("verdict")))

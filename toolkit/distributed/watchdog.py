@@ -97,22 +97,16 @@ def keep_stacks_in(folder: Path) -> None:
         _current.folder = folder
 
 
-def at(phase: str, step: int | None = None) -> None:
-    """Call `Watchdog.at` of the process's watchdog, if there is one. The next call is the next progress."""
+def enter_phase(phase: str, step: int | None = None, *, counts_cpu: bool = False) -> None:
+    """Call `Watchdog.enter_phase` of the process's watchdog, if there is one. The next call is the next progress."""
     if _current is not None:
-        _current.at(phase, step)
+        _current.enter_phase(phase, step, counts_cpu=counts_cpu)
 
 
-def working(phase: str, step: int | None = None) -> None:
-    """As `at`, but CPU time and IO of the process and its children also count as progress."""
-    if _current is not None:
-        _current.at(phase, step, works=True)
-
-
-def moved() -> None:
+def heartbeat() -> None:
     """Report progress at the same place."""
     if _current is not None:
-        _current._here = (*_current._here,)  # a new object, as in `Watchdog.at`
+        _current._here = (*_current._here,)  # a new object, as in `Watchdog.enter_phase`
 
 
 @contextmanager
@@ -187,9 +181,9 @@ class Watchdog:
         for thread in self._threads:
             thread.join(timeout=1)  # a thread that hangs with the store is abandoned
 
-    def at(self, phase: str, step: int | None = None, *, works: bool = False) -> None:
+    def enter_phase(self, phase: str, step: int | None = None, *, counts_cpu: bool = False) -> None:
         """Report that the main thread is in `phase` of `step`, and restart the clock. No collective; costs almost nothing."""
-        self._here = (phase, step, works)  # a new object at every call, by which the other thread sees progress
+        self._here = (phase, step, counts_cpu)  # a new object at every call, by which the other thread sees progress
 
     def _keep_time(self) -> None:
         seen, last_s = self._here, time.monotonic()
@@ -224,11 +218,11 @@ class Watchdog:
             try:
                 peers = peers or Peers(store, self._rank, self._world_size)
                 place = self._place()
-                peers.tell(place)
+                peers.publish(place)
                 if place.idle_s < self.timeout_s / 2:
-                    peers.forget()
+                    peers.clear()
                 else:
-                    self._verdict = peers.look(self.timeout_s, self._patience_s, self.folder)
+                    self._verdict = peers.poll(self.timeout_s, self._patience_s, self.folder)
                 self._last_answer_s = time.monotonic()
             except dist.DistError:
                 # An answer may still be under way on this connection, so the next try opens a new one. If the store never
@@ -240,7 +234,7 @@ class Watchdog:
                 self._shown.wait()
                 peers.wait_until_shown(self._verdict)
             elif peers is not None and self.has_left:
-                peers.tell(self._place())
+                peers.publish(self._place())
         self._seen_by_all.set()
 
     def _place(self) -> Place:

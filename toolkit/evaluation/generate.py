@@ -15,7 +15,7 @@ from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import move_to
 from toolkit.data.tokens.special_tokens import decode_texts
 from toolkit.distributed.comm import gather_objects, on_rank_0
-from toolkit.distributed.watchdog import working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import compute_figures
 from toolkit.evaluation.rouge import PIECE, ROUGE_KEYS, Tokenizer, mean_scores, rouge_scores
@@ -165,7 +165,7 @@ def _mean_scores(ordered: list[Score], data: EvaluationRows, scored_with: Tokeni
     figures["exact_match"] = 100 * sum(ours.strip() == theirs.strip() for ours, theirs in pairs) / len(ordered)
     figures["percent_distinct"] = 100 * len(set(predictions)) / len(ordered)
     if data.metrics:
-        working("computing eval.metrics")
+        enter_phase("computing eval.metrics", counts_cpu=True)
     return figures | compute_figures(data.metrics, predictions, references, data.prompted_ids)
 
 

@@ -85,20 +85,20 @@ class _LossSums:
         """The batch of these rows; of none, a forward pass whose labels do not count. Collective under FSDP."""
         rows = [self.data.rows[i] for i in indices or [0]]
         batch = self.data.collator.collate([[row] for row in rows], is_dummy=not indices)
-        of_set = self.sums[self.data.places[(indices or [0])[0]]]  # all rows of a batch have the same set
+        set_totals = self.sums[self.data.places[(indices or [0])[0]]]  # all rows of a batch have the same set
         for i, of_batch in enumerate(self.data.objective.loss(model, move_to(self.device, batch))):
-            of_set[i] += of_batch
+            set_totals[i] += of_batch
         if indices:
-            of_set[2] += sum(row["num_label_tokens"] for row in rows)
-            of_set[3] += sum(row["target_bytes"] for row in rows)
+            set_totals[2] += sum(row["num_label_tokens"] for row in rows)
+            set_totals[3] += sum(row["target_bytes"] for row in rows)
 
     def figures(self) -> dict[str, float]:
         """Token-weighted over all ranks, of all rows and of each set. Collective."""
         totals = reduce_on_cpu(self.sums.to("cpu", copy=True), dist.ReduceOp.SUM)  # of all ranks, in one collective
-        figures = self.data.objective.figures(*totals.sum(0).tolist())
-        for name, of_set in zip(self.data.set_names, totals.tolist(), strict=True):
+        figures = self.data.objective.metrics(*totals.sum(0).tolist())
+        for name, set_totals in zip(self.data.set_names, totals.tolist(), strict=True):
             if name in self.data.sets:
-                figures |= {f"{name}/{key}": value for key, value in self.data.objective.figures(*of_set).items()}
+                figures |= {f"{name}/{key}": value for key, value in self.data.objective.metrics(*set_totals).items()}
         return figures
 
 

@@ -17,7 +17,7 @@ from toolkit.evaluation.generate import BASELINE, SHOWN_FIGURES
 from toolkit.evaluation.metrics import OUR_FIGURES
 from toolkit.evaluation.rows import hashes_of_sets, list_by_set
 from toolkit.export.run_data import RunData
-from toolkit.launch.same_run import installed_versions
+from toolkit.launch.rank_consistency import installed_versions
 from toolkit.models.lora import is_enabled
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ _COMPARED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes: equal bits are equal, also those of NaN."""
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
@@ -67,7 +67,7 @@ class Cast:
         cast = weight.to(dtype)
         if bool((cast.isinf() & ~weight.isinf()).any()):
             largest = weight.abs().max()
-            raise UserError(f"{name} has weights up to {largest:.3g}, more than {name_of(dtype)} can hold: take bfloat16")
+            raise UserError(f"{name} has weights up to {largest:.3g}, more than {dtype_name(dtype)} can hold: take bfloat16")
         difference = (cast.to(weight.dtype) - weight).abs() if cast.itemsize < weight.itemsize else torch.zeros(1)
         self._num_changed += int((difference > 0).sum())
         self._largest = max(self._largest, float(difference.nan_to_num().max()))
@@ -75,7 +75,7 @@ class Cast:
 
     def describe(self) -> str:
         """What was rounded."""
-        names = sorted({name_of(dtype) for dtype in self._dtypes.values()})
+        names = sorted({dtype_name(dtype) for dtype in self._dtypes.values()})
         share = 100 * self._num_changed / max(1, self._num_weights)
         kept = f" ({' and '.join(names)})" if len(names) > 1 else ""
         return f"rounded {share:.1f} % of {self._num_weights:,} weights, each by at most {self._largest:.1e}{kept}"

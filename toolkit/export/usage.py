@@ -23,7 +23,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.chat_template import DATE
 from toolkit.errors import UserError
 from toolkit.export.card import Origin, is_hub_id
-from toolkit.export.places import Places
+from toolkit.export.paths import ExportPaths
 from toolkit.export.run_data import RunData
 from toolkit.models.config import PROCESSOR_FILES
 from toolkit.models.generation import list_end_ids
@@ -188,7 +188,7 @@ def copy_processors(config: ModelConfig, folder: Path) -> None:
 
 
 def list_commands(
-    objective: Objective, config: RecipeConfig, skeleton: PreTrainedModel, tokenizer: Any, origin: Origin, places: Places
+    objective: Objective, config: RecipeConfig, skeleton: PreTrainedModel, tokenizer: Any, origin: Origin, places: ExportPaths
 ) -> list[str]:
     """A line for each tool that takes the exported model, or the adapter if that is all there is, and Python to use it."""
     folder = places.model or places.adapter

@@ -17,15 +17,15 @@ from toolkit.config.load import RecipeConfig
 from toolkit.data.collate import move_to
 from toolkit.distributed.comm import on_rank_0
 from toolkit.distributed.progress import Phase
-from toolkit.distributed.watchdog import at, working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Kind, Origin, save_card
 from toolkit.export.compare import check_logits, reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
-from toolkit.export.model_files import Cast, ModelFiles, cast_on_meta, name_of
+from toolkit.export.model_files import Cast, ModelFiles, cast_on_meta, dtype_name
 from toolkit.export.old_spelling import spell_config, spell_tokenizer
-from toolkit.export.places import Places, replaced, write_on_rank_0
+from toolkit.export.paths import ExportPaths, replaced, write_on_rank_0
 from toolkit.export.run_data import cut_check_rows, save_trainer_state
 from toolkit.export.usage import copy_processors, save_usage, set_generation, write_python
 from toolkit.files.durable import give_usual_mode, written_beside
@@ -33,7 +33,7 @@ from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_enabled, text_part
 from toolkit.models.lora_files import base_name, hash_weight
 from toolkit.models.quantized import dequantized
-from toolkit.parallel.gather import evaluation_model, plain_copy, whole_parameters
+from toolkit.parallel.gather import dequantized_copy, evaluation_model, unsharded_parameters
 from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("toolkit")
 
 
-def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, origin: Origin, places: Places) -> None:
+def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRows, origin: Origin, places: ExportPaths) -> None:
     """Write the model, or its adapter, with tokenizer and model card to folders, and compare it. Collective.
 
     Parameters are gathered one at a time. Rank 0 writes each and compares the file's bytes with it, so that its host memory holds
@@ -61,16 +61,16 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     skeleton = sharded.skeleton
     if skeleton.can_generate():
         set_generation(skeleton, data.stop_token_ids, data.collator.pad_token_id, data.objective.task_params(config))
-    at("export")
+    enter_phase("export")
     check = _trained_logits(sharded, data)
-    working("export")
+    enter_phase("export", counts_cpu=True)
     export = _Export(data.objective, config, sharded, data.tokenizer, check, origin, places)
     merge = None
     if is_enabled(config.adapter):
         adapter, base_hashes = _gather_adapter(sharded, origin.frozen_hashes, places)
         if places.adapter:
             export.write_adapter(places.adapter, adapter, base_hashes)
-        merge = Merge(plain_copy(skeleton), adapter) if places.model else None
+        merge = Merge(dequantized_copy(skeleton), adapter) if places.model else None
     if places.model:
         export.write_model(places.model, merge)
 
@@ -86,7 +86,7 @@ class _Export:
     check: Tensors
     """A few inputs, and the trained model's `logits` for them."""
     origin: Origin
-    places: Places
+    places: ExportPaths
 
     def write_adapter(self, folder: Path, adapter: Tensors, base_hashes: dict[str, str]) -> None:
         """Write and load the adapter, which is small, put the folder in place, then compare logits."""
@@ -107,7 +107,7 @@ class _Export:
 
     def _compare_adapter(self, folder: Path) -> None:
         """Compare the logits of the adapter in `folder`, loaded onto its original base. For rank 0."""
-        skeleton, computed = plain_copy(self.sharded.skeleton), compute_dtype(self.sharded.accelerator)
+        skeleton, computed = dequantized_copy(self.sharded.skeleton), compute_dtype(self.sharded.accelerator)
         why = f"the adapter is bit for bit the trained one, whose model computed in {computed}"
         load = functools.partial(load_adapter, folder, skeleton)
         if self.sharded.stored:
@@ -169,7 +169,7 @@ class _Export:
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
         facts = {
             "step": origin.step,
-            "weights_dtype": name_of(dtype),
+            "weights_dtype": dtype_name(dtype),
             "kept_tokens": origin.data.kept_tokens if origin.data else {},
         }
         save_usage(self.config, unfinished, dtype=origin.computed_in, **facts)
@@ -177,7 +177,14 @@ class _Export:
             copy_processors(self.config.model, unfinished)
         use = write_python(self.objective, self.config, self.tokenizer, ".", origin, is_adapter=kind == "adapter")
         save_card(
-            unfinished, self.config, skeleton.config, origin, kind, name_of(dtype), use, self.objective.pipeline_tag(self.config)
+            unfinished,
+            self.config,
+            skeleton.config,
+            origin,
+            kind,
+            dtype_name(dtype),
+            use,
+            self.objective.pipeline_tag(self.config),
         )
         save_trainer_state(unfinished, origin.lines, origin.step, origin.data.num_training_rows if origin.data else None)
         if self.places.check_file is not None:
@@ -198,7 +205,7 @@ def _trained_logits(sharded: ShardedModel, data: EvaluationRows) -> Tensors:
     return {**inputs, "logits": logits_BTV}
 
 
-def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: Places) -> tuple[Tensors, dict[str, str]]:
+def _gather_adapter(sharded: ShardedModel, frozen: dict[str, str], places: ExportPaths) -> tuple[Tensors, dict[str, str]]:
     """On rank 0 the trained parameters by name, in host memory, and the hash of each of the base's. Collective.
 
     The run has hashed its `frozen` parameters, and the weights that it has in codes; only those in other dtypes than bf16 are
@@ -229,13 +236,13 @@ def _gather(
     The other ranks wait for it over the control group, whose limit a slow disk cannot reach. In the next gather they could wait
     for no longer than its own.
     """
-    at("export")
-    named = plain_copy(sharded.skeleton).named_parameters()
+    enter_phase("export")
+    named = dequantized_copy(sharded.skeleton).named_parameters()
     wanted = [p.nbytes for name, p in named if names is None or name in names]
     with Phase(f"exporting to {folder.name}", sum(wanted), "B") as exporting:
-        for name, whole in dequantized(whole_parameters(sharded, names), sharded.skeleton):
-            working("export")
+        for name, whole in dequantized(unsharded_parameters(sharded, names), sharded.skeleton):
+            enter_phase("export", counts_cpu=True)
             write_on_rank_0(folder, functools.partial(take, name, whole))
             exporting.add(whole.nbytes)
-            at("export")
-    working("export")
+            enter_phase("export")
+    enter_phase("export", counts_cpu=True)

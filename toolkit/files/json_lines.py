@@ -37,14 +37,14 @@ def read_json_lines(
     path: Path,
     *,
     lines: Iterable[bytes] | None = None,
-    way_out: str = "correct or remove the line",
+    remedy: str = "correct or remove the line",
     skip_torn_end: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of each line that is not blank, with one line in memory at a time.
 
     Args:
         lines: the file's lines, if it is not read as it is.
-        way_out: how to fix a broken line, for the message.
+        remedy: how to fix a broken line, for the message.
         skip_torn_end: skip a last line that a crash has torn: it has no line break, or is not JSON.
 
     Raises:
@@ -66,7 +66,7 @@ def read_json_lines(
                 if skip_torn_end and next(parts, None) is None:
                     return
                 reason = str(error).replace("line 1 column", "column")
-                raise UserError(f"{path}, line {number}: not JSON ({reason}): {way_out}") from None
+                raise UserError(f"{path}, line {number}: not JSON ({reason}): {remedy}") from None
             yield number, value
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from toolkit.distributed.comm import control_group, gather_objects, limit_groups, on_all_ranks, rank, world_size
 from toolkit.distributed.device import available_cores, check_own_gpu, synchronize
 from toolkit.distributed.rendezvous import connecting, rendezvous_arguments
-from toolkit.distributed.watchdog import at, start, working
+from toolkit.distributed.watchdog import enter_phase, start
 from toolkit.errors import UserError
 from toolkit.launch.environment import (
     asked_for_cpu,
@@ -32,7 +32,7 @@ from toolkit.launch.environment import (
     sets_allocator,
     slow_bf16,
 )
-from toolkit.launch.same_run import compare_ranks, describe_launch
+from toolkit.launch.rank_consistency import compare_ranks, describe_launch
 from toolkit.private import private
 from toolkit.variables import local_world_size
 
@@ -65,7 +65,7 @@ def build_accelerator(
             Torch's own timeout is longer, as it names none.
         num_threads: of torch in this process; None as `_num_threads` says.
         mixed_precision: for a process that no YAML launched.
-        started_with: what else all ranks must have been started with, for `same_run.compare_ranks`.
+        started_with: what else all ranks must have been started with, for `rank_consistency.compare_ranks`.
 
     Raises:
         UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU or
@@ -93,9 +93,9 @@ def build_accelerator(
         PartialState(cpu=on_cpu, timeout=timeout, **meeting)
         control_group()  # always gloo; nccl does not connect yet
     start(timeout_s)
-    at("comparing what the ranks were started with")
+    enter_phase("comparing what the ranks were started with")
     compare_ranks({**(started_with or {}), **on_all_ranks(lambda: describe_launch(of_yaml))})
-    working("building the accelerator")
+    enter_phase("building the accelerator", counts_cpu=True)
     check_own_gpu(PartialState().device)
 
     # Build the `Accelerator`, with FSDP on a CPU too.
@@ -106,7 +106,7 @@ def build_accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # one copy of the gradients, not two
     )
-    _keep_fp32_products()
+    _disable_tf32()
     if fsdp_version(accelerator):
         _set_fsdp_precision(accelerator, on_cpu)
     torch.set_num_threads(num_threads or _num_threads(accelerator.device))
@@ -122,7 +122,7 @@ def connect_devices(accelerator: Accelerator) -> None:
     """
     if world_size() == 1:
         return
-    at("connecting the devices")
+    enter_phase("connecting the devices")
     mesh = fsdp_mesh(accelerator)
     with connecting():
         for group in [dist.group.WORLD] if mesh is None else mesh.get_all_groups():
@@ -237,7 +237,7 @@ def _put_cpu_in_an_accelerators_place() -> None:
     private("_shared_state").update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 
 
-def _keep_fp32_products() -> None:
+def _disable_tf32() -> None:
     """Compute products of fp32 tensors in fp32 (ieee precision) on GPUs too, after whatever has allowed TF32.
 
     `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1` of NVIDIA's images is only what torch starts with (ATen/Context.h:496); accelerate allows

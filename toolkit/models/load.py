@@ -189,7 +189,7 @@ def load_model(
 
 
 def from_files(
-    model_class: Any, name: str, what: str, options: dict[str, Any], build: Callable[[], Any], way_out: str = ""
+    model_class: Any, name: str, what: str, options: dict[str, Any], build: Callable[[], Any], remedy: str = ""
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`from_pretrained` of safetensors files, dequantized if they are quantized; the model, and what does not fit it. A
     `UserError` if there are no such files, or they cannot be read.
@@ -214,7 +214,7 @@ def from_files(
         stored = open_files(find_weight_files(name, options["revision"]), what)
     except (OSError, ShardedReadUnsupported, SafetensorError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{what} has no loadable safetensors weights ({first_line}){way_out}") from None
+        raise UserError(f"{what} has no loadable safetensors weights ({first_line}){remedy}") from None
     # transformers takes either a name or tensors. On the meta device nothing is read.
     built, is_meta = build(), torch.device("meta") in options.get("device_map", {}).values()
     boxes = {key: tuple(slice(0, size) for size in source.shape) for key, source in stored.items()}

@@ -11,7 +11,7 @@ from toolkit.config.schema import EvalConfig
 from toolkit.data.collate import Batch, Collator, SummarizationCollator, labels_at_positions, move_to
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
-from toolkit.distributed.watchdog import at
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError, refused
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
@@ -42,13 +42,13 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
         UserError: one of these fails; names the setting that helps, if there is one.
     """
     # Two texts from different parts of the vocabulary.
-    name = type(sharded.plain).__name__.removeprefix("FSDP")
-    vocab_size = sharded.plain.config.get_text_config().vocab_size
+    name = type(sharded.unwrapped).__name__.removeprefix("FSDP")
+    vocab_size = sharded.unwrapped.config.get_text_config().vocab_size
     first, second = (_row([(start + place) % vocab_size for place in range(NUM_TOKENS)]) for start in (3, vocab_size // 2))
     with (
         torch.compiler.set_stance("force_eager"),
-        no_float8(sharded.plain),
-        experts_by_token(sharded.plain),
+        no_float8(sharded.unwrapped),
+        experts_by_token(sharded.unwrapped),
         evaluation_model(sharded, "never") as (model, _),
     ):
         # The chunked loss equals that of the model's logits.
@@ -85,7 +85,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
         UserError: one of these fails.
     """
     # Two rows of different lengths, so that padding is part of the check.
-    name = type(sharded.plain).__name__.removeprefix("FSDP")
+    name = type(sharded.unwrapped).__name__.removeprefix("FSDP")
     tokens = [token for token in range(3, 5 + NUM_TOKENS) if token != collator.pad_token_id]
     rows = [{"input_ids": tokens[:length], "labels": tokens[-length:]} for length in (NUM_TOKENS, NUM_TOKENS - 2)]
     batch = _on_device(sharded, collator.collate([[row] for row in rows]))
@@ -105,7 +105,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
                 f"{name} cannot be evaluated: the same two rows have a loss of {actual:.6f} and then of {again:.6f}, so its "
                 "forward draws random numbers in evaluation, as dropout does that is not switched off"
             )
-        if not has_own_forward(sharded.plain) and not _is_close(sharded, actual, expected):
+        if not has_own_forward(sharded.unwrapped) and not _is_close(sharded, actual, expected):
             raise UserError(
                 f"{name} cannot be trained: its own loss is {expected:.6f}, the mean over its label tokens {actual:.6f}, so it "
                 "has a term of its own or makes decoder inputs in a way that it does not say"
@@ -160,7 +160,7 @@ def _loss(sharded: ShardedModel, model: torch.nn.Module, collator: Collator, pac
 
 def _on_device(sharded: ShardedModel, batch: Batch) -> Batch:
     """Also reports progress: each batch of the check is one."""
-    at("checking the model")
+    enter_phase("checking the model")
     return move_to(sharded.accelerator.device, batch)
 
 

@@ -127,7 +127,7 @@ class Objective:
         Collective under FSDP."""
         return summed_loss(model, batch, label_smoothing)
 
-    def figures(self, loss_sum: float, second_sum: float, num_labels: float, num_bytes: float, /) -> dict[str, float]:
+    def metrics(self, loss_sum: float, second_sum: float, num_labels: float, num_bytes: float, /) -> dict[str, float]:
         """The figures of an evaluation, of the sums over all ranks of `loss`, labels and bytes of their text."""
         return {"loss": loss_sum / num_labels}
 

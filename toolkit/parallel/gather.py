@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.distributed.comm import reduce_on_cpu
 from toolkit.distributed.device import free_memory_bytes
-from toolkit.distributed.watchdog import moved
+from toolkit.distributed.watchdog import heartbeat
 from toolkit.launch.accelerator import compute_dtype, cudnn_attention, fsdp_version
 from toolkit.models.freeze import aliases
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.quantized import dequantize_layers, dequantized, is_quantized
 from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel.float8 import plain
-from toolkit.parallel.units import clean, repeated_blocks
+from toolkit.parallel.units import clean_name, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, forget_forwards
 
 if TYPE_CHECKING:
@@ -33,27 +33,27 @@ REPLICA_SHARE_OF_FREE_MEMORY = 0.5
 
 
 @torch.no_grad()
-def whole_parameters(sharded: ShardedModel, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def unsharded_parameters(sharded: ShardedModel, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, or those of `names`, unsharded, in its own dtype, on every rank's device, one unit at a time. Collective:
     exhaust it on every rank."""
     if isinstance(sharded.model, FullyShardedDataParallel):
         for module in FullyShardedDataParallel.fsdp_modules(sharded.model):
-            prefix = next(clean(name) for name, m in sharded.model.named_modules() if m is module)
+            prefix = next(clean_name(name) for name, m in sharded.model.named_modules() if m is module)
             nested = {id(p) for m in FullyShardedDataParallel.fsdp_modules(module)[1:] for p in m.parameters()}
             with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
-                moved()
+                heartbeat()
                 for name, parameter in module.named_parameters():
-                    own = clean(f"{prefix}.{name}").lstrip(".")
+                    own = clean_name(f"{prefix}.{name}").lstrip(".")
                     if id(parameter) not in nested and (names is None or own in names):
                         yield own, parameter.detach()
         return
-    for name, parameter in sharded.plain.named_parameters():
-        if names is not None and clean(name) not in names:
+    for name, parameter in sharded.unwrapped.named_parameters():
+        if names is not None and clean_name(name) not in names:
             continue
-        moved()
+        heartbeat()
         # With CPU offload the shard lies on the host, where it would be gathered by gloo.
         shard = plain(parameter).to(sharded.accelerator.device)
-        yield clean(name), shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
+        yield clean_name(name), shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
 
 
 def fits_whole(sharded: ShardedModel, skeleton: nn.Module) -> bool:
@@ -92,12 +92,12 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
         is_sharded = fsdp_version(sharded.accelerator) is not None
         has_codes = is_quantized(sharded.skeleton)
         gains = is_sharded or has_codes or compute_dtype(sharded.accelerator) != torch.float32
-        ways = [plain_copy, copy_on_meta] if has_codes else [copy_on_meta]  # dequantized, it computes faster
+        ways = [dequantized_copy, copy_on_meta] if has_codes else [copy_on_meta]  # dequantized, it computes faster
         skeletons = (way(sharded.skeleton) for way in ways if unshard == "auto" and gains)
         if (skeleton := next((each for each in skeletons if fits_whole(sharded, each)), None)) is not None:
             yield _replica(sharded, skeleton), False
         elif not is_sharded:
-            yield sharded.plain, False
+            yield sharded.unwrapped, False
         else:
             yield sharded.model, True  # type: ignore[misc]
     finally:
@@ -116,12 +116,14 @@ def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
         stack.enter_context(cudnn_attention(False))
         if isinstance(model, FullyShardedDataParallel):
             stack.enter_context(FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False))
-        if isinstance(model, FullyShardedDataParallel) or (model is sharded.plain and fsdp_version(sharded.accelerator) is None):
+        if isinstance(model, FullyShardedDataParallel) or (
+            model is sharded.unwrapped and fsdp_version(sharded.accelerator) is None
+        ):
             stack.enter_context(sharded.accelerator.autocast())
         yield
 
 
-def plain_copy(skeleton: PreTrainedModel) -> PreTrainedModel:
+def dequantized_copy(skeleton: PreTrainedModel) -> PreTrainedModel:
     """A copy of a skeleton that has plain layers in the places of quantized ones."""
     dequantize_layers(copy := copy_on_meta(skeleton))
     return copy
@@ -130,7 +132,7 @@ def plain_copy(skeleton: PreTrainedModel) -> PreTrainedModel:
 def _replica(sharded: ShardedModel, replica: PreTrainedModel) -> PreTrainedModel:
     """An unsharded copy without wrappers, in the compute dtype, on this rank's device; `replica` is its skeleton. Collective."""
     device, dtype = sharded.accelerator.device, compute_dtype(sharded.accelerator)
-    wholes = whole_parameters(sharded)
+    wholes = unsharded_parameters(sharded)
     if not is_quantized(replica):
         wholes = dequantized(wholes, sharded.skeleton)
     # Copy even if dtype and device already match: FSDP1 frees its gathered memory.

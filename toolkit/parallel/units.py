@@ -47,7 +47,7 @@ class ShardUnit:
 
     def parameters(self) -> list[nn.Parameter]:
         """Its own, as they are now."""
-        return [p for name, p in self.module.named_parameters() if clean(name) in self.parameter_names]
+        return [p for name, p in self.module.named_parameters() if clean_name(name) in self.parameter_names]
 
     def gathered_bytes(self, itemsize: int) -> int:
         """Bytes of this unit's parameters once gathered in a compute dtype of this size; codes and scales stay as they are."""
@@ -245,7 +245,7 @@ def describe_units(units: Sequence[ShardUnit], **more: Callable[[ShardUnit], int
     ]
 
 
-def clean(name: str) -> str:
+def clean_name(name: str) -> str:
     """A parameter's name without the prefixes of wrappers."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.device import smallest_gpu_bytes
-from toolkit.distributed.watchdog import at, working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
 from toolkit.models.experts import expert_counts
 from toolkit.models.patches import chunked_loss, masks
@@ -50,7 +50,7 @@ class ShardedModel:
     accelerator: Accelerator
     model: nn.Module
     """The wrapped module: call forward on this."""
-    plain: PreTrainedModel
+    unwrapped: PreTrainedModel
     """The transformers model inside."""
     skeleton: PreTrainedModel
     """An unwrapped copy on the meta device: structure, ties and buffers."""
@@ -93,7 +93,7 @@ def shard_model(
     fails, because its encoder and decoder hold them too), and checkpoints activations without the dropout state.
     """
     # What is gathered together, and what trains in float8.
-    working("sharding the model")
+    enter_phase("sharding the model", counts_cpu=True)
     skeleton = copy_on_meta(model)
     version = fsdp_version(accelerator)
     blocks = find_blocks(accelerator.state.fsdp_plugin, model) if version else {}
@@ -123,7 +123,7 @@ def shard_model(
         if readers is not None:  # FSDP1 moves one unit at a time to the device
             allocate(model, torch.device("cpu") if version == 1 else accelerator.device)
             fill_parameters(model, readers)
-        at("sharding the model")  # weights move through the device
+        enter_phase("sharding the model")  # weights move through the device
         if version == 1:
             chosen = {id(module) for module in wrapped_alone.values()}
             policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in chosen)

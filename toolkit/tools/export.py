@@ -15,31 +15,31 @@ from typing import Any
 import torch
 import yaml
 
-from toolkit.checkpoint.find import newest_valid, whole_checkpoints
+from toolkit.checkpoint.find import complete_checkpoints, newest_valid
 from toolkit.checkpoint.load import best_of_run, check_identity, find_weights, load_weights
 from toolkit.checkpoint.manifest import Checkpoint, list_checkpoints, read_checkpoint, step_folder, step_of_name
 from toolkit.config.facts import facts_of
 from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, rank, world_size
-from toolkit.distributed.watchdog import working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
-from toolkit.export.places import Places, check_place, check_push, push
+from toolkit.export.paths import ExportPaths, check_place, check_push, push
 from toolkit.export.run_data import load_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.environment import is_launched
-from toolkit.launch.same_run import describe_config
+from toolkit.launch.rank_consistency import describe_config
 from toolkit.models.lora import is_enabled
 from toolkit.objectives import objective_of
 from toolkit.objectives.objective import Objective
 from toolkit.parallel.wrap import shard_model
 from toolkit.tools.report.facts import read_runs
-from toolkit.training.goal import goal_of
+from toolkit.training.best_metric import best_metric_of
 from toolkit.training.model import build_skeleton, identity_of, load_model
 from toolkit.training.run import release
 from toolkit.training.setup import RunContext
@@ -91,7 +91,7 @@ def _check_push(options: Options, config: RecipeConfig) -> None:
     if options.push_to_hub is None and options.private:
         raise UserError("--private is given without --push-to-hub NAMESPACE/NAME: give both, or neither")
     if options.push_to_hub is not None:
-        check_push(config, options.push_to_hub, "--push-to-hub", merge=options.merge, way_out="add --merge")
+        check_push(config, options.push_to_hub, "--push-to-hub", merge=options.merge, remedy="add --merge")
 
 
 def _export(options: Options, config: RecipeConfig, objective: Objective) -> Path | None:
@@ -101,16 +101,16 @@ def _export(options: Options, config: RecipeConfig, objective: Objective) -> Pat
     # Processes, the checkpoint, and whether its folder may be written.
     precision = None
     if not is_launched() and find_accelerate_yaml() is None:  # one process; weights that were frozen in bf16 compute in it
-        whole, _ = whole_checkpoints(options.run_folder)
+        whole, _ = complete_checkpoints(options.run_folder)
         precision = "bf16" if whole and whole[-1].settings.get("model.frozen_dtype") == "bfloat16" else "no"
     chosen = {f"--{name}": value for name, value in vars(options).items() if not isinstance(value, Path)}
     started_with = describe_config(config) | chosen
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, precision, started_with=started_with)
     connect_devices(accelerator)
-    working("choosing the checkpoint")
+    enter_phase("choosing the checkpoint", counts_cpu=True)
     checkpoint = choose_checkpoint(options, config)
     settings = checkpoint.settings
-    places = on_rank_0(lambda: choose_places(options, config, checkpoint.step))
+    places = on_rank_0(lambda: choose_export_paths(options, config, checkpoint.step))
 
     # The model as the run built it, still without weights.
     of_adapter: Any = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
@@ -202,8 +202,8 @@ def choose_checkpoint(options: Options, config: RecipeConfig) -> Checkpoint:
     if newest is None:
         raise UserError(f"no checkpoint in {run_folder} is valid: {'; '.join(refused)}")
     if wanted == "best":
-        goal = goal_of(config.eval, newest.manifest["measured_on"])
-        best, choice = best_of_run(run_folder, goal, "--checkpoint" if options.checkpoint else "export.weights")
+        best_metric = best_metric_of(config.eval, newest.manifest["measured_on"])
+        best, choice = best_of_run(run_folder, best_metric, "--checkpoint" if options.checkpoint else "export.weights")
         logger.info(choice)
         return best or newest
     logger.info(f"exporting the weights of step {newest.step}, the newest valid checkpoint")
@@ -221,7 +221,7 @@ def read_whole(folder: Path) -> Checkpoint:
         raise UserError(f"checkpoint {folder} cannot be exported: {error}") from None
 
 
-def choose_places(options: Options, config: RecipeConfig, step: int) -> Places:
+def choose_export_paths(options: Options, config: RecipeConfig, step: int) -> ExportPaths:
     """The folder to write: the model's, or the adapter's alone. Something that is there already is a `UserError`."""
     parts = ["export", str(step), *(["merged"] if options.merge else []), *([options.dtype] if options.dtype else [])]
     folder = options.to or options.run_folder / "-".join(parts)
@@ -232,5 +232,5 @@ def choose_places(options: Options, config: RecipeConfig, step: int) -> Places:
             raise UserError(f"{place} is there and not empty{left}: remove it, or give another folder as --to")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if is_enabled(config.adapter) and not options.merge:
-        return Places(adapter=folder, dtype=dtype)
-    return Places(model=folder, dtype=dtype)
+        return ExportPaths(adapter=folder, dtype=dtype)
+    return ExportPaths(model=folder, dtype=dtype)

@@ -56,8 +56,8 @@ def train(
     mapping = check_accelerate_yaml(path, mixed_precision)
     is_one = mapping["distributed_type"] == "NO"
     if is_one and num_processes not in (None, 1):
-        way_out = "leave it out, or name another preset by --preset"
-        raise UserError(f"--num-processes is {num_processes}, and {path} starts one: {way_out}")
+        remedy = "leave it out, or name another preset by --preset"
+        raise UserError(f"--num-processes is {num_processes}, and {path} starts one: {remedy}")
     if not is_one and not mapping.get("use_cpu") and mapping.get("num_machines", 1) == 1:
         num_processes = num_processes or len(gpus) or None
     # The line. Quiet: without a traceback of the launcher's own after one process (accelerate/commands/launch.py:998).

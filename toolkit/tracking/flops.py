@@ -22,7 +22,7 @@ import torch
 from toolkit.data.collate import Collator, move_to
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.patches.experts import experts_by_token
-from toolkit.parallel.gather import plain_copy
+from toolkit.parallel.gather import dequantized_copy
 from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def count_per_term(objective: Objective, skeleton: PreTrainedModel, collator: Co
     """The polynomial of a row's FLOPs, without what each micro-batch needs once (DoRA's norms)."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    copied: Any = plain_copy(skeleton)  # of which buffers are on the CPU
+    copied: Any = dequantized_copy(skeleton)  # of which buffers are on the CPU
     model = copied.to("meta", torch.float32)
     model.set_attn_implementation("eager")  # every model has it, and its products can be counted
     chunked_loss.install(model, max_logits=2**62)  # one chunk: what others recompute does not count

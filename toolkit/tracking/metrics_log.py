@@ -177,7 +177,7 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite the file atomically with only its complete, wanted lines, if it has others."""
     if not path.exists():
         return
-    lines = read_json_lines(path, way_out=f"correct or remove the line, {_AGAIN}", skip_torn_end=True)
+    lines = read_json_lines(path, remedy=f"correct or remove the line, {_AGAIN}", skip_torn_end=True)
     kept = [figures for _, figures in lines if wanted(figures)]
     if b"".join(map(encode_json_line, kept)) != path.read_bytes():
         save_json_lines(path, kept)
@@ -212,7 +212,7 @@ class StepMemory:
         self.peak_gib = max(self.peak_gib, peak_bytes / GIB)
         return peak_bytes / GIB
 
-    def see(self, objective: Objective, batch: dict[str, torch.Tensor], num_packs: int) -> None:
+    def record_batch(self, objective: Objective, batch: dict[str, torch.Tensor], num_packs: int) -> None:
         """Record the shape of a micro-batch. Its packs may share one row of the tensors (`CausalCollator.one_row`)."""
         sides = zip(objective.limits, objective.inputs, strict=True)
         row_tokens = {side: math.ceil(batch[name].numel() / num_packs) for side, name in sides}

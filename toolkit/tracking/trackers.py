@@ -18,7 +18,7 @@ from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.schema import TrackingConfig
 from toolkit.distributed.comm import gather_objects, on_rank_0
-from toolkit.distributed.watchdog import working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError, refusal_named
 from toolkit.files.durable import written_beside
 from toolkit.files.json_lines import load_json_lines
@@ -70,7 +70,7 @@ def start_trackers(trackers: Trackers, config: RecipeConfig, run_folder: Path, r
     """Start the trackers of `tracking.log_with` on rank 0, or continue their runs; one that cannot start is a `UserError` on
     every rank. Collective."""
     if config.tracking.log_with:
-        working("starting the trackers")
+        enter_phase("starting the trackers", counts_cpu=True)
         on_rank_0(lambda: _start(trackers, config, run_folder, resume_from))
 
 
@@ -97,7 +97,7 @@ def close_trackers(trackers: Trackers) -> None:
 
     A tracker may upload for minutes, on rank 0 alone, and the launcher kills rank 0 soon after another rank has left.
     """
-    working("closing the trackers")
+    enter_phase("closing the trackers", counts_cpu=True)
     while trackers.running:
         tracker = trackers.running.pop(0)
         try:

@@ -12,7 +12,7 @@ from toolkit.checkpoint.save import Save
 from toolkit.config.schema import CheckpointConfig, EvalConfig
 from toolkit.data.batch_plan import BatchPlan, Step
 from toolkit.distributed.comm import on_rank_0, raise_together
-from toolkit.distributed.watchdog import at, working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import Stopped
 from toolkit.evaluation.generate import describe_flaws
 from toolkit.evaluation.loop import evaluate
@@ -20,18 +20,18 @@ from toolkit.evaluation.metrics import own_figures
 from toolkit.tracking.metrics_log import save_memory
 from toolkit.tracking.trackers import close_trackers, log_to_trackers
 from toolkit.training.run import Run
-from toolkit.training.user_functions import Figures, StepInfo
+from toolkit.training.user_functions import EvalMetrics, StepInfo
 
 logger = logging.getLogger("toolkit")
 
 
 def say_without_gain(run: Run) -> None:
     """Print a line if no evaluated step is better than the start."""
-    state, goal = run.state, run.goal
+    state, best_metric = run.state, run.best_metric
     best = math.nan if state.best_value is None else state.best_value
     is_evaluated = state.best_value is not None or state.num_evaluations_without_gain > 0
-    if state.start_value is not None and is_evaluated and not goal.is_better(best, state.start_value):
-        start = f"{goal.metric} {state.start_value:.4g} before the first step"
+    if state.start_value is not None and is_evaluated and not best_metric.is_better(best, state.start_value):
+        start = f"{best_metric.name} {state.start_value:.4g} before the first step"
         logger.info(f"no evaluated step is better than the start: {start}, at best {best:.4g} after it")
 
 
@@ -54,7 +54,7 @@ def agree(run: Run) -> str | None:
 def finish_writing(run: Run) -> None:
     """Wait for the current save; a checkpoint or metrics that a rank could not write are a `UserError` on every rank.
     Collective."""
-    working("saving", run.state.step)
+    enter_phase("saving", run.state.step, counts_cpu=True)
     _log_save(run, run.writer.finish())
     raise_together(run.metrics.error)
 
@@ -65,7 +65,7 @@ def evaluate_and_log(run: Run) -> str | None:
     Returns:
         The signal that interrupted the evaluation, which a resumed run repeats; None if it was completed.
     """
-    state, goal = run.state, run.goal
+    state, best_metric = run.state, run.best_metric
     if len(run.evaluation.rows) == 0:
         state.evaluation_due = False
         return None
@@ -75,12 +75,12 @@ def evaluate_and_log(run: Run) -> str | None:
 
     # Ranks check for signals between batches, so that a stop never waits for a long evaluation.
     def between_batches() -> None:
-        at("evaluation", state.step)
+        enter_phase("evaluation", state.step)
         gc.collect(1)  # the loop has turned Python's own collections off
         if signal_name := agree(run):
             raise _SignalInEvaluation(signal_name)
 
-    at("evaluation", state.step)
+    enter_phase("evaluation", state.step)
     predictions = run.folder / f"predictions-{state.step}.jsonl"
     try:
         figures: dict[str, Any] = evaluate(run.config.eval, run.sharded, run.evaluation, predictions, between_batches)
@@ -88,7 +88,7 @@ def evaluate_and_log(run: Run) -> str | None:
         return str(signal)
     # metrics.jsonl, trackers, terminal
     text_fields = {"rouge_tokenizer": run.evaluation.rouge_tokenizer.name} if "rougeL" in figures else {}
-    run.metrics.write("eval", state.step, **figures, **text_fields, measured_on=goal.measured_on)
+    run.metrics.write("eval", state.step, **figures, **text_fields, measured_on=best_metric.measured_on)
     log_to_trackers(run.trackers, "eval", figures, state.step)
     of_sets = [f"{name}/{figure}" for name in run.evaluation.sets for figure in ("loss", "rougeL")]
     own = own_figures(run.evaluation.metrics, figures)
@@ -97,19 +97,21 @@ def evaluate_and_log(run: Run) -> str | None:
     if flaws := describe_flaws(figures):
         logger.info(flaws)
     state.metrics, state.evaluation_due = figures, False
-    if run.own.after_evaluation is not None:
-        working("after_evaluation", state.step)
-        given = Figures(step=state.step, **figures)
+    if run.hooks.after_evaluation is not None:
+        enter_phase("after_evaluation", state.step, counts_cpu=True)
+        given = EvalMetrics(step=state.step, **figures)
         given.model, given.optimizer = run.sharded.model, run.optimizer
-        run.own.after_evaluation(given)
+        run.hooks.after_evaluation(given)
     run.log.restart_clock()
     # best value and early stopping; somebody may have removed the best checkpoint
     writer = run.writer
-    writer.best_saved = on_rank_0(lambda: writer.best_saved if writer.is_writing else best_value(run.folder, goal, state.step))
-    value = figures.get(goal.metric, math.nan)  # a metric of one's own may leave it out
+    writer.best_saved = on_rank_0(
+        lambda: writer.best_saved if writer.is_writing else best_value(run.folder, best_metric, state.step)
+    )
+    value = figures.get(best_metric.name, math.nan)  # a metric of one's own may leave it out
     if state.step == 0:  # the start is not a gain, and has no weights to keep
         state.start_value = None if math.isnan(value) else value
-    elif goal.is_better(value, state.best_value):
+    elif best_metric.is_better(value, state.best_value):
         state.best_value, state.num_evaluations_without_gain = value, 0
     else:
         state.num_evaluations_without_gain += 1
@@ -157,12 +159,12 @@ def save(run: Run, *, wait: bool) -> None:
     """
     if run.state.step == 0 or run.num_steps == 0:
         return
-    at("saving", run.state.step)
+    enter_phase("saving", run.state.step)
     run.reductions.check()  # the exchange of the last step has not been read
     run.log.flush()
     run.metrics.sync()
     raise_together(run.metrics.error)  # a checkpoint needs all metrics lines up to its step: a resume keeps those
-    run.guard.remember(run.state.skips)
+    run.guard.save_to(run.state.skips)
     _log_save(run, run.writer.save(run.state, wait=wait))
     _log_save(run, run.writer.take_finished())
     run.log.restart_clock()
@@ -178,12 +180,12 @@ def _log_save(run: Run, save: Save | None) -> None:
 
 def call_after_step(run: Run, step: Step, lr: float, *, is_logged: bool) -> None:
     """Call the user's hook after a step, if there is one."""
-    if run.own.after_step is not None:
-        working("after_step", step.step)
+    if run.hooks.after_step is not None:
+        enter_phase("after_step", step.step, counts_cpu=True)
         loss = run.log.last_loss if is_logged else None
         objects: dict[str, Any] = {"model": run.sharded.model, "optimizer": run.optimizer}
         info = StepInfo(step=step.step, num_steps=run.num_steps, epoch=step.epoch, learning_rate=lr, loss=loss, **objects)
-        run.own.after_step(info)
+        run.hooks.after_step(info)
 
 
 def is_over(run: Run) -> bool:

@@ -12,7 +12,7 @@ from toolkit.data.batch_plan import BatchPlan, Mix
 from toolkit.data.collate import choose_multiples
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.distributed.comm import rank
-from toolkit.distributed.watchdog import working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.evaluation.metrics import OUR_FIGURES, TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.launch.accelerator import bound_primitive_cache
@@ -20,7 +20,7 @@ from toolkit.models.generation import list_end_ids
 from toolkit.models.load import num_token_embeddings
 from toolkit.models.position_limits import check_positions, warn_of_shared_rope
 from toolkit.objectives.objective import Objective
-from toolkit.training.goal import check_metric_on_rows
+from toolkit.training.best_metric import check_metric_on_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -105,7 +105,7 @@ def _check_rows(
         logger.warning(warning)
     check_positions(model_config, config.model.name_or_path, longest, config.eval)
     # Settings.
-    working("planning the batches")
+    enter_phase("planning the batches", counts_cpu=True)
     steps = num_steps(config, plan)
     check_num_steps(config, steps)
     check_evaluation_rows(config, len(evaluation.rows))

@@ -26,18 +26,18 @@ from toolkit.distributed.watchdog import naming_lost_ranks
 from toolkit.errors import SIGNALS, UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.launch.accelerator import cudnn_attention, pads_lengths
-from toolkit.launch.undo import changes_undone
+from toolkit.launch.process_state import process_state_kept
 from toolkit.models.load import own_class, save_built
 from toolkit.objectives import name_objective
 from toolkit.objectives.objective import Objective
 from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
-from toolkit.training.first_lines import log_first_lines
 from toolkit.training.model import build_model, build_skeleton
 from toolkit.training.run import finish, release, start_run
-from toolkit.training.setup import begin
-from toolkit.training.user_functions import Figures, Own, OwnLoss, StepInfo
+from toolkit.training.run_summary import log_run_summary
+from toolkit.training.setup import setup_run
+from toolkit.training.user_functions import EvalMetrics, OwnLoss, StepInfo, UserHooks
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -62,7 +62,7 @@ class Result:
     """The exported model; None if nothing was exported."""
     step: int
     """The last step."""
-    figures: dict[str, float]
+    metrics: dict[str, float]
     """Of the evaluation after the last step; empty without evaluation rows."""
     best_value: float | None
     """The best `eval.best_metric` of the evaluated steps."""
@@ -78,12 +78,12 @@ def finetune(
     metrics: Mapping[str, TextFunction] | None = None,
     loss: OwnLoss | None = None,
     after_step: Callable[[StepInfo], object] | None = None,
-    after_evaluation: Callable[[Figures], object] | None = None,
+    after_evaluation: Callable[[EvalMetrics], object] | None = None,
 ) -> Result:
     """Fine-tune the model of `config`, sharded as the accelerate YAML says: train, evaluate, save, export. Collective.
 
     The same command or call resumes a run that was stopped. At its end, this closes the process groups and puts back what it has
-    changed in the process and in libraries (`toolkit/launch/undo.py`).
+    changed in the process and in libraries (`toolkit/launch/process_state.py`).
 
     Args:
         config: of a recipe, as `SummarizationConfig` or `LLMConfig`.
@@ -95,7 +95,7 @@ def finetune(
             of (predictions, rows).
         loss: (logits BTV, labels BT) → the loss summed over the label tokens, in place of cross-entropy in training.
         after_step: called on every rank after each optimizer update.
-        after_evaluation: called on every rank with the `Figures` of each evaluation.
+        after_evaluation: called on every rank with the `EvalMetrics` of each evaluation.
 
     Raises:
         UserError: anything wrong with the YAML files, the data, the model, the run folder or the arguments; on every rank.
@@ -104,15 +104,15 @@ def finetune(
     """
     # What the caller has given.
     given = train if evaluation is None else evaluation
-    own = Own(
+    hooks = UserHooks(
         model=model, given=given, metrics=metrics or {}, loss=loss, after_step=after_step, after_evaluation=after_evaluation
     )
     config, objective = name_objective(check_datasets(config, train, evaluation), objective)
 
     in_run = cudnn_attention(config.model.cudnn_attention), own_class(model, config.model, objective)
-    with changes_undone(), _released_on_error() as on_error, in_run[0], in_run[1]:
+    with process_state_kept(), _released_on_error() as on_error, in_run[0], in_run[1]:
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
-        context = begin(config, objective, own)
+        context = setup_run(config, objective, hooks)
         on_error.callback(close_trackers, context.trackers)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
@@ -134,13 +134,13 @@ def finetune(
 
         # Resume from this run's last checkpoint, if there is one; print what begins. Train: step, evaluate, save.
         run = start_run(config, context, rows, plan, evaluated, sharded, optimizer, identity)
-        log_first_lines(run, rows)
+        log_run_summary(run, rows)
         loop.train(run)
 
         # Export, reload, compare, and print the results.
         export = finish(run)
     state = run.state
-    return Result(folder=run.folder, export=export, step=state.step, figures=state.metrics, best_value=state.best_value)
+    return Result(folder=run.folder, export=export, step=state.step, metrics=state.metrics, best_value=state.best_value)
 
 
 @contextlib.contextmanager

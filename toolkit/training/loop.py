@@ -21,9 +21,9 @@ from toolkit.data.collate import Batch, load_micro_batches, move_to
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.rng import seed_all
 from toolkit.distributed.signals import StopRequests
-from toolkit.distributed.watchdog import at, working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.files.json_lines import encode_json_line
-from toolkit.loss import share_of_global_mean
+from toolkit.loss import scale_to_global_mean
 from toolkit.parallel.wrap import accumulating, reduction_groups
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training.after_step import (
@@ -62,7 +62,7 @@ def train(run: Run) -> None:
     """
     config, state, plan = run.config, run.state, run.plan
     # A complete run returns here, unless a signal interrupted its last evaluation.
-    working("starting the training")
+    enter_phase("starting the training", counts_cpu=True)
     state.evaluation_due |= run.num_steps == 0 or (state.step == 0 and config.eval.at_start)
     if is_over(run) and not state.evaluation_due:
         logger.info(f"nothing left to train: the run is complete at step {state.step}")
@@ -79,7 +79,7 @@ def train(run: Run) -> None:
         for number in range(state.step if state.evaluation_due else next_step, max(next_step, run.num_steps + 1)):
             # 1. One optimizer update. After the first updates, every trainable parameter must have moved.
             if number >= next_step:
-                at("loading rows", number)
+                enter_phase("loading rows", number)
                 step = plan.step(number)
                 lr = learning_rate(config.optim, number, run.num_steps, plan)
                 with _profiled(config.profile.steps, number, run.folder):
@@ -132,31 +132,31 @@ def train_step(
     for micro_batch, batch in micro_batches:
         assert micro_batch.step == step.step
         run.reductions.micro_batch = (step.step, micro_batch.index)
-        at("forward and backward", step.step)
+        enter_phase("forward and backward", step.step)
         seed_all("step", config.train.seed, step.step, rank(), micro_batch.index)
         if config.log_row_ids:
             _log_row_ids(run, micro_batch)
-        run.log.memory.see(run.objective, batch, len(micro_batch.packs))
+        run.log.memory.record_batch(run.objective, batch, len(micro_batch.packs))
         batch = move_to(device, batch)
         documents_BT = batch.pop("documents", None)
         with accumulating(run.sharded, is_last=micro_batch.is_last):
-            if run.own.loss is None:
+            if run.hooks.loss is None:
                 loss_sum, _ = run.objective.loss(model, batch, config.optim.label_smoothing)
             else:
-                loss_sum = summed_own_loss(model, batch, run.objective.inputs[-1], run.own.loss)
-            share = share_of_global_mean(loss_sum, step.num_label_tokens, world_size())
+                loss_sum = summed_own_loss(model, batch, run.objective.inputs[-1], run.hooks.loss)
+            share = scale_to_global_mean(loss_sum, step.num_label_tokens, world_size())
             (share + router.share(micro_batch, documents_BT) if router else share).backward()
         losses.append((micro_batch, loss_sum.detach()))
         if micro_batch.is_last:
             break
-        at("loading rows", step.step)
+        enter_phase("loading rows", step.step)
     # Clip, judge, update. `judge` reduces the loss and the finite check over the ranks without a host sync.
-    at("update", step.step)
+    enter_phase("update", step.step)
     if watch:
         watch.check_gradients()
         run.reductions.check()
     grad_norm = clip_gradients(model, config.optim.max_grad_norm, run.trainable)
-    total_loss, skipped = run.guard.judge(torch.stack([loss for _, loss in losses]).sum(), grad_norm)
+    total_loss, skipped = run.guard.should_skip(torch.stack([loss for _, loss in losses]).sum(), grad_norm)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # the fused kernel reads it, as from GradScaler

@@ -15,11 +15,11 @@ from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
 from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
-from toolkit.distributed.watchdog import working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
-from toolkit.launch.same_run import compare_ranks
+from toolkit.launch.rank_consistency import compare_ranks
 from toolkit.models import load
 from toolkit.models.attention import describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
@@ -54,7 +54,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early: what is wrong is a
     `UserError` on every rank. Returns the config with `data.packing` and the base's generation settings, the model's config and
     the model. Collective."""
-    working("building the model")
+    enter_phase("building the model", counts_cpu=True)
     objective = context.objective
     model_config = on_all_ranks(lambda: load_model_config(config.model, objective))
     of_hub = {"the commit of model.name_or_path": on_all_ranks(lambda: hub_commit(config.model))}
@@ -123,8 +123,8 @@ def build_model(
     sharded = shard_model(context.accelerator, model, readers, notes=config.optim.router_aux_loss != "off")
     optimizer = build_optimizer(config.optim, sharded.model)
     context.objective.check_model(sharded, evaluation.collator, config)
-    if context.own.loss is not None:
-        check_own_loss(context.own.loss, sharded.plain.config.get_text_config().vocab_size, context.accelerator.device)
+    if context.hooks.loss is not None:
+        check_own_loss(context.hooks.loss, sharded.unwrapped.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity
 
 
@@ -138,7 +138,7 @@ def load_model(
     from; weights that do not load, or are not the model's, are a `UserError` on every rank. Collective."""
     from transformers.utils.logging import disable_progress_bar
 
-    working("loading the model")
+    enter_phase("loading the model", counts_cpu=True)
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     quantized_as, name = config.adapter.base_dtype, config.model.name_or_path
@@ -176,7 +176,7 @@ def identity_of(
     context: RunContext, model_config: PretrainedConfig, data_fingerprint: str, model: PreTrainedModel, readers: TensorReaders
 ) -> Identity:
     """What a resume must find unchanged; `model` and `readers` are those of `load_model`, before sharding. Collective."""
-    working("hashing frozen weights")
+    enter_phase("hashing frozen weights", counts_cpu=True)
     # Ranks that read all of the weights may have read their own.
     reads_all = fsdp_version(context.accelerator) != 2 or any(reader.is_held for reader in readers.values())
     frozen_hashes = hash_frozen(model, readers, on_each_rank=reads_all)

@@ -15,7 +15,7 @@ from torch import nn
 
 from toolkit.distributed.comm import reduce_on_cpu
 from toolkit.errors import UserError
-from toolkit.parallel.units import clean, local_tensor
+from toolkit.parallel.units import clean_name, local_tensor
 from toolkit.private import private
 
 UPDATES_UNTIL_MOVED = 3
@@ -94,7 +94,9 @@ class ParameterWatch:
         on_any = reduce_on_cpu(torch.tensor(flags, dtype=torch.int32), dist.ReduceOp.MAX).bool().tolist()
         named = list(zip(self.model.named_parameters(), on_any, strict=True))
         for what, is_trainable in ((trainable, True), (frozen, False)):
-            names = [clean(name) for (name, p), is_set in named if p.requires_grad == is_trainable and is_set != is_trainable]
+            names = [
+                clean_name(name) for (name, p), is_set in named if p.requires_grad == is_trainable and is_set != is_trainable
+            ]
             if names and what is not None:
                 raise RuntimeError(f"{'trainable' if is_trainable else 'frozen'} parameters {what}: {_first_of(names)}")
 
@@ -107,7 +109,7 @@ class ReductionWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.names = [clean(name) for name, _ in model.named_parameters()]
+        self.names = [clean_name(name) for name, _ in model.named_parameters()]
         self.places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
         self.noted = [0] * len(self.names)
         """By parameter, a hash of the micro-batches in which it was reduced."""

@@ -17,8 +17,8 @@ from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.data.collate import Batch, move_to
 from toolkit.distributed.comm import rank, world_size
 from toolkit.distributed.rng import seed_all
-from toolkit.distributed.watchdog import at
-from toolkit.loss import count_routed, share_of_global_mean, summed_balance_loss
+from toolkit.distributed.watchdog import enter_phase
+from toolkit.loss import count_routed, scale_to_global_mean, summed_balance_loss
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel.wrap import forget_forwards
 from toolkit.training.run import Run
@@ -40,7 +40,7 @@ class RouterLoss:
         """Count the routing of the global batch, with the dropout of the training pass; returns what it took. Collective."""
         sharded, held = self.run.sharded, []
         for micro_batch, batch in micro_batches:
-            at("counting the routing", self.step.step)
+            enter_phase("counting the routing", self.step.step)
             held.append((micro_batch, move_to(sharded.accelerator.device, batch)))
             seed_all("step", self.run.config.train.seed, self.step.step, rank(), micro_batch.index)
             inputs = {name: value[:1] if "label" in name else value for name, value in held[-1][1].items()}
@@ -58,7 +58,7 @@ class RouterLoss:
         """What the micro-batch of the last forward adds to the loss that its rank backpropagates."""
         documents_T, num_documents = documents_BT.flatten(), sum(map(len, micro_batch.packs))
         routes = [route for of_block in self.noted.values() for route in of_block]
-        scale = self.run.sharded.plain.config.get_text_config().router_aux_loss_coef / len(routes)
+        scale = self.run.sharded.unwrapped.config.get_text_config().router_aux_loss_coef / len(routes)
         figures = []
         for layer, (scores_TE, experts_TK) in enumerate(routes):
             counts_GE = count_routed(experts_TK, documents_T, num_documents, scores_TE.shape[1])
@@ -70,7 +70,7 @@ class RouterLoss:
         self.noted.clear()
         figures_LX = torch.stack(figures)
         self.figures = figures_LX.detach() + getattr(self, "figures", 0)
-        return share_of_global_mean(figures_LX[:, 0].sum(), self.step.num_tokens, world_size())
+        return scale_to_global_mean(figures_LX[:, 0].sum(), self.step.num_tokens, world_size())
 
     def reduced_figures(self) -> torch.Tensor:
         """`figures` of all ranks. Collective."""

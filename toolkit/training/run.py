@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.checkpoint.find import Goal, best_value
+from toolkit.checkpoint.find import BestMetric, best_value
 from toolkit.checkpoint.load import best_of_run, describe_versions, forget_unequal, load_checkpoint, load_weights
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.save import CheckpointWriter
@@ -24,12 +24,12 @@ from toolkit.distributed.comm import close_groups, on_all_ranks, on_rank_0, rank
 from toolkit.distributed.device import all_cores
 from toolkit.distributed.progress import Progress
 from toolkit.distributed.signals import StopRequests
-from toolkit.distributed.watchdog import stop, working
+from toolkit.distributed.watchdog import enter_phase, stop
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
-from toolkit.export.model_files import name_of
-from toolkit.export.places import push, run_places
+from toolkit.export.model_files import dtype_name
+from toolkit.export.paths import export_paths_of_run, push
 from toolkit.export.run_data import RunData, check_kept_tokenizer, describe_data, save_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
@@ -43,13 +43,13 @@ from toolkit.tracking.flops import seconds_at_peak
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepLog
 from toolkit.tracking.trackers import Trackers, close_trackers
+from toolkit.training.best_metric import build_best_metric
 from toolkit.training.data import num_steps
-from toolkit.training.goal import build_goal
 from toolkit.training.optim import describe_rate_change
 from toolkit.training.parameter_checks import ReductionWatch
 from toolkit.training.setup import RunContext
 from toolkit.training.skip_guard import SkipGuard
-from toolkit.training.user_functions import Own
+from toolkit.training.user_functions import UserHooks
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -71,9 +71,9 @@ class Run:
     identity: Identity
     metrics: MetricsLog
     num_steps: int
-    goal: Goal
+    best_metric: BestMetric
     """What makes a checkpoint the best."""
-    own: Own
+    hooks: UserHooks
     data: RunData
     trackers: Trackers
     objective: Objective
@@ -108,17 +108,17 @@ def start_run(
     Raises:
         UserError: the checkpoint belongs to another run, or the folder cannot be written; on every rank.
     """
-    folder, steps, goal = context.run_folder, num_steps(config, plan), build_goal(config.eval, evaluation)
+    folder, steps, best = context.run_folder, num_steps(config, plan), build_best_metric(config.eval, evaluation)
     metrics = open_metrics(config, folder)
     data = describe_data(rows, evaluation)
-    of_context = context.own, data, context.trackers, context.objective
-    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, goal, *of_context)
+    of_context = context.hooks, data, context.trackers, context.objective
+    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, best, *of_context)
     if (before := context.resume_from) and before.manifest["identity"]["data_fingerprint"] != identity.data_fingerprint:
         on_rank_0(lambda: check_kept_tokenizer(folder, rows.tokenizer))
     resume(run, context.resume_from)
     save_run_config(config, folder)
     on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
-    working("recording what the report shows")
+    enter_phase("recording what the report shows", counts_cpu=True)
     about_rows = partial(_tool("preview.summary").describe_rows, config, rows, evaluation)
     _tool("report.facts").save_record(folder, sharded.units, about_rows)
     return run
@@ -141,7 +141,7 @@ def resume(run: Run, checkpoint: Checkpoint | None) -> None:
         UserError: the checkpoint belongs to another run; on every rank.
     """
     # Weights, moments, random state.
-    working("loading the checkpoint")
+    enter_phase("loading the checkpoint", counts_cpu=True)
     if checkpoint is None:
         return run.metrics.truncate_after(-1)
     run.state = state = load_checkpoint(checkpoint, run.sharded, run.optimizer, run.identity)
@@ -150,16 +150,18 @@ def resume(run: Run, checkpoint: Checkpoint | None) -> None:
     num_steps_before = theirs["train.max_steps"] or run.plan.num_steps(theirs["train.num_epochs"])
     remarks = [
         describe_versions(manifest),
-        forget_unequal(state, manifest, run.goal),
+        forget_unequal(state, manifest, run.best_metric),
         describe_rate_change(run.config.optim, state.step + 1, num_steps_before, run.num_steps, run.plan),
     ]
     logger.info(f"resuming from {checkpoint.folder}, after step {state.step}")
     for remark in filter(None, remarks):
         logger.info(remark)
     # A complete run is evaluated again where its figures lack the metric that is asked for now.
-    state.evaluation_due |= bool(manifest["metrics"]) and run.goal.metric not in state.metrics and state.step >= run.num_steps
+    state.evaluation_due |= (
+        bool(manifest["metrics"]) and run.best_metric.name not in state.metrics and state.step >= run.num_steps
+    )
     # metrics.jsonl up to the checkpoint.
-    working("resuming")
+    enter_phase("resuming", counts_cpu=True)
     run.metrics.truncate_after(state.step, evaluation_due=state.evaluation_due)
     if run.metrics.is_empty:  # lines are written before their checkpoint
         known = " but the checkpoint's own evaluation" if manifest["metrics"] else ""
@@ -186,8 +188,10 @@ def build_log(run: Run) -> StepLog:
 
 def build_writer(run: Run) -> CheckpointWriter:
     """The writer of the checkpoints that follow `run.state`. Collective."""
-    best_saved = on_rank_0(lambda: best_value(run.folder, run.goal, run.state.step))
-    return CheckpointWriter(run.folder, run.sharded, run.optimizer, run.identity, run.config.checkpoint, run.goal, best_saved)
+    best_saved = on_rank_0(lambda: best_value(run.folder, run.best_metric, run.state.step))
+    return CheckpointWriter(
+        run.folder, run.sharded, run.optimizer, run.identity, run.config.checkpoint, run.best_metric, best_saved
+    )
 
 
 def finish(run: Run) -> Path | None:
@@ -202,19 +206,19 @@ def finish(run: Run) -> Path | None:
     config, step = run.config, run.state.step
     exports = run.num_steps > 0 or config.export.merge
     if run.num_steps > 0 and config.export.weights == "best":
-        best, choice = best_of_run(run.folder, run.goal)
+        best, choice = best_of_run(run.folder, run.best_metric)
         logger.info(choice)
         if best is not None:
             load_weights(best.folder, run.sharded)
             step = best.step
-    working("showing the results")
-    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.goal.measured_on
+    enter_phase("showing the results", counts_cpu=True)
+    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.best_metric.measured_on
     counts_tokens = config.model.from_scratch and run.objective.counts_tokens
     on_all_ranks(lambda: measure_baselines(*measured, counts_tokens))
     # The folders, and what to do with them.
     if exports:
-        places = run_places(config, run.folder)
-        computed_in = name_of(compute_dtype(run.sharded.accelerator))
+        places = export_paths_of_run(config, run.folder)
+        computed_in = dtype_name(compute_dtype(run.sharded.accelerator))
         lines = run.metrics.load() if rank() == 0 else []
         origin = Origin(step, computed_in, world_size(), run.data, lines, frozen_hashes=run.identity.frozen_hashes)
         with all_cores(run.sharded.accelerator.device):
@@ -226,7 +230,7 @@ def finish(run: Run) -> Path | None:
             logger.info(line)
         if not config.has_own_objective:
             logger.info(f"export another checkpoint: python -m toolkit export {shlex.quote(str(run.folder))} --checkpoint STEP")
-    working("showing the results")
+    enter_phase("showing the results", counts_cpu=True)
     on_all_ranks(lambda: _tool("report.terminal").show_results(run.metrics, run.evaluation))
     on_rank_0(lambda: _tool("report.page").draw_curves(run.metrics.load(), run.folder / "curves.png"))
     run.metrics.note_lost_outputs(run.state.step)

@@ -15,18 +15,18 @@ from toolkit.config.paths import write_paths
 from toolkit.config.validate import list_sets
 from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
-from toolkit.distributed.watchdog import keep_stacks_in, working
+from toolkit.distributed.watchdog import enter_phase, keep_stacks_in
 from toolkit.evaluation.metrics import TextMetric, describe_code, load_text_metrics, metric_name
-from toolkit.export.places import check_export_places, prepare_push
+from toolkit.export.paths import check_export_places, prepare_push
 from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
 from toolkit.launch.log import start_logging
+from toolkit.launch.rank_consistency import describe_config
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder
-from toolkit.launch.same_run import describe_config
 from toolkit.models.lora import check_adapter_config, is_enabled
 from toolkit.objectives.objective import Objective
 from toolkit.tracking.trackers import Trackers, check_trackers
-from toolkit.training.goal import check_metric
-from toolkit.training.user_functions import Own, check_own
+from toolkit.training.best_metric import check_metric
+from toolkit.training.user_functions import UserHooks, check_hooks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,11 +49,11 @@ class RunContext:
     metrics: tuple[TextMetric, ...]
     """`eval.metrics`, loaded, and the user's functions."""
     objective: Objective
-    own: Own = field(default_factory=Own)
+    hooks: UserHooks = field(default_factory=UserHooks)
     trackers: Trackers = field(default_factory=Trackers)
 
 
-def begin(config: RecipeConfig, objective: Objective, own: Own) -> RunContext:
+def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> RunContext:
     """Check what needs no data, open the run folder and choose the checkpoint to resume from. Collective.
 
     Raises:
@@ -62,24 +62,24 @@ def begin(config: RecipeConfig, objective: Objective, own: Own) -> RunContext:
     start_logging()  # for programs that begin a run by themselves; a recipe has done it
     # Of the config alone.
     check_trackers(config.tracking)
-    check_own(config, own)
-    check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *own.metrics], sets=list_sets(config.data))
+    check_hooks(config, hooks)
+    check_metric(config.eval, own=[*map(metric_name, config.eval.metrics), *hooks.metrics], sets=list_sets(config.data))
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
     given = {
-        "model": own.model,
-        "loss": own.loss,
+        "model": hooks.model,
+        "loss": hooks.loss,
         "objective's code": type(objective) if config.has_own_objective else None,
-        **own.metrics,
+        **hooks.metrics,
     }
     code = {name: describe_code(each) for name, each in given.items() if each is not None}
     started_with = {**describe_config(config), **code}
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
     connect_devices(accelerator)
-    working("opening the run")
+    enter_phase("opening the run", counts_cpu=True)
     stored: Any = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, **stored))
-    metrics = load_text_metrics(config.eval.metrics, own.metrics, own.given)
+    metrics = load_text_metrics(config.eval.metrics, hooks.metrics, hooks.given)
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)
     on_rank_0(lambda: check_export_places(config, run_folder))
@@ -89,12 +89,12 @@ def begin(config: RecipeConfig, objective: Objective, own: Own) -> RunContext:
     settings = {**dotted_keys(write_paths(config, run_folder)), **resolved}
     if settings.get("data.packing") == "auto":  # known and compared with the model
         del settings["data.packing"]
-    working("choosing the checkpoint")
+    enter_phase("choosing the checkpoint", counts_cpu=True)
     resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings, type(config))
     # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.
     needs_start = resume_from is None or bool(config.model.freeze)
     init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
-    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, objective, own)
+    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, objective, hooks)
 
 
 def open_run(config: Any) -> Path:

@@ -27,7 +27,7 @@ class SkipGuard:
         self.window = torch.tensor([math.nan if norm is None else norm for norm in norms], dtype=torch.float32)
         self.num_seen = torch.tensor(history.num_grad_norms)
 
-    def judge(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def should_skip(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss summed over all ranks, and 1.0 to skip the update or 0.0: fp32 scalars on the gradients' device. Collective.
 
         Args:
@@ -53,7 +53,7 @@ class SkipGuard:
         total, num_bad = figures.unbind()
         return total, ((num_bad > 0) | ~total.isfinite()).float()
 
-    def remember(self, history: SkipHistory) -> None:
+    def save_to(self, history: SkipHistory) -> None:
         """Write the window into `history`. Host sync."""
         if self.num_sigmas is not None:
             history.grad_norms = [None if math.isnan(norm) else norm for norm in self.window.tolist()]

@@ -46,7 +46,7 @@ class StepInfo:
     optimizer: torch.optim.Optimizer
 
 
-class Figures(dict[str, Any]):
+class EvalMetrics(dict[str, Any]):
     """The figures of an evaluation, and its `step`; the argument of the hook `after_evaluation`."""
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Figures(dict[str, Any]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own:
+class UserHooks:
     """The user's model and functions of one run."""
 
     model: Any = None
@@ -65,25 +65,25 @@ class Own:
     metrics: Mapping[str, TextFunction] = field(default_factory=dict)
     loss: OwnLoss | None = None
     after_step: Callable[[StepInfo], object] | None = None
-    after_evaluation: Callable[[Figures], object] | None = None
+    after_evaluation: Callable[[EvalMetrics], object] | None = None
 
 
-def check_own(config: RecipeConfig, own: Own) -> None:
+def check_hooks(config: RecipeConfig, hooks: UserHooks) -> None:
     """Check the functions against the config: a `UserError` for what is not a function, or metrics of a run that generates no
     texts."""
-    if not isinstance(own.metrics, Mapping):
-        raise UserError(f"metrics is {own.metrics!r:.60}: give functions by their names; eval.metrics names modules")
-    functions: dict[str, Any] = {"loss": own.loss, "after_step": own.after_step, "after_evaluation": own.after_evaluation}
-    functions |= {f"metrics[{name!r}]": function for name, function in own.metrics.items()}
+    if not isinstance(hooks.metrics, Mapping):
+        raise UserError(f"metrics is {hooks.metrics!r:.60}: give functions by their names; eval.metrics names modules")
+    functions: dict[str, Any] = {"loss": hooks.loss, "after_step": hooks.after_step, "after_evaluation": hooks.after_evaluation}
+    functions |= {f"metrics[{name!r}]": function for name, function in hooks.metrics.items()}
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise UserError(f"{name} is a {type(function).__name__}, and cannot be called: give a function")
-    if own.loss is not None and config.optim.label_smoothing:
+    if hooks.loss is not None and config.optim.label_smoothing:
         raise UserError(
             f"optim.label_smoothing is {config.optim.label_smoothing}, but loss takes the place of cross-entropy: smooth there, "
             "or leave one of them out"
         )
-    names = [*config.eval.metrics, *own.metrics]
+    names = [*config.eval.metrics, *hooks.metrics]
     if names and not config.eval.generate:
         raise UserError(f"metrics {', '.join(names)} score generated texts: set eval.generate to true")
 

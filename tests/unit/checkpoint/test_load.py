@@ -19,7 +19,7 @@ from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.state import Identity, TrainState
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
-from toolkit.launch.same_run import installed_versions
+from toolkit.launch.rank_consistency import installed_versions
 
 SETTINGS = {"optim.lr": 1e-3, "eval.best_metric": "loss", "mixed_precision": "bf16"}
 OTHER = {"rows": "b", "num_beams": 1}

@@ -128,7 +128,7 @@ def test_it_bites_only_once_nothing_moves(tmp_path: Path, monkeypatch: pytest.Mo
 
     def move(look: int) -> None:
         if look <= 20:
-            watchdog.at("loading rows", 3)  # the same place again and again is progress: a micro-batch more
+            watchdog.enter_phase("loading rows", 3)  # the same place again and again is progress: a micro-batch more
 
     assert 30 <= Clock(watchdog, monkeypatch, move).run() <= 31
     assert "rank 0 stopped moving: in step 3, loading rows, for 1 s, at " in watchdog.sentence
@@ -136,14 +136,14 @@ def test_it_bites_only_once_nothing_moves(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("works", "bites_at"), [(True, 30), (False, 11)])
 def test_work_is_movement_only_in_a_phase_that_says_so(
-    works: bool, bites_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counts_cpu: bool, bites_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that waits for a GPU takes a whole core."""
     watchdog = Bitten(1.0, tmp_path)
 
     def enter(look: int) -> None:
         if look == 1:
-            watchdog.at("evaluation", 3, works=works)
+            watchdog.enter_phase("evaluation", 3, counts_cpu=counts_cpu)
 
     clock = Clock(watchdog, monkeypatch, enter)
     activity: Any = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: clock.num_looks <= 20)
@@ -155,10 +155,10 @@ def test_work_is_movement_only_in_a_phase_that_says_so(
 def test_after_its_end_it_is_quiet(tmp_path: Path) -> None:
     before = threading.active_count()
     with Bitten(0.3, tmp_path) as watchdog:
-        watchdog.at("update", 1)
+        watchdog.enter_phase("update", 1)
     assert threading.active_count() == before
     watchdog.__exit__(None, None, None)
-    watchdog.at("update", 2)
+    watchdog.enter_phase("update", 2)
     assert not watchdog.bitten.wait(0.6)
     assert not hang_file(tmp_path, 0).exists()
 
@@ -169,8 +169,8 @@ def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, pat
     ranks = [Peers(store, number, 3) for number in range(3)]
     for look in range(8):
         for number, report in places.items():
-            ranks[number].tell(replace(report(look), beat=look))
-        if verdict := ranks[0].look(timeout_s, patience_s, None):
+            ranks[number].publish(replace(report(look), beat=look))
+        if verdict := ranks[0].poll(timeout_s, patience_s, None):
             return verdict.sentence
         time.sleep(timeout_s / 10)
     return None
@@ -194,7 +194,7 @@ def three_ranks(*processes: str) -> list[Peers]:
     store = dist.HashStore()
     ranks = [Peers(store, number, 3) for number in range(3)]
     for number, process in enumerate(processes):
-        ranks[number].tell(place())
+        ranks[number].publish(place())
         told = json.loads(ranks[number]._store.get(f"place/{number}")) | ({"process": process} if process else {})
         ranks[number]._store.set(f"place/{number}", json.dumps(told))
     return ranks
@@ -218,7 +218,7 @@ def test_a_rank_of_another_machine_is_gone_once_it_is_silent() -> None:
     def report() -> None:
         for beat in itertools.count(1):
             for number in (0, 2):
-                ranks[number].tell(replace(place(), beat=beat))
+                ranks[number].publish(replace(place(), beat=beat))
             if stopped.wait(0.02):
                 return
 

@@ -15,7 +15,7 @@ from tests.support import seq2seq_families
 from tests.support.eval_rows import eval_rows, rows_for
 from tests.support.model_folders import FAMILIES
 from tests.support.tiny_models import one_process
-from toolkit.checkpoint.find import Goal
+from toolkit.checkpoint.find import BestMetric
 from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError
 from toolkit.evaluation import generate, loop
@@ -24,27 +24,31 @@ from toolkit.files.json_lines import load_json_lines
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.parallel import wrap
-from toolkit.training.goal import build_goal
+from toolkit.training.best_metric import build_best_metric
 
 ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target": f"text {i}"} for i in range(3)]
 
 
-def goal_of(rows: list[dict[str, Any]], **settings: Any) -> Goal:
-    return build_goal(EvalConfig(**settings), eval_rows(rows))
+def best_metric_of(rows: list[dict[str, Any]], **settings: Any) -> BestMetric:
+    return build_best_metric(EvalConfig(**settings), eval_rows(rows))
 
 
 def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alike() -> None:
     rouge = {"best_metric": "rougeL"}
-    of_loss, of_texts = goal_of(ROWS), goal_of(ROWS, **rouge)
-    assert not of_texts.changes(goal_of(ROWS, batch_size_rows=2, unshard="never", num_rows=3, **rouge).measured_on)
+    of_loss, of_texts = best_metric_of(ROWS), best_metric_of(ROWS, **rouge)
+    assert not of_texts.changes(best_metric_of(ROWS, batch_size_rows=2, unshard="never", num_rows=3, **rouge).measured_on)
     for settings in ({"num_beams": 2}, {"max_new_tokens": 9}, {"no_repeat_ngram_size": 3}):
-        other = goal_of(ROWS, **settings)
+        other = best_metric_of(ROWS, **settings)
         assert of_texts.changes(other.measured_on) == list(settings) and not of_loss.changes(other.measured_on)
-    assert of_texts.changes(goal_of(ROWS, generate=False).measured_on) == ["max_new_tokens", "num_beams", "no_repeat_ngram_size"]
+    assert of_texts.changes(best_metric_of(ROWS, generate=False).measured_on) == [
+        "max_new_tokens",
+        "num_beams",
+        "no_repeat_ngram_size",
+    ]
     cells: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
     for rows in (ROWS[:2], ROWS[1:], ROWS[::-1], *([{**ROWS[0], **cell}, *ROWS[1:]] for cell in cells)):
-        assert of_loss.changes(goal_of(rows).measured_on) == ["rows"]
-    assert not of_loss.changes(goal_of([{**row, "row_id": 9} for row in ROWS]).measured_on)
+        assert of_loss.changes(best_metric_of(rows).measured_on) == ["rows"]
+    assert not of_loss.changes(best_metric_of([{**row, "row_id": 9} for row in ROWS]).measured_on)
 
 
 def rouge(value: float) -> dict[str, float]:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.eval_rows import eval_rows
 from tests.support.metric_scripts import write_metric
 from tests.support.refusals import refusal
-from toolkit.checkpoint.find import Goal
+from toolkit.checkpoint.find import BestMetric
 from toolkit.config.schema import EvalConfig
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import (
@@ -26,7 +26,7 @@ from toolkit.evaluation.metrics import (
     try_metrics,
 )
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.training.goal import build_goal, check_metric, check_metric_on_rows
+from toolkit.training.best_metric import build_best_metric, check_metric, check_metric_on_rows
 
 SAME = "return {'share': sum(p == r for p, r in zip(predictions, references)) / len(references), 'parts': [1, 2]}"
 
@@ -127,8 +127,8 @@ def test_figures_are_equals_only_where_their_code_is_the_same() -> None:
     assert of_own.higher_is_better and of_own.changes(goal("loss", rows_with()).measured_on) == ["metrics/same"]
 
 
-def goal(metric: str, data: EvaluationRows) -> Goal:
-    return build_goal(EvalConfig(best_metric=metric, higher_is_better=None if metric == "loss" else True), data)
+def goal(metric: str, data: EvaluationRows) -> BestMetric:
+    return build_best_metric(EvalConfig(best_metric=metric, higher_is_better=None if metric == "loss" else True), data)
 
 
 def rows_with(*metrics: TextMetric, targets: Sequence[str] = ("text",)) -> EvaluationRows:

@@ -14,7 +14,7 @@ from tests.unit.evaluation.test_loop import ROWS
 from toolkit.config.schema import EvalConfig
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
 from toolkit.evaluation.rows import EvaluationRows, choose_rows, list_by_set, of_all_rows, plan_evaluation, split_metric
-from toolkit.training.goal import build_goal, check_metric, check_metric_on_rows
+from toolkit.training.best_metric import build_best_metric, check_metric, check_metric_on_rows
 
 
 def make_rows(*counts: int) -> EvaluationRows:
@@ -103,13 +103,13 @@ def make_data(*inputs: tuple[int, str], prompt_lengths: tuple[int, ...] = (1, 1,
 def test_a_goal_of_a_set_compares_where_the_sets_have_the_same_rows() -> None:
     data = make_data((2, "news"), (1, "mail"))
     of_loss, of_rouge = (EvalConfig(best_metric=metric) for metric in ("mail/loss", "mail/rougeL"))
-    goal = build_goal(of_loss, data)
-    assert (goal.metric, goal.higher_is_better, goal.compared) == ("mail/loss", False, ("rows", "sets"))
-    assert build_goal(of_rouge, data).higher_is_better and "num_beams" in build_goal(of_rouge, data).compared
+    best_metric = build_best_metric(of_loss, data)
+    assert (best_metric.name, best_metric.higher_is_better, best_metric.compared) == ("mail/loss", False, ("rows", "sets"))
+    assert build_best_metric(of_rouge, data).higher_is_better and "num_beams" in build_best_metric(of_rouge, data).compared
     for inputs in (((2, "mail"), (1, "news")), ((1, "news"), (2, "mail"))):
-        assert goal.changes(build_goal(of_loss, replace(data, inputs=inputs)).measured_on) == ["sets"]
-    of_all = build_goal(EvalConfig(), data)
-    assert of_all.changes(build_goal(EvalConfig(), replace(data, inputs=())).measured_on) == []
+        assert best_metric.changes(build_best_metric(of_loss, replace(data, inputs=inputs)).measured_on) == ["sets"]
+    of_all = build_best_metric(EvalConfig(), data)
+    assert of_all.changes(build_best_metric(EvalConfig(), replace(data, inputs=())).measured_on) == []
 
 
 @pytest.mark.parametrize(

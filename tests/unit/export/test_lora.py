@@ -38,7 +38,7 @@ from toolkit.export.card import Origin
 from toolkit.export.compare import reload
 from toolkit.export.lora import Merge, coarsest, compare_adapter, load_adapter, write_adapter
 from toolkit.export.model_files import ModelFiles
-from toolkit.export.places import Places
+from toolkit.export.paths import ExportPaths
 from toolkit.export.write import export_model
 from toolkit.models.freeze import cast_frozen
 from toolkit.models.lora_files import BASE_FILE, BASE_HASHES
@@ -147,7 +147,7 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path)
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def export(bases: Path, model: PreTrainedModel, places: Places, tokenizer: Any = None, **origin: Any) -> None:
+def export(bases: Path, model: PreTrainedModel, places: ExportPaths, tokenizer: Any = None, **origin: Any) -> None:
     """`export_model` of an adapted "llama"."""
     overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
     rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
@@ -160,7 +160,7 @@ def test_an_adapter_in_another_dtype_is_compared_as_coarsely(
 ) -> None:
     """Of a run in fp32: by its tolerance, weights that were rounded would count as wrong."""
     model, _, weights = trained(bases, "llama", {})
-    export(bases, model, Places(adapter=tmp_path / "export", dtype=torch.bfloat16))
+    export(bases, model, ExportPaths(adapter=tmp_path / "export", dtype=torch.bfloat16))
     stored = load_file(tmp_path / "export" / "adapter_model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16} and len(stored) == len(own(model, weights))
     captured = capsys.readouterr()
@@ -178,7 +178,7 @@ def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bas
         patch.object(write, "hash_weight", wraps=write.hash_weight) as hash_weight,
         patch.object(Phase, "add", lambda _, num_bytes: gathered.append(num_bytes)),
     ):
-        export(bases, model, Places(adapter=tmp_path / "export"), frozen_hashes=hashes)
+        export(bases, model, ExportPaths(adapter=tmp_path / "export"), frozen_hashes=hashes)
     record = json.loads((tmp_path / "export" / BASE_FILE).read_text())
     assert record[BASE_HASHES] == expected
     (hashed,) = [call.args[0] for call in hash_weight.call_args_list]
@@ -197,7 +197,7 @@ def test_an_export_whose_tokenizer_does_not_load_is_refused(bases: Path, tmp_pat
 
     monkeypatch.setattr(tokenizer, "save_pretrained", save_half)
     with pytest.raises(UserError, match=r"^transformers cannot load the tokenizer that was exported \(.+\): check the disk of "):
-        export(bases, model, Places(adapter=tmp_path / "export"), tokenizer)
+        export(bases, model, ExportPaths(adapter=tmp_path / "export"), tokenizer)
     assert not any(tmp_path.iterdir())
 
 

@@ -21,7 +21,7 @@ from tests.support.refusals import refusal
 from toolkit.config.python import load_config
 from toolkit.errors import UserError
 from toolkit.export.card import Origin
-from toolkit.export.places import Places
+from toolkit.export.paths import ExportPaths
 from toolkit.export.run_data import RunData, load_run_data, save_run_data
 from toolkit.export.usage import list_commands, load_usage, save_usage, set_generation, write_python
 from toolkit.models.generation import list_end_ids
@@ -112,7 +112,7 @@ PAIRS = dataclasses.replace(DATA, has_chats=False)
 
 
 def commands(
-    recipe: Any, places: Places, lora: LoraConfig | None = None, run_name: str = "my_run", model_type: str = "t5",
+    recipe: Any, places: ExportPaths, lora: LoraConfig | None = None, run_name: str = "my_run", model_type: str = "t5",
     chat_template: str | None = None, takes_images: bool = False, **model: Any,
 ) -> list[str]:  # fmt: skip
     """The lines but those of Python, which must be where they belong."""
@@ -133,26 +133,26 @@ def commands(
 
 
 def test_each_kind_of_model_has_the_tools_that_take_it(tmp_path: Path) -> None:
-    places = Places(model=Path("my runs/export"))
+    places = ExportPaths(model=Path("my runs/export"))
     use = "use it: python -m toolkit generate 'my runs/export' --file FILE.csv --output OUT.jsonl"
     convert = "convert it: ct2-transformers-converter --model 'my runs/export' --output_dir 'my runs/export-ct2'"
     score = "score it: lm_eval --model hf --model_args pretrained='my runs/export' --tasks TASK"
     share = "share it: hf upload USER/NAME 'my runs/export'"
     assert commands("t5", places) == [use, convert, share]
     assert commands("t5", places, model_type="bart") == [use, share]
-    assert commands("t5", Places(adapter=Path("my runs/export")), LoraConfig()) == [use, share]
+    assert commands("t5", ExportPaths(adapter=Path("my runs/export")), LoraConfig()) == [use, share]
     assert commands("llm", places) == [use, "serve it: vllm serve 'my runs/export'", score, share]
     assert commands("llm", places, chat_template="{{ messages }}")[0] == f"{use} --plain", "its rows are not chats"
-    with_images = Places(model=tmp_path)
+    with_images = ExportPaths(model=tmp_path)
     assert not any("vllm" in line for line in commands("llm", with_images, takes_images=True))
     (tmp_path / "processor_config.json").touch()
     assert f"serve it: vllm serve {tmp_path}" in commands("llm", with_images, takes_images=True)
-    both = Places(adapter=Path("runs/a/export"), model=Path("runs/a/merged"))
+    both = ExportPaths(adapter=Path("runs/a/export"), model=Path("runs/a/merged"))
     assert "serve it: vllm serve runs/a/merged" in commands("llm", both, LoraConfig(r=4))
 
 
 def test_an_adapter_is_given_on_its_base() -> None:
-    places = Places(adapter=Path("runs/a/export"))
+    places = ExportPaths(adapter=Path("runs/a/export"))
     lora = commands("llm", places, LoraConfig(r=16), revision="v1")
     assert lora[1:3] == [
         "serve it: vllm serve org/base --revision v1 --tokenizer runs/a/export --enable-lora --lora-modules my_run=runs/a/export",

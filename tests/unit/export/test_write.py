@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export import compare
 from toolkit.export.compare import check_logits, choose_device, reload
-from toolkit.export.places import check_export_places, replaced, write_on_rank_0
+from toolkit.export.paths import check_export_places, replaced, write_on_rank_0
 from toolkit.export.write import _trained_logits
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.parallel.wrap import shard_model

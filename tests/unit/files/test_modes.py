@@ -33,7 +33,7 @@ from toolkit.data.tokens.chat_template import read_chat_template
 from toolkit.data.tokens.read_tokenizer import open_tokenizer
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.export.card import Origin
-from toolkit.export.places import Places, replaced
+from toolkit.export.paths import ExportPaths, replaced
 from toolkit.export.write import _Export
 from toolkit.files.durable import give_usual_mode
 from toolkit.models.config import check_weight_files, load_model_config
@@ -86,7 +86,7 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
             generation_config=tokenizer, config=SimpleNamespace(is_encoder_decoder=True), can_generate=lambda: True
         )
         config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
-        places = Places(check_file=tmp_path / "export_check.safetensors")
+        places = ExportPaths(check_file=tmp_path / "export_check.safetensors")
         with patch("transformers.AutoTokenizer.from_pretrained"):  # reads what this tokenizer does not write
             sharded: Any = SimpleNamespace(skeleton=skeleton)
             under_way = _Export(Causal(), config, sharded, tokenizer, tensors, Origin(), places)

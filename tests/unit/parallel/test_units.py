@@ -22,7 +22,7 @@ from toolkit.errors import UserError
 from toolkit.launch import environment
 from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel import float8
-from toolkit.parallel.gather import whole_parameters
+from toolkit.parallel.gather import unsharded_parameters
 from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends, repeated_blocks
 from toolkit.parallel.wrap import check_wrap
 from toolkit.tools.plan.trace import fake_ranks
@@ -153,7 +153,7 @@ def test_offloaded_shards_are_gathered_on_the_device() -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         sharded: Any = SimpleNamespace(model=model, plain=model, accelerator=SimpleNamespace(device=torch.device("meta")))
         with Gathers() as gathers:
-            whole = dict(whole_parameters(sharded))
+            whole = dict(unsharded_parameters(sharded))
     assert gathers.devices == ["meta", "meta"]
     assert {name: (tensor.device.type, tuple(tensor.shape)) for name, tensor in whole.items()} == {
         "weight": ("meta", (4, 4)),

@@ -19,8 +19,8 @@ from tests.support.hub_server import Hub, hub_server
 from tests.support.refusals import refusal
 from toolkit.config.python import load_config
 from toolkit.config.schema import AdapterConfig
-from toolkit.export.places import Places, prepare_push
-from toolkit.tools.export import Options, _check_push, choose_checkpoint, choose_places, load_run_config, push
+from toolkit.export.paths import ExportPaths, prepare_push
+from toolkit.tools.export import Options, _check_push, choose_checkpoint, choose_export_paths, load_run_config, push
 
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 9, "checkpoint.keep_best": 1}
 
@@ -49,13 +49,13 @@ def test_the_flag_goes_before_the_setting_and_best_knows_which_value_is_better(t
 def test_each_kind_of_export_has_a_folder_of_its_own(tmp_path: Path) -> None:
     plain, lora = (load_config("llm", overrides=REQUIRED | method) for method in ({}, {"adapter.method": "lora"}))
     for config, given, expected in (
-        (plain, {}, Places(model=tmp_path / "export-3")),
-        (plain, {"dtype": "float16"}, Places(model=tmp_path / "export-3-float16", dtype=torch.float16)),
-        (plain, {"to": tmp_path / "here"}, Places(model=tmp_path / "here")),
-        (lora, {}, Places(adapter=tmp_path / "export-3")),
-        (lora, {"merge": True}, Places(model=tmp_path / "export-3-merged")),
+        (plain, {}, ExportPaths(model=tmp_path / "export-3")),
+        (plain, {"dtype": "float16"}, ExportPaths(model=tmp_path / "export-3-float16", dtype=torch.float16)),
+        (plain, {"to": tmp_path / "here"}, ExportPaths(model=tmp_path / "here")),
+        (lora, {}, ExportPaths(adapter=tmp_path / "export-3")),
+        (lora, {"merge": True}, ExportPaths(model=tmp_path / "export-3-merged")),
     ):
-        assert choose_places(options(tmp_path, **given), config, 3) == expected
+        assert choose_export_paths(options(tmp_path, **given), config, 3) == expected
 
 
 @pytest.mark.parametrize(("named", "taken"), [("flash_attention_2", None), ("eager", "eager"), ("sdpa", "sdpa")])

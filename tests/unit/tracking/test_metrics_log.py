@@ -171,9 +171,9 @@ def test_the_largest_micro_batch_is_remembered_by_its_tokens_and_packs_are_no_lo
     memory = StepMemory(torch.device("cpu"))
     for rows, source, target in ((4, 10, 5), (2, 40, 20), (8, 10, 4)):
         tensors = {"input_ids": torch.zeros(rows, source), "decoder_input_ids": torch.zeros(rows, target)}
-        memory.see(Seq2Seq(), tensors, rows)
+        memory.record_batch(Seq2Seq(), tensors, rows)
     assert (memory.num_rows, memory.row_tokens) == (2, {"source": 40, "target": 20})
-    memory.see(Causal(), batch, len(packs))
+    memory.record_batch(Causal(), batch, len(packs))
     assert (memory.num_rows, memory.row_tokens) == (3, {"row": 378 if one_row else 512})
 
 

@@ -17,7 +17,7 @@ from toolkit.config.data import DataConfig
 from toolkit.config.schema import CheckpointConfig, EvalConfig, OptimConfig, ProfileConfig
 from toolkit.errors import Stopped
 from toolkit.training import loop
-from toolkit.training.user_functions import Own
+from toolkit.training.user_functions import UserHooks
 
 EVALUATION, SIGNAL = {"loss": 0.4}, "SIGTERM"
 
@@ -45,7 +45,7 @@ def train(state: TrainState, num_steps: int, monkeypatch: pytest.MonkeyPatch, si
     monkeypatch.setattr(loop, "build_writer", lambda run: nullcontext())
     sections: Any = {"eval": EvalConfig(every_steps=None), "checkpoint": CheckpointConfig(every_steps=None, keep_best=0)}
     config = SimpleNamespace(**sections, optim=OptimConfig(), profile=ProfileConfig(), log_every_steps=1)
-    run: Any = MagicMock(config=config, state=state, num_steps=num_steps, own=Own())
+    run: Any = MagicMock(config=config, state=state, num_steps=num_steps, hooks=UserHooks())
     run.sharded.model = nn.Linear(2, 2)
     try:
         loop.train(run)
@@ -72,16 +72,16 @@ def test_gradients_of_ddp_stay_the_views_of_its_buckets(kind: type[nn.Module], m
     run, loss_sum = MagicMock(), torch.ones((), requires_grad=True)
     run.config.log_row_ids, run.config.train.seed, run.config.optim = False, 0, OptimConfig()
     run.sharded.model = MagicMock(spec=kind)
-    run.guard.judge.return_value = torch.tensor(1.0), torch.tensor(0.0)
+    run.guard.should_skip.return_value = torch.tensor(1.0), torch.tensor(0.0)
     monkeypatch.setattr(loop, "accumulating", lambda sharded, is_last: nullcontext())
-    run.own.loss, run.objective.loss.return_value = None, (loss_sum, 0)
+    run.hooks.loss, run.objective.loss.return_value = None, (loss_sum, 0)
     monkeypatch.setattr(loop, "clip_gradients", lambda model, *rest: torch.tensor(1.0))
     step: Any = SimpleNamespace(step=1, num_label_tokens=1)
     micro_batch: Any = SimpleNamespace(step=1, index=0, is_last=True, packs=[[0]])
     loop.train_step(run, step, iter([(micro_batch, {})]), lr=0.1, watch=None)
     assert run.optimizer.zero_grad.call_args.kwargs == {"set_to_none": kind is nn.Linear}
     names = [name for name, _, _ in run.mock_calls]
-    assert names.index("guard.judge") < names.index("writer.copier.make_device_wait") < names.index("optimizer.step")
+    assert names.index("guard.should_skip") < names.index("writer.copier.make_device_wait") < names.index("optimizer.step")
 
 
 @pytest.mark.parametrize("is_due", [True, False])

@@ -23,9 +23,9 @@ from toolkit.training import model
 from toolkit.training import run as runs
 from toolkit.training.after_step import is_due, say_without_gain
 from toolkit.training.finetune import FULL_MEMORY, _released_on_error
-from toolkit.training.first_lines import _describe_data
 from toolkit.training.model import _note_needless_shards
 from toolkit.training.run import Run
+from toolkit.training.run_summary import _describe_data
 
 HOLDS = 4 * 16 * 80 * 2**20
 
@@ -84,7 +84,7 @@ def test_an_evaluation_file_is_not_named_as_training_data(tmp_path: Path, monkey
 def test_it_is_said_where_no_step_gained_on_the_start(
     state: dict[str, Any], at_best: str | None, capsys: pytest.CaptureFixture
 ) -> None:
-    say_without_gain(cast(Run, SimpleNamespace(state=TrainState(9, **state), goal=LOSS)))
+    say_without_gain(cast(Run, SimpleNamespace(state=TrainState(9, **state), best_metric=LOSS)))
     sentence = f"no evaluated step is better than the start: loss 2 before the first step, at best {at_best} after it\n"
     assert capsys.readouterr().out == (sentence if at_best else "")
 

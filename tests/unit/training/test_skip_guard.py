@@ -24,7 +24,7 @@ STEADY = [1.0, 1.5, 2.0, 1.25]
 
 def judge(guard: SkipGuard, *norms: float, loss: float = 1.0) -> list[bool]:
     """Which of these steps are skipped."""
-    return [bool(guard.judge(torch.tensor(loss), torch.tensor(norm))[1]) for norm in norms]
+    return [bool(guard.should_skip(torch.tensor(loss), torch.tensor(norm))[1]) for norm in norms]
 
 
 def test_loss_and_verdict_go_over_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_loss_and_verdict_go_over_every_group(monkeypatch: pytest.MonkeyPatch) -
     reduced: list[Any] = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda figures, group: reduced.append(group))
     groups: list[Any] = ["replicas", "shards"]
-    SkipGuard(OptimConfig(), SkipHistory(), groups).judge(torch.tensor(1.0), torch.tensor(1.0))
+    SkipGuard(OptimConfig(), SkipHistory(), groups).should_skip(torch.tensor(1.0), torch.tensor(1.0))
     assert reduced == groups
 
 
@@ -41,7 +41,7 @@ def test_loss_and_verdict_go_over_every_group(monkeypatch: pytest.MonkeyPatch) -
     [(1.0, 1.0, False), (0.0, 0.0, False), *((bad, 1.0, True) for bad in (NAN, INF, -INF)), (1.0, NAN, True), (1.0, INF, True)],
 )
 def test_what_is_not_finite_is_skipped(loss: float, norm: float, skipped: bool) -> None:
-    total, verdict = SkipGuard(OptimConfig(), SkipHistory(), []).judge(torch.tensor(loss), torch.tensor(norm))
+    total, verdict = SkipGuard(OptimConfig(), SkipHistory(), []).should_skip(torch.tensor(loss), torch.tensor(norm))
     assert verdict.item() == float(skipped)
     assert verdict.dtype == torch.float32, "the fused kernel reads a float"
     assert total.item() == loss or math.isnan(total.item()) and math.isnan(loss)
@@ -50,7 +50,7 @@ def test_what_is_not_finite_is_skipped(loss: float, norm: float, skipped: bool) 
 def test_spike_is_skipped_once_the_window_is_full_where_that_is_asked_for() -> None:
     guard, history = SkipGuard(OptimConfig(skip_window_steps=4), SkipHistory(), []), SkipHistory()
     assert judge(guard, *STEADY, 1e30) == [False] * 5
-    guard.remember(history)
+    guard.save_to(history)
     assert history == SkipHistory(), "a guard that is off has something to remember"
     for norms, skipped in (([*STEADY[:3], 1e6], []), ([*STEADY, 2.71], []), ([*STEADY, 2.73, 1.5], [4])):
         guard = SkipGuard(GUARDED, SkipHistory(), [])
@@ -95,7 +95,7 @@ def test_saved_window_is_the_window_bit_for_bit() -> None:
         judge(whole, *norms[:stop])
         judge(first, *norms[:stop])
         history = SkipHistory(num_skipped=3, num_in_a_row=2)
-        first.remember(history)
+        first.save_to(history)
         assert (history.num_skipped, history.num_in_a_row) == (3, 2)
         resumed = SkipGuard(GUARDED, SkipHistory(**json.loads(json.dumps(asdict(history), allow_nan=False))), [])
         assert judge(resumed, *norms[stop:]) == judge(whole, *norms[stop:])
@@ -108,7 +108,7 @@ def test_host_does_not_wait_for_the_device(config: OptimConfig) -> None:
     guard = SkipGuard(config, SkipHistory(), [])
     with NoReads():
         for norm in (*STEADY, 1e6, NAN):
-            guard.judge(torch.tensor(1.0), torch.tensor(norm))
+            guard.should_skip(torch.tensor(1.0), torch.tensor(norm))
 
 
 class NoReads(TorchDispatchMode):

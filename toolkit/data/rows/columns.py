@@ -86,7 +86,7 @@ def choose_columns(where: object, existing: Sequence[str], config: LLMDataConfig
             f"{' or '.join(chosen)}, or by {_SETTINGS}"
         )
     reading, names = chosen[0], readings[chosen[0]]
-    check_columns(where, existing, names, way_out=f"data.format {reading} reads {' and '.join(map(repr, names))}")
+    check_columns(where, existing, names, remedy=f"data.format {reading} reads {' and '.join(map(repr, names))}")
     return with_optional(reading, names, existing, has_chat_template=has_chat_template)
 
 

@@ -29,8 +29,8 @@ def read_sharegpt(
     Dumps of ShareGPT are known for conversations that begin in the middle, so these are left out and counted.
     `for_generation` and errors are those of `read_chat`.
     """
-    way_out = 'write a list of {"from": ..., "value": ...}'
-    turns = read_list(row[column], "a list of turns", f"{where}, column {column}", way_out)
+    remedy = 'write a list of {"from": ..., "value": ...}'
+    turns = read_list(row[column], "a list of turns", f"{where}, column {column}", remedy)
     messages = [read_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if roles[:1] == ["assistant"]:
@@ -87,8 +87,8 @@ def read_alpaca(row: Mapping[str, Any], where: str, *, is_chat: bool) -> dict[st
 
 
 def _read_history(history: Any, where: str) -> list[list[str]]:
-    way_out = "write [[instruction, answer], ...]"
-    history = read_list(history, "a list", f"{where}, column history", way_out, is_optional=True)
+    remedy = "write [[instruction, answer], ...]"
+    history = read_list(history, "a list", f"{where}, column history", remedy, is_optional=True)
     for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UserError(f"{where}, history {number}: {pair!r:.60} is not a pair: write [instruction, answer]")

@@ -174,14 +174,14 @@ def read_tools(tools: Any, where: str) -> list[Any] | None:
     return read or None
 
 
-def read_list(value: Any, what: str, where: str, way_out: str, *, is_optional: bool = False) -> list[Any]:
+def read_list(value: Any, what: str, where: str, remedy: str, *, is_optional: bool = False) -> list[Any]:
     """A cell that is a list, or JSON text of one; if it may be missing, nothing is an empty list. Others are a `UserError`."""
     if isinstance(value, str) and value.strip():
         value = read_json(value, where)
     if is_optional and (is_nan(value) or not value):
         return []
     if not isinstance(value, list):
-        raise UserError(f"{where}: {value!r:.60} is not {what}: {way_out}")
+        raise UserError(f"{where}: {value!r:.60} is not {what}: {remedy}")
     return value
 
 

@@ -81,8 +81,8 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
                 if is_text:
                     if begin.startswith(_BINARY):
                         kinds = "an archive, an Excel workbook, or a parquet or Arrow file"
-                        way_out = "unpack it, save it as CSV, or leave data.source out, so that its ending says how it is read"
-                        raise UserError(f"{path} is not text, but {kinds}: {way_out}")
+                        remedy = "unpack it, save it as CSV, or leave data.source out, so that its ending says how it is read"
+                        raise UserError(f"{path} is not text, but {kinds}: {remedy}")
                     text = decoder.decode(block, final=not block)
                     if "\0" in text:
                         line = num_lines + text[: text.index("\0")].count("\n") + 1
@@ -93,13 +93,13 @@ def hash_file(path: Path, *, is_text: bool, encoding: str = "utf-8") -> str:
             if file.tell() == 0:
                 raise UserError(f"{path} is empty: give a file with rows")
     except UnicodeError as error:
-        way_out = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
+        remedy = "set data.encoding (cp1252 for files of Western Windows, utf-16, none for UTF-8), or convert the file"
         if not isinstance(error, UnicodeDecodeError):
-            raise UserError(f"{path} is not valid {encoding.upper()} ({error}): {way_out}") from None
+            raise UserError(f"{path} is not valid {encoding.upper()} ({error}): {remedy}") from None
         # The decoder may have kept the first bytes of a character from the previous block; they hold no line break.
         line = num_lines + error.object[: error.start].decode(encoding, "ignore").count("\n") + 1
         where = f"{path}, line {line}: byte 0x{error.object[error.start]:02x}"
-        raise UserError(f"{where} is not valid {encoding.upper()} ({error.reason}): {way_out}") from None
+        raise UserError(f"{where} is not valid {encoding.upper()} ({error.reason}): {remedy}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a complete gzip file ({str(error).rstrip('.')}): copy or write it again") from None
     except OSError as error:
@@ -157,12 +157,12 @@ def check_columns(
     where: object,
     existing: Sequence[str],
     wanted: Sequence[str],
-    way_out: str = "set data.source_column and data.target_column to columns that exist",
+    remedy: str = "set data.source_column and data.target_column to columns that exist",
 ) -> None:
     """Check that every wanted column exists exactly once; a `UserError` names the one at fault and those that exist."""
     for column in wanted:
         if (count := existing.count(column)) != 1:
             found = f"column {column!r} (its columns: {show_names(existing) or 'none'})"
             raise UserError(
-                f"{where} has more than one {found}: keep one of them" if count else f"{where} has no {found}: {way_out}"
+                f"{where} has more than one {found}: keep one of them" if count else f"{where} has no {found}: {remedy}"
             )

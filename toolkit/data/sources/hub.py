@@ -44,8 +44,8 @@ def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> N
     if not name.strip():
         raise UserError(f"{setting} is empty: give one of {known}, a hub id, or a folder")
     if name.casefold() in {*other_sources, *private("_PACKAGED_DATASETS_MODULES")}:
-        way_out = f"give one of {known}, a hub id as in user/{name}, or ./{name} for a folder"
-        raise UserError(f"{setting} {name} is a kind of file, not a dataset: {way_out}")
+        remedy = f"give one of {known}, a hub id as in user/{name}, or ./{name} for a folder"
+        raise UserError(f"{setting} {name} is a kind of file, not a dataset: {remedy}")
 
 
 def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources: tuple[str, ...]) -> Dataset:
@@ -82,8 +82,8 @@ def list_folder(name: str, subset: str | None, split: str, *, other_sources: tup
     if not files:
         found = " and ".join(f"{other} ({_name_files(paths)})" for other, paths in splits.items())
         origin = "by its README, else by the names of files and folders"
-        way_out = "set data.hub_split or data.hub_eval_split, or name files in data.files"
-        raise UserError(f"data.source {name} has no split {split}, but {found}, {origin}: {way_out}")
+        remedy = "set data.hub_split or data.hub_eval_split, or name files in data.files"
+        raise UserError(f"data.source {name} has no split {split}, but {found}, {origin}: {remedy}")
     of_split = {file: f" (split {other})" for other, paths in splits.items() for file in paths}
     read = set(files)
     # Not the dataset's own remarks; hidden files come last; a linked folder is not entered and stands for its files.

@@ -73,7 +73,7 @@ def _read_objects(path: Path, form: Form, *, column: str) -> Iterator[dict[str, 
     with open_bytes(path) as raw, open_text(path, form, newline="") as file:
         # Lines are split as bytes: see `read_json_lines`.
         lines = raw if form.encoding == "utf-8" else (line.encode() for line in file)
-        for line, value in read_json_lines(path, lines=lines, way_out=_WAY_OUT):
+        for line, value in read_json_lines(path, lines=lines, remedy=_WAY_OUT):
             where = f"{path}, line {line}"
             for row in [value] if form.field is None else _take_list(where, value, form.field):
                 yield _check_object(row, where, column)

@@ -82,18 +82,18 @@ def read_csv(path: Path, columns: Sequence[str], form: Form) -> Iterator[Cells]:
     records = _read_records(path, form)
     _, header = next(records, (1, []))
     places = {column: header.index(column) for column in columns}
-    way_out = f"put double quotes around cells that hold {_name(form.delimiter)}"
+    remedy = f"put double quotes around cells that hold {_name(form.delimiter)}"
     if form.text_quote:
-        way_out = (
+        remedy = (
             f"no cell may hold tabs or line breaks, because double quotes are text here, as in line {form.text_quote}; "
             r"where they stand around cells, give --data.source csv --data.csv_delimiter '\t'"
         )
     for line, cells in records:
         if len(cells) != len(header):
             if len(cells) < len(header) and not form.text_quote:
-                way_out = "write every cell of the row, an empty one too"
+                remedy = "write every cell of the row, an empty one too"
             raise UserError(
-                f"{path}, line {line}: {len(cells)} cells where the header has {len(header)} ({show_names(header)}): {way_out}"
+                f"{path}, line {line}: {len(cells)} cells where the header has {len(header)} ({show_names(header)}): {remedy}"
             )
         yield {column: math.nan if cells[place].strip() in MISSING else cells[place] for column, place in places.items()}
 

@@ -30,7 +30,7 @@ from toolkit.data.tokens.special_tokens import learn_spaces
 from toolkit.data.tokens.tokenizer import hash_tokenizer, keep_trained_tokenizer, load_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
-from toolkit.distributed.watchdog import working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError
 from toolkit.private import WORKER_KILLED, private
 from toolkit.variables import local_rank, local_world_size
@@ -106,7 +106,7 @@ def prepare_rows(
     from datasets import load_from_disk
 
     # Build, or verify, on the first process of each node.
-    working("tokenizing")
+    enter_phase("tokenizing", counts_cpu=True)
     built = on_all_ranks(
         lambda: _find_or_build(objective, config, model, vocab_size, end_token_ids) if local_rank() == 0 else None
     )
@@ -123,7 +123,7 @@ def prepare_rows(
             "the nodes have made different tokens or tokenizers from the same rows: put data.cache_dir on a file system that all "
             "nodes share, or, if the tokenizer is trained on the rows, put a trained one into the model folder"
         )
-    working("opening the tokenized rows")
+    enter_phase("opening the tokenized rows", counts_cpu=True)
     folder = cache_folder(config.cache_dir) / names[0]
 
     def load() -> TokenizedRows:

@@ -31,7 +31,7 @@ from toolkit.export.usage import Usage
 from toolkit.files.durable import fsync_path, written_beside
 from toolkit.files.json_lines import encode_json_line, read_json_lines
 from toolkit.files.lock import release_lock, take_lock
-from toolkit.launch.same_run import describe_files
+from toolkit.launch.rank_consistency import describe_files
 from toolkit.models.lora_files import CONFIG_FILE
 from toolkit.tools.generate.model import find_folder, read_base_name
 
@@ -120,7 +120,7 @@ def _open_file(options: Options, usage: Usage, has_chat_template: bool) -> RowIn
         names = [named] if named else [name for name in _COLUMNS if name in existing] or list(existing)
         if len(names) != 1 or (not named and set(",;\t|").intersection(names[0])):  # several names in one cell
             raise UserError(f"{where} has the columns {', '.join(names)}: name the one to generate for as --column")
-        check_columns(where, existing, names, way_out="correct --column")
+        check_columns(where, existing, names, remedy="correct --column")
         return with_optional(_READINGS.get(names[0], "prompt"), (names[0],), existing, has_chat_template=has_chat_template)
 
     item = open_file(path, kind, choose, form, for_generation=True)
@@ -203,11 +203,11 @@ def end_output(output: Path) -> None:
 def _num_written(output: Path) -> int:
     with output.open("r+b") as file:
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # only the last line can lack its end
-    num, way_out = 0, "remove this line and all after it, and give the same command again"
-    for line, value in read_json_lines(output, way_out=way_out):
+    num, remedy = 0, "remove this line and all after it, and give the same command again"
+    for line, value in read_json_lines(output, remedy=remedy):
         num += 1
         if not isinstance(value, dict) or value.get("row") != num:
-            raise UserError(f"{output}, line {line}: not row {num}: {way_out}")
+            raise UserError(f"{output}, line {line}: not row {num}: {remedy}")
     return num
 
 

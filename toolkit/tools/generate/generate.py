@@ -21,13 +21,13 @@ from toolkit.data.sources.row import check_text
 from toolkit.data.tokens.special_tokens import compile_special_tokens, mark, mark_content
 from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.progress import Phase
-from toolkit.distributed.watchdog import at, working
+from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError, escape_controls, one_line
 from toolkit.evaluation.generate import describe_flaws
 from toolkit.launch.accelerator import build_accelerator
 from toolkit.launch.environment import is_launched
 from toolkit.launch.log import lost_outputs
-from toolkit.launch.same_run import describe_files
+from toolkit.launch.rank_consistency import describe_files
 from toolkit.models.position_limits import group_by_rope, list_shared_ropes
 from toolkit.tools.generate.files import Options, Row, append_texts, begin_output, end_output, open_rows, read_notes, read_prompts
 from toolkit.tools.generate.model import Generator, find_folder, in_own_words, load_generator, open_model
@@ -100,7 +100,7 @@ def chat(name: str, dtype: str | None, settings: dict[str, Any]) -> None:
 
 
 def _generate(options: Options) -> None:
-    working("reading the rows")
+    enter_phase("reading the rows", counts_cpu=True)
     # What can be known before the weights are read. Rank 0 alone reads rows, and gives each window of them to all.
     opened = on_all_ranks(lambda: open_model(options.model))
     open_input = partial(open_rows, options, opened.usage, has_chat_template=opened.takes_chats(plain=options.plain))
@@ -110,7 +110,7 @@ def _generate(options: Options) -> None:
     windows = _read_windows(rows, options.output, num_done, batch_size * BATCHES_AT_ONCE * world_size()) if rows else iter(())
     read_window = partial(on_rank_0, partial(next, windows, ([], "")))
     window, digest = read_window()
-    working("loading the model")  # one GPU may lack room
+    enter_phase("loading the model", counts_cpu=True)  # one GPU may lack room
     generator = load_generator(opened, options.dtype, options.settings)
     if rows:
         _describe(generator, options, rows, num_rows, num_done)
@@ -126,7 +126,7 @@ def _generate(options: Options) -> None:
                 generating.add(len(window))
                 if options.output is None and on_rank_0(lambda: "stdout" in lost_outputs()):
                     break  # nobody reads more of them
-                working("reading the rows")
+                enter_phase("reading the rows", counts_cpu=True)
                 window, digest = read_window()
             except UserError as error:
                 if options.output and num_done:
@@ -180,7 +180,7 @@ def _generate_window(generator: Generator, rows: list[dict[str, Any]], batch_siz
     batches = [part[i : i + batch_size] for part in together for i in range(0, len(part), batch_size)]
     own: dict[int, str] = {}
     for batch in batches[rank() :: world_size()]:
-        at("generating")
+        enter_phase("generating")
         own.update(zip(batch, generator.generate([rows[i] for i in batch]), strict=True))
     gathered = {index: text for part in gather_objects(own) for index, text in part.items()}
     return [gathered[index] for index in sorted(gathered)]

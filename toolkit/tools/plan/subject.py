@@ -156,7 +156,7 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
-        stacks = find_stacks(sharded.plain)
+        stacks = find_stacks(sharded.unwrapped)
         trace = trace_micro_batch(sharded.model, stacks, fake_batch, loss, vocab_size, off_device, strategy.is_cpu)
         num_trainable = sum(local_tensor(p).numel() for p in sharded.model.parameters() if p.requires_grad)
         optimizer_bytes = local_state_bytes(subject, sharded.model)

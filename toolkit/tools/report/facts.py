@@ -23,7 +23,7 @@ from toolkit.evaluation.rows import even_places, hashes_of_sets, of_all_rows, sp
 from toolkit.files.durable import save_json
 from toolkit.files.json_lines import load_json_lines
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
-from toolkit.launch.same_run import installed_versions
+from toolkit.launch.rank_consistency import installed_versions
 from toolkit.parallel.units import ShardUnit, describe_units
 from toolkit.tools.checkpoints import Entry, read_entries
 from toolkit.tracking.metrics_log import MEMORY_FILE

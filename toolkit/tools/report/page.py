@@ -37,8 +37,8 @@ NO_PREDICTIONS = [Lines(["There are no predictions: no evaluation has generated 
 def save_page(run_folders: Sequence[Path], path: Path) -> None:
     """Write the page of these runs; a folder that is not a run's, or a page that cannot be written, is a `UserError`."""
     page = render_page(read_runs(run_folders))
-    way_out = "make room there, or give another --output"
-    with refusal_named(f"{path} could not be written", way_out), written_beside(path) as beside:
+    remedy = "make room there, or give another --output"
+    with refusal_named(f"{path} could not be written", remedy), written_beside(path) as beside:
         beside.write_bytes(page)
 
 
@@ -180,8 +180,8 @@ def draw_curves(lines: list[dict[str, Any]], picture_path: Path) -> None:
         for place, chart in enumerate(charts, start=1):
             draw_chart(figure.add_subplot(num_rows, num_columns, place), chart)
 
-    way_out = "make room there; everything else of the run is written"
-    with refusal_named(f"{picture_path} could not be written", way_out), written_beside(picture_path) as beside:
+    remedy = "make room there; everything else of the run is written"
+    with refusal_named(f"{picture_path} could not be written", remedy), written_beside(picture_path) as beside:
         save_picture(beside, name, (4.6 * num_columns, 2.7 * num_rows + 0.4), draw)
 
 

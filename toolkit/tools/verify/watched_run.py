@@ -51,7 +51,7 @@ from toolkit.errors import UserError
 from toolkit.launch.environment import launched_precision, set_unless_given
 from toolkit.models.freeze import hash_tensor
 from toolkit.objectives.objective import Objective
-from toolkit.parallel.units import clean, local_tensor
+from toolkit.parallel.units import clean_name, local_tensor
 from toolkit.parallel.wrap import ShardedModel, forget_forwards
 from toolkit.tools.verify import EXPORTED, rank_probes
 from toolkit.tracking.step_log import StepFigures
@@ -192,13 +192,15 @@ def _record(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer 
     about = {
         "ranks": gather_objects(local),
         "placements": sorted({str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}),
-        "weight_decay": {match[1]: decay for name, decay in states.items() if (match := WEIGHT_DECAY.fullmatch(clean(name)))},
+        "weight_decay": {
+            match[1]: decay for name, decay in states.items() if (match := WEIGHT_DECAY.fullmatch(clean_name(name)))
+        },
         "parameters": {
             name: {"shape": list(p.shape), "itemsize": p.element_size(), "is_trainable": p.requires_grad}
             for name, p in named.items()
         },
         "random": gather_objects(hashlib.sha256(random_state.encode()).hexdigest()),
-        "buffers": {clean(name): [str(t.dtype), hash_tensor(t, t.dtype)] for name, t in sharded.plain.named_buffers()},
+        "buffers": {clean_name(name): [str(t.dtype), hash_tensor(t, t.dtype)] for name, t in sharded.unwrapped.named_buffers()},
         "has_relu": any(isinstance(module, torch.nn.ReLU) for module in sharded.skeleton.modules()),
         "frozen": {name: hash_tensor(t, t.dtype) for name, t in weights.items() if name in frozen},
     }
@@ -219,7 +221,7 @@ def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
 def _on_cpu(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Unsharded copies on the CPU, by clean name. Collective, where they are sharded."""
     whole = ((name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in named)
-    return {clean(name).removeprefix("module."): t.detach().to("cpu", copy=True).contiguous() for name, t in whole}
+    return {clean_name(name).removeprefix("module."): t.detach().to("cpu", copy=True).contiguous() for name, t in whole}
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None) -> None:

@@ -124,8 +124,8 @@ def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
     both = {"train": ROWS, "test": ROWS[:2]}
     with gzip.open("both.json.gz", "wt") as file:
         json.dump(both, file)
-    way_out = "; if the lists under {} are the rows, set data.field to one of them"
-    assert refusal(load_llm, "both.json.gz").endswith(way_out.format("train and test"))
+    remedy = "; if the lists under {} are the rows, set data.field to one of them"
+    assert refusal(load_llm, "both.json.gz").endswith(remedy.format("train and test"))
     rows = load_llm("both.json.gz", field="test")
     assert len(rows.train) == 2 and rows.readings[0].endswith("; no other columns; its rows are under test")
     assert rows.fingerprint != load_llm("both.json.gz", field="train").fingerprint
@@ -134,7 +134,7 @@ def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
     )
     # In lines they are named, but not guessed: each may be a row with a list. Arrays in lines can only be rows.
     write_objects("lines.jsonl", [{"x": {"data": ROWS[:5]}}, {"x": {"data": ROWS[5:]}}])
-    assert refusal(load_llm, "lines.jsonl").endswith(way_out.format("x.data"))
+    assert refusal(load_llm, "lines.jsonl").endswith(remedy.format("x.data"))
     Path("arrays.jsonl").write_text(f"{json.dumps(ROWS[:5])}\n{json.dumps(ROWS[5:])}\n")
     for rows in (load_llm("lines.jsonl", field="x.data"), load_llm("arrays.jsonl")):
         assert len(rows.train) == len(ROWS)

@@ -153,8 +153,8 @@ def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp
     assert sentence.startswith(
         f"{tmp_path / 'rows.jsonl'}, row 2: the chat template does not show which tokens are the assistant"
     )
-    for way_out in ("{% generation %}", "recipes/chat_templates/chatml_generation.jinja", "data.loss_on all", "earlier thinking"):
-        assert way_out in sentence
+    for remedy in ("{% generation %}", "recipes/chat_templates/chatml_generation.jinja", "data.loss_on all", "earlier thinking"):
+        assert remedy in sentence
     rows = prepare(chats(CHATS[1], thinking), chat_template=STRIPPING, loss_on="all")
     assert rows.train["prompt_length"][1] == 0 and rows.train["target"][1] == ""
     assert rows.train[1]["labels"][1:] == rows.train[1]["input_ids"][1:]

@@ -200,7 +200,7 @@ def test_chunks_of_training_and_evaluation_follow_the_gpu(
     expected = build_causal("llama")
     chunked_loss.install(expected)
     sharded = wrap.shard_model(one_process(), build_causal("llama"))
-    for model in (sharded.plain, gather._replica(sharded, wrap.copy_on_meta(sharded.skeleton))):
+    for model in (sharded.unwrapped, gather._replica(sharded, wrap.copy_on_meta(sharded.skeleton))):
         seen = watch_logits(model)
         torch.testing.assert_close(summed_loss(model, batch)[0], summed_loss(expected, batch)[0], rtol=1e-6, atol=0)
         assert max(logits.shape[-2] for logits in seen) == num_tokens

@@ -115,7 +115,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.yaml").write_text(CONFIG.replace("MODEL", str(tmp_path / "model")))
     monkeypatch.setattr(step_memory, "find_accelerate_yaml", lambda: PRESET)
     memory = StepMemory(torch.device("cpu"))
-    memory.see(Causal(), {"input_ids": torch.zeros(1, 4 * 96)}, 4)  # packs in one row, longer than the model's positions
+    memory.record_batch(Causal(), {"input_ids": torch.zeros(1, 4 * 96)}, 4)  # packs in one row, longer than the model's positions
     memory.read()
     save_memory(tmp_path, memory, MetricsLog(tmp_path / "metrics.jsonl", is_writer=True))
     return tmp_path

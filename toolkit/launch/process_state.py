@@ -20,7 +20,7 @@ logger = logging.getLogger("toolkit")
 
 
 @contextmanager
-def changes_undone() -> Iterator[None]:
+def process_state_kept() -> Iterator[None]:
     """Put back at the end, also after an error: the environment, outputs, log, warnings, progress bars, random state, threads of
     torch, its precision of fp32 products, the timeouts of its process groups, the setting of its allocator, and, where the groups
     are closed, its hook of uncaught errors, which names the rank."""

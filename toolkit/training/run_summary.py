@@ -31,7 +31,7 @@ logger = logging.getLogger("toolkit")
 LABEL_WIDTH = 12
 
 
-def log_first_lines(run: Run, rows: TokenizedRows) -> None:
+def log_run_summary(run: Run, rows: TokenizedRows) -> None:
     """An aligned line for each thing, on rank 0, which has `rows.texts`."""
     if rank() != 0:
         return
@@ -58,7 +58,7 @@ def log_first_lines(run: Run, rows: TokenizedRows) -> None:
         "evaluation": _describe_evaluation(run),
         "preset": _describe_preset(run.sharded.accelerator),
         "steps": _describe_steps(run),
-        "loss": "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" if run.own.loss else "",
+        "loss": "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" if run.hooks.loss else "",
         "folder": f"{run.folder}: {', '.join(places)}{trackers}",
     }
     for label, text in described.items():

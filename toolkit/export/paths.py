@@ -24,7 +24,7 @@ from toolkit.models.lora import is_enabled
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class ExportPaths:
     """What an export writes, and where."""
 
     adapter: Path | None = None
@@ -37,23 +37,23 @@ class Places:
     """Of the files' weights; None: as they are stored in training, a merged model as its base."""
 
 
-def run_places(config: RecipeConfig, run_folder: Path) -> Places:
+def export_paths_of_run(config: RecipeConfig, run_folder: Path) -> ExportPaths:
     """What a run itself exports."""
     has_adapter = is_enabled(config.adapter)
-    return Places(
+    return ExportPaths(
         adapter=run_folder / "export" if has_adapter else None,
         model=None if has_adapter and not config.export.merge else run_folder / ("merged" if has_adapter else "export"),
         check_file=run_folder / "export_check.safetensors",
     )
 
 
-def check_place(place: Path, way_out: str) -> None:
+def check_place(place: Path, remedy: str) -> None:
     """Check that a folder can be renamed to `place`: a link, a mount point or a file there is a `UserError` that ends in
-    `way_out`."""
+    `remedy`."""
     kinds = {"a link": place.is_symlink(), "a mount point": place.is_mount(), "a file": place.is_file()}
     if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
         what = f"{place} is {kind}, and an export replaces a folder of the run's own file system"
-        raise UserError(f"{what}: remove it, or {way_out}")
+        raise UserError(f"{what}: remove it, or {remedy}")
 
 
 def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
@@ -101,16 +101,16 @@ def _unfinished(folder: Path) -> Path:
 logger = logging.getLogger("toolkit")
 
 
-def check_push(config: RecipeConfig, name: str, key: str, *, merge: bool, way_out: str) -> None:
+def check_push(config: RecipeConfig, name: str, key: str, *, merge: bool, remedy: str) -> None:
     """Check without network the repository's name, which `key` gives, the adapter's base, `HF_HUB_OFFLINE` and the token;
-    `way_out` merges the adapter."""
+    `remedy` merges the adapter."""
     from huggingface_hub import constants, get_token
 
     base = config.model.name_or_path
     if not ("/" in name and is_hub_id(name)):
         raise UserError(f"{key} is {name}: give NAMESPACE/NAME, as in my_name/my_model")
     if is_enabled(config.adapter) and not merge and not is_hub_id(base):
-        raise UserError(f"{key} is given, but the adapter's base {base} is a folder here: {way_out}")
+        raise UserError(f"{key} is given, but the adapter's base {base} is a folder here: {remedy}")
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{key} is {name}, but HF_HUB_OFFLINE is set: unset it")
     if get_token() is None:
@@ -124,7 +124,7 @@ def prepare_push(config: RecipeConfig) -> None:
 
     if (name := config.export.push_to_hub) is None:
         return
-    check_push(config, name, "export.push_to_hub", merge=config.export.merge, way_out="set export.merge true")
+    check_push(config, name, "export.push_to_hub", merge=config.export.merge, remedy="set export.merge true")
     if config.train.max_steps == 0 and not config.export.merge:
         raise UserError(f"export.push_to_hub is {name}, but a run with train.max_steps 0 exports nothing: leave it out")
     with _refusal_named(f"export.push_to_hub is {name}, where the hub does not let this token write"):

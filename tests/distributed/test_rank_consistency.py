@@ -113,7 +113,7 @@ def _names_of_differences(places: list[Path]) -> list[str]:
     from toolkit.config.schema import CheckpointConfig, DataConfig, ModelConfig, RunConfig, SummarizationConfig
     from toolkit.distributed.comm import rank
     from toolkit.errors import UserError
-    from toolkit.launch import same_run
+    from toolkit.launch import rank_consistency
     from toolkit.launch.accelerator import build_accelerator
 
     build_accelerator()
@@ -131,7 +131,7 @@ def _names_of_differences(places: list[Path]) -> list[str]:
         {"section": "optim", "label_smoothing": 0.1},
     ]
     cases: list[Callable[[], dict[str, Any]]] = [
-        lambda case=case: same_run.describe_config(changed(**case) if rank() else plain) for case in of_rank_1
+        lambda case=case: rank_consistency.describe_config(changed(**case) if rank() else plain) for case in of_rank_1
     ]
     of_both = [
         {"section": "data", "source": f"{here}/source.py:rows"},
@@ -141,32 +141,32 @@ def _names_of_differences(places: list[Path]) -> list[str]:
         {"section": "model", "init_from": f"{here}/marian"},
         {"section": "eval", "metrics": [f"{here}/metric", f"{here}/same"]},  # files of one name
     ]
-    cases += [lambda case=case: same_run.describe_config(changed(**case)) for case in of_both]
+    cases += [lambda case=case: rank_consistency.describe_config(changed(**case)) for case in of_both]
     twice = dataclasses.replace(changed("model", init_from=f"{here}/model"), checkpoint=CheckpointConfig(resume=f"{here}/model"))
-    cases.append(lambda: same_run.describe_config(twice))
+    cases.append(lambda: rank_consistency.describe_config(twice))
     version, code = ({"torch": str(2 + 1 - rank())}, here)
 
     def versions() -> dict[str, Any]:
         with patch("importlib.metadata.version", version.get):
-            return same_run.describe_launch({})
+            return rank_consistency.describe_launch({})
 
     def toolkit_code() -> dict[str, Any]:
-        with patch.object(same_run, "__file__", str(code / "launch" / "same_run.py")):
-            return same_run.describe_launch({})
+        with patch.object(rank_consistency, "__file__", str(code / "launch" / "rank_consistency.py")):
+            return rank_consistency.describe_launch({})
 
     cases += [versions, toolkit_code]
     secret = f"s3://key:word@bucket/{rank()}.jsonl"  # a user and a password
-    cases.append(lambda: same_run.describe_config(changed("data", source="jsonl", files=[secret])))
+    cases.append(lambda: rank_consistency.describe_config(changed("data", source="jsonl", files=[secret])))
     cases.append(lambda: {"fsdp_config of the accelerate YAML": {"a": 1, "b": 2 + rank()}})
     # What may differ: also the order of keys in the accelerate YAML.
-    cases.append(lambda: same_run.describe_config(dataclasses.replace(plain, run=RunConfig(num_threads=1 + rank()))))
-    cases.append(lambda: same_run.describe_config(changed("run", output_dir=str(here))))
+    cases.append(lambda: rank_consistency.describe_config(dataclasses.replace(plain, run=RunConfig(num_threads=1 + rank()))))
+    cases.append(lambda: rank_consistency.describe_config(changed("run", output_dir=str(here))))
     pairs: list[tuple[str, Any]] = [("a", 1), ("b", {"c": 2, "d": 3}), ("b", {"d": 3, "c": 2})]
     cases.append(lambda: dict(pairs[2::-2] if rank() else pairs[:2]))
     names = []
     for describe in cases:
         try:
-            same_run.compare_ranks(describe())
+            rank_consistency.compare_ranks(describe())
             names.append("")
         except UserError as error:
             name, _, value = str(error).partition(" is ")

@@ -17,9 +17,9 @@ from transformers.utils import logging as of_transformers
 from tests.support.process_state import changes_since, state_of_the_process
 from toolkit.distributed.comm import limit_groups
 from toolkit.distributed.rng import seed_all
-from toolkit.launch.accelerator import _keep_fp32_products, bound_primitive_cache
+from toolkit.launch.accelerator import _disable_tf32, bound_primitive_cache
 from toolkit.launch.log import start_logging
-from toolkit.launch.undo import changes_undone
+from toolkit.launch.process_state import process_state_kept
 
 
 def change_everything() -> None:
@@ -31,21 +31,21 @@ def change_everything() -> None:
     of_transformers.disable_progress_bar()
     seed_all("a test")
     torch.set_num_threads(torch.get_num_threads() + 1)
-    _keep_fp32_products()
+    _disable_tf32()
     limit_groups(datetime.timedelta(seconds=7))
     sys.excepthook = lambda *_: None
 
 
 def test_a_program_finds_its_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    with changes_undone():
+    with process_state_kept():
         logging.getLogger("toolkit").filters.clear()
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
         datasets.enable_progress_bars()
         of_transformers.enable_progress_bar()
         before = state_of_the_process()
-        with pytest.raises(ZeroDivisionError), changes_undone():
+        with pytest.raises(ZeroDivisionError), process_state_kept():
             change_everything()
             changed = changes_since(before)
             raise ZeroDivisionError
@@ -63,11 +63,11 @@ def test_a_program_finds_its_process_as_it_was(monkeypatch: pytest.MonkeyPatch) 
 )  # fmt: skip
 def test_the_precision_of_products_is_put_back_whichever_way_set_it(allow: str) -> None:
     backends: Any = torch.backends
-    with changes_undone():
+    with process_state_kept():
         exec(allow)
         before = {name: value for name, value in state_of_the_process().items() if name.startswith("fp32")}
-        with changes_undone():
-            _keep_fp32_products()
+        with process_state_kept():
+            _disable_tf32()
         after = state_of_the_process()
         backends.fp32_precision = "none"
     assert {name: after[name] for name in before} == before
@@ -86,9 +86,9 @@ def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
-    with changes_undone():
+    with process_state_kept():
         pass
     assert settings == [before], "what was not changed is not set again"
-    with changes_undone():
+    with process_state_kept():
         settings.append("expandable_segments:True")
     assert settings[-1] == after

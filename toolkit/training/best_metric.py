@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from toolkit.checkpoint.find import Goal
+from toolkit.checkpoint.find import BestMetric
 from toolkit.config.schema import EvalConfig
 from toolkit.distributed.comm import on_all_ranks
 from toolkit.errors import UserError
@@ -19,28 +19,28 @@ HIGHER_IS_BETTER = (*TEXT_METRICS, "token_accuracy")
 _GENERATION = ("max_new_tokens", "num_beams", "no_repeat_ngram_size")
 
 
-def build_goal(config: EvalConfig, data: EvaluationRows) -> Goal:
-    """The goal that `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too,
+def build_best_metric(config: EvalConfig, data: EvaluationRows) -> BestMetric:
+    """What `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too,
     those of `eval.metrics` on their code, and those of a named set on its rows."""
     keys = _GENERATION if config.generate else ()
     code = {f"metrics/{own.name}": own.code_hash for own in data.metrics}
     sets = {"sets": {name: rows.fingerprint for name, rows in data.sets.items()}} if data.sets else {}
     how = {key: getattr(config, key) or int(key == "num_beams") for key in keys}  # unset, as in a base without settings
-    return goal_of(config, {"rows": data.fingerprint, **how, **code, **sets})
+    return best_metric_of(config, {"rows": data.fingerprint, **how, **code, **sets})
 
 
-def goal_of(config: EvalConfig, measured_on: dict[str, Any]) -> Goal:
-    """The goal that `eval.best_metric` names, measured on this."""
+def best_metric_of(config: EvalConfig, measured_on: dict[str, Any]) -> BestMetric:
+    """What `eval.best_metric` names, measured on this."""
     of_set, metric = split_metric(config.best_metric, measured_on.get("sets", ()))
     rows = ("rows", "sets") if of_set else ("rows",)
     if metric in LOSS_METRICS:
-        return Goal(config.best_metric, metric in HIGHER_IS_BETTER, measured_on, rows)
+        return BestMetric(config.best_metric, metric in HIGHER_IS_BETTER, measured_on, rows)
     keys = [*rows, *_GENERATION]
     is_higher_better: bool | None = metric in HIGHER_IS_BETTER
     if metric not in TEXT_METRICS:
         keys, is_higher_better = [*keys, f"metrics/{metric.split('/')[0]}"], config.higher_is_better
     assert is_higher_better is not None  # ensured by check_metric
-    return Goal(config.best_metric, is_higher_better, measured_on, tuple(key for key in keys if key in measured_on))
+    return BestMetric(config.best_metric, is_higher_better, measured_on, tuple(key for key in keys if key in measured_on))
 
 
 def check_metric(config: EvalConfig, own: Collection[str], sets: Collection[str] = ()) -> None:
