@@ -17,6 +17,7 @@ from tests.other_tools import read_losses
 from tests.other_tools.conftest import TRANSFORMERS_4
 from tests.support.model_folders import _build_tokenizer
 from tests.support.workbench import new_bench
+from toolkit.data.tokens.read_tokenizer import open_tokenizer
 
 _T5 = {
     "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_ff": 64, "d_kv": 8, "d_model": 32, "num_heads": 4,
@@ -160,4 +161,7 @@ def test_losses_and_tokens_are_those_of_version_5(tmp_path_factory: pytest.TempP
     assert {name: about["loss"] for name, about in theirs.items()} == pytest.approx(
         {name: about["loss"] for name, about in ours.items()}, rel=1e-5
     )
-    assert {name: about["ids"] for name, about in theirs.items()} == {name: about["ids"] for name, about in ours.items()}
+    read = {
+        name: open_tokenizer(folder)(read_losses.TEXT)["input_ids"] for name, folder in exports.items()
+    }  # a Qwen2's otherwise
+    assert {name: about["ids"] for name, about in theirs.items()} == read

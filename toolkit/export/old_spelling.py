@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data.tokens.read_tokenizer import differing_parts
 from toolkit.data.tokens.tokenizer import hash_tokenizer
 
 if TYPE_CHECKING:
@@ -62,13 +63,16 @@ def spell_config(folder: Path, model: PreTrainedModel) -> list[str]:
     return remarks
 
 
-def spell_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the folder's `tokenizer_config.json` the names that transformers 4 knows, if version 5 reads the same then."""
+def spell_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Give the folder's `tokenizer_config.json` the names that transformers 4 knows, if version 5 reads the same then; returns a
+    sentence where it reads another tokenizer either way, as for some kinds of models it takes their usual class whatever is named
+    (tokenization_auto.py:390)."""
     from transformers import AutoTokenizer
 
     path = folder / "tokenizer_config.json"
     if not path.exists():
-        return
+        return []
+    ours, read = hash_tokenizer(tokenizer), AutoTokenizer.from_pretrained(folder)
     settings = json.loads(before := path.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -78,8 +82,13 @@ def spell_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         ids = tokenizer("a")["input_ids"]
         settings |= {"add_bos_token": ids[0] == tokenizer.bos_token_id, "add_eos_token": ids[-1] == tokenizer.eos_token_id}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    if hash_tokenizer(AutoTokenizer.from_pretrained(folder)) != hash_tokenizer(tokenizer):
+    if hash_tokenizer(AutoTokenizer.from_pretrained(folder)) not in (ours, hash_tokenizer(read)):
         path.write_text(before, encoding="utf-8")
+    of_both = [getattr(each, "backend_tokenizer", None) for each in (read, tokenizer)]
+    if None in of_both or not differing_parts(*of_both):
+        return []
+    what = f"AutoTokenizer of transformers 5 reads its tokenizer as {type(read).__name__}, which splits texts otherwise"
+    return [f"{what}: take PreTrainedTokenizerFast."]
 
 
 def _old_rope(part: dict[str, Any]) -> dict[str, Any] | None:

@@ -163,7 +163,7 @@ class _Export:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             fix = f"check the disk of {unfinished.parent}, and start the same command again"
             raise UserError(f"transformers cannot load the tokenizer that was exported ({reason}): {fix}") from None
-        spell_tokenizer(unfinished, self.tokenizer)
+        self.origin.remarks.extend(spell_tokenizer(unfinished, self.tokenizer))
         skeleton, origin = self.sharded.skeleton, self.origin
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]

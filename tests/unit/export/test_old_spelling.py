@@ -84,9 +84,18 @@ def test_a_tokenizer_has_the_names_of_version_4(tmp_path: Path) -> None:
     tokenizer = _build_tokenizer(("<pad>", "</s>"))
     tokenizer.add_special_tokens({"extra_special_tokens": ["<tag>"]})
     tokenizer.save_pretrained(tmp_path)
-    spell_tokenizer(tmp_path, tokenizer)
+    assert spell_tokenizer(tmp_path, tokenizer) == []
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in written
     read = hf.AutoTokenizer.from_pretrained(tmp_path)
     assert written["additional_special_tokens"] == read.extra_special_tokens == ["<tag>"]
     assert read("alpha <tag> beta")["input_ids"] == tokenizer("alpha <tag> beta")["input_ids"]
+
+
+def test_a_tokenizer_that_version_5_reads_as_its_models_usual_one_has_names_of_version_4_and_a_remark(tmp_path: Path) -> None:
+    hf.Qwen2Config().save_pretrained(tmp_path)
+    (tokenizer := _build_tokenizer(("<pad>", "</s>"))).save_pretrained(tmp_path)
+    sentence = "AutoTokenizer of transformers 5 reads its tokenizer as Qwen2Tokenizer, which splits texts otherwise: "
+    assert spell_tokenizer(tmp_path, tokenizer) == [f"{sentence}take PreTrainedTokenizerFast."]
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert hf.PreTrainedTokenizerFast.from_pretrained(tmp_path)("alpha")["input_ids"] == tokenizer("alpha")["input_ids"]
