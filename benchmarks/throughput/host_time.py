@@ -179,8 +179,9 @@ def build_step(model: str, side: str, clock: Clock) -> Callable[[], None]:
     optimizer.step = clock.timed("AdamW", optimizer.step)  # type: ignore[method-assign]
     history = SimpleNamespace(grad_norms=None, num_grad_norms=0)
     run = SimpleNamespace(
-        config=subject.config, objective=subject.objective, sharded=sharded, optimizer=optimizer, own=SimpleNamespace(loss=None),
-        reductions=SimpleNamespace(micro_batch=None), log=SimpleNamespace(memory=SimpleNamespace(see=lambda *_: None)),
+        config=subject.config, objective=subject.objective, sharded=sharded, optimizer=optimizer,
+        hooks=SimpleNamespace(loss=None), reductions=SimpleNamespace(micro_batch=None),
+        log=SimpleNamespace(memory=SimpleNamespace(record_batch=lambda *_: None)),
         writer=SimpleNamespace(copier=SimpleNamespace(make_device_wait=lambda: None)),
         trainable=[parameter for parameter in sharded.model.parameters() if parameter.requires_grad],
         guard=SkipGuard(subject.config.optim, cast(Any, history), reduction_groups(sharded.model)),

@@ -92,7 +92,7 @@ def train(strategy: str, folder: Path | None, saves: bool = False) -> dict[str, 
     for name in OPTIMIZERS:
         model: Any = sharded_by(strategy, WeightsOf(SHAPES))
         optimizer = build_optimizer(OptimConfig(name=name, lr=1e-2, weight_decay=0.1), model)  # type: ignore[arg-type]
-        sharded: Any = SimpleNamespace(model=model, plain=getattr(model, "module", model))
+        sharded: Any = SimpleNamespace(model=model, unwrapped=getattr(model, "module", model))
         if folder is not None and loads:
             saved: Any = SimpleNamespace(folder=folder / name, manifest={"world_size": 2})
             with patch.object(load, "check_identity"), patch.object(load, "load_random_state"):

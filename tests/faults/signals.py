@@ -43,7 +43,7 @@ def signal_in_phase(
         if (phase_now, step_now, seen[phase_now, step_now]) == (phase, step, nth):
             send(ranks, signals, to_group)
 
-    wrap(Watchdog, "at", look)
+    wrap(Watchdog, "enter_phase", look)
 
 
 def signal_in_generation(call: int, ranks: list[int], signals: Sequence[str]) -> None:

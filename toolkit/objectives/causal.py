@@ -42,7 +42,7 @@ class Causal(Objective):
     describe = staticmethod(causal.describe)
     tokenize = staticmethod(causal.tokenize)
     report = staticmethod(causal.report)
-    figures = staticmethod(text_figures)
+    metrics = staticmethod(text_figures)
 
     def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
         return CausalCollator(pad_token_id, one_row=attends_by_document(model))

@@ -123,7 +123,7 @@ class Objective:
         return {"input_ids": [token] * num_tokens, "labels": [-100] * (num_tokens - num_labels) + [token] * num_labels}
 
     def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss summed over the labels of a collator's batch, on the device; and a second sum for `figures`. Scalars.
+        """The loss summed over the labels of a collator's batch, on the device; and a second sum for `metrics`. Scalars.
         Collective under FSDP."""
         return summed_loss(model, batch, label_smoothing)
 

@@ -46,7 +46,7 @@ class Seq2Seq(Objective):
     describe = staticmethod(seq2seq.describe)
     tokenize = staticmethod(seq2seq.tokenize)
     report = staticmethod(seq2seq.report)
-    figures = staticmethod(text_figures)
+    metrics = staticmethod(text_figures)
     start_generation = staticmethod(languages.start_generation)
     forward_kept = staticmethod(encoder_output_kept)
 

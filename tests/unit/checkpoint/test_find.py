@@ -157,7 +157,7 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert [found.checkpoint.step for found in ranked(tmp_path, LOSS)] == [2, 3, 6, 5]
     assert [found.checkpoint.step for found in ranked(tmp_path, LOSS, last_step=5)] == [2, 3, 5]
     assert [found.checkpoint.step for found in ranked(tmp_path, replace(LOSS, higher_is_better=True))] == [5, 6, 3, 2]
-    assert ranked(tmp_path, replace(LOSS, metric="rougeL")) == []
+    assert ranked(tmp_path, replace(LOSS, name="rougeL")) == []
     # The newest is kept whatever it was measured on, and what was just written beside later ones that are damaged.
     newest = make_checkpoint(tmp_path, 7, 0.4, OTHER)
     assert prune_to(tmp_path, newest, keep_last=1, keep_best=1)[1] == [] and names(tmp_path) == ["step-00000002", "step-00000007"]

@@ -43,7 +43,7 @@ def mix(weight: float = 2.0, files: str = "a.jsonl", **more: Any) -> dict[str, A
         ({"num_beams": 4}, {}, None, False),
         ({"rows": "b"}, {}, "other rows are evaluated", False),
         ({"num_beams": 4}, {"compared": ("rows", "num_beams")}, "eval.num_beams is 1 now", False),
-        ({}, {"metric": "rougeL"}, "eval.best_metric is rougeL now", True),
+        ({}, {"name": "rougeL"}, "eval.best_metric is rougeL now", True),
     ],
 )
 def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
@@ -154,14 +154,14 @@ def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> N
     (make_checkpoint(tmp_path, 4, 0.1) / "rng-00000.safetensors").unlink()
     left_out = "; left out, as step-00000004 lacks rng-00000.safetensors"
     assert best_of_run(tmp_path, LOSS) == (best, sentence + why + left_out)
-    assert refusal(best_of_run, tmp_path, replace(LOSS, metric="rougeL")).endswith(" has rougeL, or only NaN: take last")
+    assert refusal(best_of_run, tmp_path, replace(LOSS, name="rougeL")).endswith(" has rougeL, or only NaN: take last")
 
 
 def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Waiting for another GPU takes a core, so what gathers over the device must not count as work for the watchdog."""
     phases: list[str] = []
-    monkeypatch.setattr(checkpoint, "at", lambda phase: phases.append(f"at {phase}"))
-    monkeypatch.setattr(checkpoint, "working", lambda phase: phases.append(f"working {phase}"))
+    note = lambda phase, counts_cpu=False: phases.append(f"{'working' if counts_cpu else 'at'} {phase}")  # noqa: E731
+    monkeypatch.setattr(checkpoint, "enter_phase", note)
     monkeypatch.setattr(checkpoint, "check_identity", lambda *_: {})
     gathered: list[str] = []
 

@@ -42,7 +42,7 @@ def place(step: int | None = 4, **num_collectives: int) -> Place:
         ([place(a=5, b=2), place(a=4, b=3)], set()),  # each waits for the other
         ([place(a=5), place(a=5)], set()),
         ([place(a=5, b=1), place(a=5)], set()),  # a group of one part of the ranks
-        # A device that works behind lets one rank run ahead; without counters there is nothing but steps.
+        # A device that counts_cpu behind lets one rank run ahead; without counters there is nothing but steps.
         ([place(3), place(4), place(4)], {0}),
         ([place(3, a=6), place(4, a=5)], {1}),
         # Outside the loop there are no steps: who is before it, and who behind it, is not known.
@@ -134,7 +134,7 @@ def test_it_bites_only_once_nothing_moves(tmp_path: Path, monkeypatch: pytest.Mo
     assert "rank 0 stopped moving: in step 3, loading rows, for 1 s, at " in watchdog.sentence
 
 
-@pytest.mark.parametrize(("works", "bites_at"), [(True, 30), (False, 11)])
+@pytest.mark.parametrize(("counts_cpu", "bites_at"), [(True, 30), (False, 11)])
 def test_work_is_movement_only_in_a_phase_that_says_so(
     counts_cpu: bool, bites_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

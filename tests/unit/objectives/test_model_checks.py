@@ -38,7 +38,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def check(model: Any, collator: Any = None, packing: bool = True, mixed_precision: str = "no") -> None:
     accelerator = type("Accelerator", (), {"device": torch.device("cpu"), "mixed_precision": mixed_precision})
-    sharded: Any = type("Sharded", (), {"plain": model, "accelerator": accelerator})
+    sharded: Any = type("Sharded", (), {"unwrapped": model, "accelerator": accelerator})
     model_checks.check_causal_model(sharded, collator or CausalCollator(0), packing=packing)
 
 

@@ -151,7 +151,7 @@ def test_offloaded_shards_are_gathered_on_the_device() -> None:
     with fake_ranks(2):
         model = torch.nn.Linear(4, 4)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        sharded: Any = SimpleNamespace(model=model, plain=model, accelerator=SimpleNamespace(device=torch.device("meta")))
+        sharded: Any = SimpleNamespace(model=model, unwrapped=model, accelerator=SimpleNamespace(device=torch.device("meta")))
         with Gathers() as gathers:
             whole = dict(unsharded_parameters(sharded))
     assert gathers.devices == ["meta", "meta"]

@@ -104,7 +104,7 @@ def test_an_export_beside_a_gpu_takes_all_cores(monkeypatch: pytest.MonkeyPatch)
     num_threads, seen = torch.get_num_threads(), []
     monkeypatch.setattr(device, "available_cores", lambda: num_threads + 3)
     monkeypatch.setattr(runs, "export_model", lambda *_: seen.append(torch.get_num_threads()))
-    for name in ("_tool", "measure_baselines", "list_commands", "leave", "working"):
+    for name in ("_tool", "measure_baselines", "list_commands", "leave", "enter_phase"):
         monkeypatch.setattr(runs, name, MagicMock())
     run: Any = MagicMock(num_steps=1, folder=Path("run"))
     run.config.has_own_objective = False

@@ -110,6 +110,6 @@ def test_figures_are_reduced_over_every_group(monkeypatch: pytest.MonkeyPatch) -
 
 
 def new_loss(num_tokens: int, groups: Sequence[Any] = ()) -> RouterLoss:
-    sharded = SimpleNamespace(routes={}, plain=SimpleNamespace(config=transformers.MixtralConfig(router_aux_loss_coef=0.5)))
+    sharded = SimpleNamespace(routes={}, unwrapped=SimpleNamespace(config=transformers.MixtralConfig(router_aux_loss_coef=0.5)))
     run: Any = SimpleNamespace(sharded=sharded, guard=SimpleNamespace(groups=groups))
     return RouterLoss(run, Step(1, 0, (0, 1, 2), num_tokens, num_tokens))

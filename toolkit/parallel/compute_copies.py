@@ -1,0 +1,102 @@
+"""Weights in the compute dtype under a single process and DDP, as FSDP gathers them in it: one copy of each for a forward and its
+backward, made block by block with one launch, in the place of autocast's cast at each operation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.private import private
+
+
+class ComputeCopies:
+    """Puts copies of a model's floating-point parameters into their places, and takes them out again. Gradients reach the
+    parameters in their own dtype. Inputs of blocks are cast, as before an FSDP unit, because buffers are not."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+        self.dtype, self._is_held = dtype, False
+        # Each parameter once, where it is first: a block's backward casts the gradients of all that it owns.
+        self._groups: list[list[nn.Parameter]] = []
+        known: set[int] = set()
+        for module in (*blocks, model):
+            own = [p for p in module.parameters() if p.is_floating_point() and p.dtype != dtype and id(p) not in known]
+            known |= set(map(id, own))
+            # One launch copies tensors of one dtype (torch._foreach_copy_); a group without gradients needs no backward.
+            for key in {(p.dtype, p.requires_grad) for p in own}:
+                self._groups.append([p for p in own if (p.dtype, p.requires_grad) == key])
+        self._places = [
+            (module._parameters, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in known
+        ]
+        self._of_forwards: list[Any] = []
+        for block in blocks:
+            block.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+        model.register_forward_pre_hook(self._enter_forward, prepend=True)
+        model.register_forward_hook(self._leave_forward, always_call=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Context in which the model has the copies: around forward and backward, where blocks are recomputed, and around
+        `generate`, which calls parts of the model. A forward outside of it makes its own."""
+        if self._is_held:
+            yield
+            return
+        copies: dict[int, torch.Tensor] = {}
+        for group in self._groups:
+            copies |= zip(map(id, group), _Copy.apply(self.dtype, *group), strict=True)
+        self._is_held = True
+        for parameters, name, parameter in self._places:
+            parameters[name] = copies[id(parameter)]  # type: ignore[assignment]  # as torch.func.functional_call does
+        try:
+            yield
+        finally:
+            self._is_held = False
+            for parameters, name, parameter in self._places:
+                parameters[name] = parameter
+
+    def _enter_forward(self, *_: Any) -> None:
+        self._of_forwards.append(context := self.held())
+        context.__enter__()
+
+    def _leave_forward(self, *_: Any) -> None:
+        self._of_forwards.pop().__exit__(None, None, None)
+
+    def _cast_inputs(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return cast_inputs(self.dtype, block, args, kwargs)
+
+
+def cast_inputs(dtype: torch.dtype, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook that casts floating tensors to `dtype`, as FSDP2's mixed precision does before a shard unit."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+class _Copy(torch.autograd.Function):
+    """Copies of equal tensors' dtype in another one, and in the backward their gradients in the tensors' own: a launch each."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = tensors[0].dtype
+        return tuple(_cast(tensors, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found = iter(_cast([each for each in gradients if each is not None], ctx.dtype))
+        return None, *(None if each is None else next(found) for each in gradients)
+
+
+def _cast(tensors: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    if copies:
+        private("_foreach_copy_")(copies, list(tensors))
+    return copies
