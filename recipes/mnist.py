@@ -77,8 +77,8 @@ def main() -> None:
     # Model → shards → torch's own optimizer.
     seed_all("weights", config.train.seed)
     model: Any = build_convnet(config.model, images)
-    on_all_ranks(lambda: check_wrap(accelerator, model))
-    sharded = shard_model(accelerator, model)
+    on_all_ranks(lambda: check_wrap(accelerator, model, config.train.activation_checkpointing))
+    sharded = shard_model(accelerator, model, checkpointing=config.train.activation_checkpointing)
     optimizer = torch.optim.Adadelta(sharded.model.parameters(), lr=config.optim.lr)
     logger.info(describe(sharded.units))
 

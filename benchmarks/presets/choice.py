@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.presets.page import CHOICE_FILE, hash_inputs
+from toolkit.config.schema import Checkpointing
 from toolkit.optimizers import state_bytes
 from toolkit.tools.plan.plan import USABLE_SHARE
 from toolkit.tools.plan.search import estimate_peak, largest_micro_batch
-from toolkit.tools.plan.strategy import Strategy, load_strategy
+from toolkit.tools.plan.strategy import Strategy, load_strategy, with_checkpointing
 from toolkit.tools.plan.subject import Subject, build_subject
 from toolkit.tools.plan.trace import fake_ranks
 
@@ -98,8 +99,14 @@ def candidates(num_gpus: int, gpu_gib: int, folder: Path) -> Iterator[tuple[str,
     def load(preset: str) -> Strategy:
         return load_strategy(folder / f"{preset}.yaml", num_gpus, gpu_gib)
 
+    def recomputing(name: str, preset: str, mode: Checkpointing) -> tuple[str, Strategy]:
+        return f"{name}, {mode} checkpointing", with_checkpointing(load(preset), mode)
+
+    whole = "fsdp2_full_shard" if num_gpus <= GPUS_A_MACHINE else "fsdp2_multi_node"
     if num_gpus == 1:
         yield "single", load("single")
+        yield recomputing("single", "single", "selective")
+        yield recomputing("single", "single", "full")
     else:
         yield "ddp", load("ddp")
         if num_gpus <= GPUS_A_MACHINE:
@@ -108,11 +115,11 @@ def candidates(num_gpus: int, gpu_gib: int, folder: Path) -> Iterator[tuple[str,
             num_machines = num_gpus // GPUS_A_MACHINE
             mesh = dataclasses.replace(load("fsdp2_full_shard"), num_shards=GPUS_A_MACHINE, num_replicas=num_machines)
             yield "fsdp2_hsdp", mesh
-        yield "fsdp2_full_shard" if num_gpus <= GPUS_A_MACHINE else "fsdp2_multi_node", load("fsdp2_full_shard")
-    checkpointing = load("fsdp2_activation_checkpointing")
-    yield "fsdp2_activation_checkpointing", checkpointing
+        yield whole, load("fsdp2_full_shard")
+        yield recomputing(whole, "fsdp2_full_shard", "selective")
+    yield recomputing(whole, "fsdp2_full_shard", "full")
     yield "fsdp2_offload", load("fsdp2_offload")
-    yield "fsdp2_offload, fsdp_activation_checkpointing: true", dataclasses.replace(checkpointing, offload=True)
+    yield recomputing("fsdp2_offload", "fsdp2_offload", "full")
 
 
 def _state_bytes(subject: Subject, strategy: Strategy) -> int:

@@ -24,9 +24,7 @@ HEADER_FIELDS = ("What it shards", "When to pick it", "Cost", "Needs")
 TABLE_BEGIN = "<!-- begin: made from the headers of the presets -->\n"
 CHOICE_BEGIN = "<!-- begin: made from which_preset.json -->\n"
 END = "<!-- end -->"
-PLANNED_PRESETS = (
-    "single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload",
-)  # fmt: skip
+PLANNED_PRESETS = ("single", "ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_offload")
 """Presets that the section chooses among. Its meshes over several machines are derived from them."""
 _PLANNER = Path(plan.__file__).parent
 _SOURCES = (

@@ -8,57 +8,80 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
+from tests.distributed.test_invariants import COMPILED
 from tests.support.launch import run_on_ranks
 
 FAMILIES = ("gpt2", "t5", "llama-lora")
 
 
-@pytest.mark.parametrize(("preset", "overrides", "families"), [("fsdp2_cpu", {}, FAMILIES)])
+FSDP1: dict[str, Any] = {
+    "fsdp_config": {"fsdp_version": 1, "fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_sync_module_states": False}
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "families"),
+    [
+        ("fsdp2_cpu", {}, FAMILIES),
+        ("single_cpu", {}, FAMILIES),
+        ("ddp_cpu", {}, FAMILIES),
+        ("fsdp2_cpu", FSDP1, ["t5"]),
+    ],
+)
 def test_checkpointing_keeps_gradients_with_dropout(preset: str, overrides: dict[str, Any], families: Sequence[str]) -> None:
-    merged = {"fsdp_config": {**overrides.get("fsdp_config", {}), **CHECKPOINTING["fsdp_config"]}}
-    of_plain = take_steps(preset, overrides, [(family, seed) for family in families for seed in (0, 1)])
-    of_checkpointed = take_steps(preset, {**overrides, **merged}, [(family, 0) for family in families])
+    modes = [(0, "none"), (1, "none"), (0, "full"), (0, "selective")]
+    taken = take_steps(preset, overrides, [(family, *mode) for family in families for mode in modes])
     for family in families:
-        plain, checkpointed = of_plain[family, 0], of_checkpointed[family, 0]
-        assert plain["gradients"].keys() == checkpointed["gradients"].keys() and len(plain["gradients"]) > 4
-        for name, gradient in plain["gradients"].items():
-            assert np.array_equal(gradient, checkpointed["gradients"][name]), (family, name)
-        other = of_plain[family, 1]["gradients"]
-        assert any((other[name] != gradient).any() for name, gradient in plain["gradients"].items()), "no dropout"
-        # Each of the blocks runs a second time in the backward.
-        assert checkpointed["num_attentions"] == 2 * plain["num_attentions"] > 0
+        plain, other, *recomputed = (taken[family, *mode] for mode in modes)
+        for checkpointed in recomputed:
+            assert plain["loss"] == checkpointed["loss"]
+            assert plain["gradients"].keys() == checkpointed["gradients"].keys() and len(plain["gradients"]) > 4
+            for name, gradient in plain["gradients"].items():
+                assert np.array_equal(gradient, checkpointed["gradients"][name]), (family, name)
+        differ = [name for name, gradient in plain["gradients"].items() if (other["gradients"][name] != gradient).any()]
+        assert differ, "no dropout"
+        # Each of the blocks runs a second time in the backward; selective computes no product again, but all dropout.
+        full, selective = recomputed
+        assert full["num_attentions"] == selective["num_attentions"] == 2 * plain["num_attentions"] > 0
+        assert plain["num_products"] == selective["num_products"] < full["num_products"]
+        assert plain["num_masks"] == 0 < full["num_masks"] == selective["num_masks"]
         assert (plain["frames_in_generation"], plain["num_compiled_frames"]) == (0, 0)
 
 
 def test_blocks_are_compiled_and_nothing_else() -> None:
-    compiled = take_steps("fsdp2_cpu", COMPILED, [("gpt2", 0)])["gpt2", 0]
+    compiled = take_steps("fsdp2_cpu", COMPILED, [("gpt2", 0, "none")])["gpt2", 0, "none"]
     assert compiled["num_compiled_frames"] > 0
     assert compiled["frames_in_generation"] == 0, "its recompilations would use up the limit that training shares"
 
 
-def take_steps(preset: str, overrides: dict[str, Any], steps: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
-    """By family and seed, what rank 0 reports of a forward and backward of a tiny model with dropout 0.5."""
+Case = tuple[str, int, str]
+
+
+def take_steps(preset: str, overrides: dict[str, Any], steps: list[Case]) -> dict[Case, dict[str, Any]]:
+    """By family, seed and `train.activation_checkpointing`, what rank 0 reports of a forward and backward of a tiny model
+    with dropout 0.5."""
     reports = run_on_ranks(step_each, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(steps,))
     return dict(reports[0])
 
 
-def step_each(steps: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+def step_each(steps: list[Case]) -> dict[Case, dict[str, Any]]:
     """On every rank, with an accelerator each, which keeps the blocks of the first model that it wraps."""
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.training.run import release
 
     found = {}
-    for family, seed in steps:
-        found[family, seed] = forward_and_backward(build_accelerator(), family, seed)
+    for case in steps:
+        found[case] = forward_and_backward(build_accelerator(), *case)
         release()
     return found
 
 
-def forward_and_backward(accelerator: Any, family: str, seed: int) -> dict[str, Any]:
-    """On every rank: gradients, how often an attention ran, how many frames were compiled."""
+def forward_and_backward(accelerator: Any, family: str, seed: int, checkpointing: Any) -> dict[str, Any]:
+    """On every rank: loss, gradients, how often an attention ran, the backward's products of linear layers and dropout masks, how
+    many frames were compiled."""
     import torch
     import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from tests.support.adapter_models import with_adapter
     from tests.support.model_folders import CAUSAL_FAMILIES
@@ -85,7 +108,7 @@ def forward_and_backward(accelerator: Any, family: str, seed: int) -> dict[str, 
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     attentions = [module for name, module in model.named_modules() if name.endswith(("attn", "Attention"))]
-    sharded = shard_model(accelerator, model)
+    sharded = shard_model(accelerator, model, checkpointing=checkpointing)
     with torch.no_grad(), evaluation_model(sharded, "never") as (whole, in_step), generation_ready(sharded, whole):
         prompts = torch.full((1, 3), 5)
         whole.generate(input_ids=prompts, max_new_tokens=2, pad_token_id=0, synced_gpus=in_step)
@@ -98,9 +121,21 @@ def forward_and_backward(accelerator: Any, family: str, seed: int) -> dict[str, 
     collator: Any = SummarizationCollator(0, 0) if family == "t5" else CausalCollator(0)
     sharded.model.train()
     seed_all("dropout", seed, rank())
-    summed_loss(sharded.model, collator.collate([[row] for row in rows]))[0].backward()
+    loss = summed_loss(sharded.model, collator.collate([[row] for row in rows]))[0]
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name().split("::")[1].split(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        loss.backward()
     return {
+        "loss": loss.item(),
         "gradients": whole_gradients(sharded.model),
+        "num_products": sum(name in ("mm", "addmm") for name in seen),
+        "num_masks": sum(name in ("bernoulli_", "native_dropout") for name in seen),
         "num_attentions": len(calls),
         "frames_in_generation": frames_in_generation,
         "num_compiled_frames": torch._dynamo.utils.counters["frames"]["ok"],

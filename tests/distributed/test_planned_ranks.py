@@ -48,7 +48,8 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
         model = with_adapter(model, subject.config.adapter, model_folder)
         cast_frozen(model, frozen_dtype(accelerator, "auto", has_adapter=True))
     model.set_attn_implementation(subject.skeleton.config._attn_implementation)
-    sharded = sharding.shard_model(accelerator, model.train())
+    checkpointing = subject.config.train.activation_checkpointing
+    sharded = sharding.shard_model(accelerator, model.train(), checkpointing=checkpointing)
     optimizer = optim.build_optimizer(subject.config.optim, sharded.model)
 
     def take_step() -> None:
@@ -78,15 +79,16 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
         (BF16, []),
         ({"fsdp_config": {"fsdp_reshard_after_forward": False}}, []),
         (BF16 | {"fsdp_config": {"fsdp_activation_checkpointing": True}}, LORA),
+        (BF16, ["--train.activation_checkpointing=selective"]),
     ],
-    ids=["bf16", "fp32-shard-grad-op", "lora-checkpointing"],
+    ids=["bf16", "fp32-shard-grad-op", "lora-checkpointing", "selective"],
 )
 def test_a_rank_allocates_what_is_planned(changes: dict[str, Any], arguments: list[str], tmp_path: Path) -> None:
     import yaml
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with_weights = [*ARGUMENTS, *arguments]
-    if arguments:  # an adapter needs a base
+    if arguments == LORA:  # an adapter needs a base
         models_folder = str(tmp_path)
         _save_weights(models_folder)
     else:

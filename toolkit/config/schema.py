@@ -24,6 +24,8 @@ from toolkit.optimizers import OptimizerSettings
 
 HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
 NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])
+Checkpointing = Literal["none", "full", "selective"]
+"""What is computed again in the backward: `TrainConfig.activation_checkpointing`."""
 
 
 def as_written(number: float) -> Fraction:
@@ -131,6 +133,10 @@ class TrainConfig:
     """Number of passes over the rows, as in 2.5. A part of an epoch is rounded up to whole steps. Give this or `max_steps`."""
     seed: NonNegativeInt = 0  # type: ignore[valid-type]
     """Seed of the weight initialization, row order and dropout."""
+    activation_checkpointing: Checkpointing = stated("none", resume=True)
+    """What each block computes again in the backward instead of keeping it, with the same dropout. `full`: all but its input, for
+    about a third more time. `selective`: what is cheap; results of linear layers and of attention without dropout are kept. The
+    accelerate YAML's `fsdp_activation_checkpointing: true` is `full`; a run sets one of the two."""
 
 
 @dataclass(frozen=True, kw_only=True)

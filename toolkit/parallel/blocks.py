@@ -1,4 +1,4 @@
-"""Compilation and activation checkpointing of each repeated block, as the accelerate YAML asks.
+"""Compilation and activation checkpointing of each repeated block, as the two YAMLs ask.
 
 Both replace the block's forward in place, inside FSDP's hooks, in the same way for all models and strategies.
 """
@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.fx.operator_schemas import get_signature_for_torch_op
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
+from toolkit.config.schema import Checkpointing
+from toolkit.errors import UserError
+from toolkit.launch.accelerator import fsdp_version
 from toolkit.parallel.units import repeated_blocks
 
 logger = logging.getLogger("toolkit")
@@ -21,10 +30,19 @@ logger = logging.getLogger("toolkit")
 RECOMPILE_LIMIT = 64
 """Graphs of one class of blocks. T5's are of four kinds, each with a graph for the first shapes, for changing lengths and for
 changing numbers of rows: beyond torch's limit of 8, blocks would run uncompiled, without an error."""
+PRODUCTS = ("mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+"""Not the batched ones: they compute eager attention's scores, which take the most memory, and to which T5 adds in place."""
+ATTENTIONS = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward", "_varlen_attn", "_flash_attn_")
+"""How the names of kernels begin: sdpa's, those inside torch's varlen call, and those of the package flash-attn."""
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
+
+
+def compiles(accelerator: Accelerator) -> bool:
+    """Whether the accelerate YAML asks for compiled blocks, which are not compiled yet."""
+    return accelerator.state.dynamo_plugin.backend.value != "NO"
 
 
 def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
@@ -36,7 +54,7 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
     from accelerate.utils import DynamoBackend
 
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend == DynamoBackend.NO:
+    if not compiles(accelerator):
         return
     if accelerator.device.type == "cpu" and plugin.backend == DynamoBackend.INDUCTOR:
         logger.warning(
@@ -56,18 +74,40 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
     plugin.backend = DynamoBackend.NO  # otherwise `prepare_model` compiles again
 
 
-def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Let each repeated block drop its activations and recompute them in the backward, with the same dropout masks.
+def choose_checkpointing(setting: Checkpointing, *, in_accelerate_yaml: bool, is_compiled: bool) -> Checkpointing:
+    """What a run recomputes, from `train.activation_checkpointing` and the accelerate YAML's `fsdp_activation_checkpointing`.
+
+    Raises:
+        UserError: both are set, or it is selective and blocks are compiled.
+    """
+    asked = f"train.activation_checkpointing is {setting}"
+    if setting != "none" and in_accelerate_yaml:
+        raise UserError(f"{asked}, and fsdp_activation_checkpointing is true in the accelerate YAML: set that one to false")
+    if setting == "selective" and is_compiled:
+        reason = "but blocks are compiled (dynamo_config), and torch's compiler chooses itself what is cheap to compute again"
+        raise UserError(f"{asked}, {reason}: write none, or full")
+    return "full" if in_accelerate_yaml else setting
+
+
+def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel, checkpointing: Checkpointing) -> None:
+    """Let each repeated block drop activations and recompute them in the backward, with the same dropout masks.
 
     It is non-reentrant and runs inside FSDP's hooks. accelerate's FSDP2 path draws other masks in the recomputation
     (`preserve_rng_state=False`), which makes gradients wrong.
     """
-    plugin = accelerator.state.fsdp_plugin
-    if not plugin.activation_checkpointing:
+    if fsdp_version(accelerator) and accelerator.state.fsdp_plugin.activation_checkpointing:
+        checkpointing = "full"
+        accelerator.state.fsdp_plugin.activation_checkpointing = False  # otherwise `prepare_model` does it again
+    if checkpointing == "none":
         return
-    for block in repeated_blocks(model).values():
-        block.forward = functools.partial(_checkpointed, block, block.forward)
-    plugin.activation_checkpointing = False  # otherwise `prepare_model` does it again
+    selective = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    contexts = selective if checkpointing == "selective" else noop_context_fn
+    if not (blocks := repeated_blocks(model)):
+        raise UserError(
+            f"activation checkpointing is {checkpointing}, but {type(model).__name__} has no repeated blocks: write none"
+        )
+    for block in blocks.values():
+        block.forward = functools.partial(_checkpointed, block, block.forward, contexts)
 
 
 def _compiled(block: nn.Module, forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
@@ -76,7 +116,18 @@ def _compiled(block: nn.Module, forward: Callable[..., Any], compiled: Callable[
     return (compiled if block.training else forward)(*args, **inputs)
 
 
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], contexts: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **inputs)
-    return checkpoint(forward, *args, use_reentrant=False, **inputs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **inputs)
+
+
+def _keep_products(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """Keep results of matrix products and attention. An attention that draws dropout is computed again: torch would take its kept
+    result without drawing, and every later mask of the block would be another one."""
+    name = operator.name().partition("::")[2].partition(".")[0]
+    keeps = name in PRODUCTS
+    if name.startswith(ATTENTIONS):
+        (signature,) = get_signature_for_torch_op(operator)
+        keeps = not signature.bind(*args, **options).arguments.get("dropout_p")
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -25,15 +25,18 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.config.schema import Checkpointing
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.device import smallest_gpu_bytes
 from toolkit.distributed.watchdog import enter_phase
+from toolkit.errors import UserError
 from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
+from toolkit.launch.environment import checkpoints_activations
 from toolkit.models.experts import expert_counts
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.patches.experts import Route, leave_casts_to_autocast, routes_noted
 from toolkit.models.tensor_reader import TensorReaders, allocate, copy_on_meta, fill_parameters
-from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
+from toolkit.parallel.blocks import checkpoint_activations, choose_checkpointing, compile_blocks, compiles
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends, repeated_blocks
 from toolkit.private import VIEW_RETURNED, private
@@ -63,18 +66,20 @@ class ShardedModel:
     """Where blocks note the routes of their last forward, with an auxiliary loss."""
 
 
-def check_wrap(accelerator: Accelerator, skeleton: nn.Module) -> None:
-    """Check the YAML's wrap classes on a model on the meta device, before the real one loads.
+def check_wrap(accelerator: Accelerator, skeleton: nn.Module, checkpointing: Checkpointing) -> None:
+    """Check the YAML's wrap classes and what blocks recompute on a model on the meta device, before the real one loads.
 
     Raises:
-        UserError: a class is not in the model (those that exist are listed), a weight is tied across units, or no Linear can
-            train in float8.
+        UserError: a class is not in the model (those that exist are listed), a weight is tied across units, no Linear can
+            train in float8, or `checkpointing` does not go with the accelerate YAML.
     """
+    asked = {"in_accelerate_yaml": checkpoints_activations(), "is_compiled": compiles(accelerator)}
+    choose_checkpointing(checkpointing, **asked)
+    blocks = _find_blocks(accelerator, skeleton, checkpointing)
     if fsdp_version(accelerator) is not None:
-        blocks = find_blocks(accelerator.state.fsdp_plugin, skeleton)
         check_ties(skeleton, build_units(skeleton, blocks))
-        if accelerator.mixed_precision == "fp8":
-            choose_linears(skeleton, blocks, _num_shards(accelerator))
+    if accelerator.mixed_precision == "fp8":
+        choose_linears(skeleton, blocks, _num_shards(accelerator))
 
 
 def shard_model(
@@ -83,11 +88,13 @@ def shard_model(
     readers: TensorReaders | None = None,
     gpu_bytes: int = 0,
     notes: bool = False,
+    checkpointing: Checkpointing = "none",
 ) -> ShardedModel:
     """Wrap the model as the accelerate YAML says: FSDP2, FSDP1, DDP or not at all. With `notes`, blocks note routes. Collective.
 
     With `readers`, the model's parameters are on the meta device, and each rank reads what it holds of them; without, the model
-    has its values. `gpu_bytes` is a planned GPU's memory; without it the ranks' devices are asked.
+    has its values. `gpu_bytes` is a planned GPU's memory; without it the ranks' devices are asked. `checkpointing` is what blocks
+    recompute; the accelerate YAML may ask for all of it.
 
     FSDP2 is applied here and not by `accelerator.prepare`, which puts tied embeddings into a unit of their own (T5 then
     fails, because its encoder and decoder hold them too), and checkpoints activations without the dropout state.
@@ -96,12 +103,12 @@ def shard_model(
     enter_phase("sharding the model", counts_cpu=True)
     skeleton = copy_on_meta(model)
     version = fsdp_version(accelerator)
-    blocks = find_blocks(accelerator.state.fsdp_plugin, model) if version else {}
+    blocks = _find_blocks(accelerator, model, checkpointing)
     if accelerator.mixed_precision == "fp8":
         linears = choose_linears(model, blocks, _num_shards(accelerator))
         convert(model, linears, accelerator.ao_recipe_handler.config)
         blocks = {name: model.get_submodule(name) for name in blocks}  # a block that was a Linear has been replaced
-    wrapped_alone = blocks | find_ends(model, blocks)
+    wrapped_alone = blocks | find_ends(model, blocks) if version else {}
     units = build_units(model, wrapped_alone)
     # Changes to forwards come before wrapping, so that FSDP's hooks stay outside.
     memory_bytes = gpu_bytes or smallest_gpu_bytes(accelerator.device)
@@ -112,8 +119,7 @@ def shard_model(
         check_ties(model, units)
     with routes_noted(model, repeated_blocks(model) if notes else {}) as routes:
         compile_blocks(accelerator, model)
-        if version:
-            checkpoint_activations(accelerator, model)
+        checkpoint_activations(accelerator, model, checkpointing)
     # Wrap: FSDP2 here; FSDP1, DDP and single process by accelerate.
     if version == 2:
         wrapped: nn.Module = _fully_shard(accelerator, model, list(wrapped_alone.values()))
@@ -177,6 +183,19 @@ def forget_forwards(model: Any) -> None:
     encoder, which runs once only. A save needs shards, and a later forward must not take weights from before a change."""
     if isinstance(model, FSDPModule) and private("_is_root", private("_get_fsdp_state", model)()):  # None: no forward yet
         model.reset_iter_state()
+
+
+def _find_blocks(accelerator: Accelerator, model: nn.Module, checkpointing: Checkpointing) -> dict[str, nn.Module]:
+    """What FSDP wraps as its plugin says, or the repeated blocks. torch's selective recomputation must meet the operations of the
+    forward in their order: a unit inside a block gathers at other moments, which is a `UserError`."""
+    if fsdp_version(accelerator) is None:
+        return repeated_blocks(model)
+    blocks = find_blocks(accelerator.state.fsdp_plugin, model)
+    inside = [unit for unit in blocks for block in repeated_blocks(model) if unit.startswith(f"{block}.")]
+    if inside and checkpointing == "selective":
+        what = f"train.activation_checkpointing is selective, but {inside[0]} is a shard unit inside a block"
+        raise UserError(f"{what}: let fsdp_config wrap whole blocks, or write full")
+    return blocks
 
 
 def _num_shards(accelerator: Accelerator) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.config.load import load_config
+from toolkit.config.load import RecipeConfig, load_config
 from toolkit.config.python import CONFIGS
 from toolkit.distributed.device import GIB
 from toolkit.errors import UserError, one_line
@@ -23,9 +23,16 @@ from toolkit.tools.recipes import find_recipe
 
 logger = logging.getLogger("toolkit")
 
-FOR_ONE_GPU = ("single", "fsdp2_activation_checkpointing", "fsdp2_offload")
-FOR_SEVERAL_GPUS = ("ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", "fsdp2_activation_checkpointing", "fsdp2_offload")
-"""Presets in the order in which they are tried, the fastest first."""
+CHECKPOINTING = "--train.activation_checkpointing"
+
+FOR_ONE_GPU = (
+    ("single", "none"), ("single", "selective"), ("single", "full"), ("fsdp2_full_shard", "full"), ("fsdp2_offload", "none"),
+)  # fmt: skip
+FOR_SEVERAL_GPUS = (
+    ("ddp", "none"), ("fsdp2_shard_grad_op", "none"), ("fsdp2_full_shard", "none"), ("fsdp2_full_shard", "selective"),
+    ("fsdp2_full_shard", "full"), ("fsdp2_offload", "none"),
+)  # fmt: skip
+"""Presets, each with a value of `train.activation_checkpointing`, in the order in which they are tried, the fastest first."""
 
 
 def train(
@@ -43,13 +50,15 @@ def train(
     # A mistake in the config shows before anything is planned or started.
     arguments = [f"--config={config}", *run_flags]
     recipe = find_recipe(arguments, recipe)
-    model = load_config(CONFIGS[recipe], arguments).model.name_or_path
+    config_of_run = load_config(CONFIGS[recipe], arguments)
     # Where to run.
     gpus = [torch.cuda.get_device_properties(gpu).total_memory / GIB for gpu in range(torch.cuda.device_count())]
     if preset is not None:
         path = find_preset(preset)
     elif gpus:
-        path = _choose_preset(model, arguments, recipe, min(gpus), num_processes or len(gpus), mixed_precision)
+        num_gpus = num_processes or len(gpus)
+        path, flags = _choose_preset(config_of_run, arguments, recipe, min(gpus), num_gpus, mixed_precision)
+        run_flags = [*run_flags, *flags]
     else:
         path = find_preset("single_cpu")
         print("no GPU here: one process on the CPU; --preset fsdp2_cpu rehearses sharding on two", flush=True)
@@ -74,16 +83,21 @@ def train(
 
 
 def _choose_preset(
-    model: str, arguments: list[str], recipe: str, gpu_gib: float, num_gpus: int, mixed_precision: str | None
-) -> Path:
-    """The first preset whose memory plan fits; prints what each needs."""
-    for name in FOR_ONE_GPU if num_gpus == 1 else FOR_SEVERAL_GPUS:
-        path = find_preset(name)
-        plan = build_plan(model, path, num_gpus, arguments, recipe, gpu_gib, searches=False, mixed_precision=mixed_precision)
+    config: RecipeConfig, arguments: list[str], recipe: str, gpu_gib: float, num_gpus: int, mixed_precision: str | None
+) -> tuple[Path, list[str]]:
+    """The first preset whose memory plan fits, and the flag that it takes if it recomputes activations; prints what each needs.
+    What the run itself asks for is not changed."""
+    model, asked = config.model.name_or_path, config.train.activation_checkpointing
+    ways = FOR_ONE_GPU if num_gpus == 1 else FOR_SEVERAL_GPUS
+    for name, way in ways if asked == "none" else dict.fromkeys((name, asked) for name, _ in ways):
+        flags = [f"{CHECKPOINTING}={way}"] if asked != way else []
+        path, planned = find_preset(name), [*arguments, *flags]
+        plan = build_plan(model, path, num_gpus, planned, recipe, gpu_gib, searches=False, mixed_precision=mixed_precision)
         needs = f"{plan.total / GIB:.1f} of {plan.usable_bytes / GIB:.1f} usable GiB on each GPU"
-        print(f"preset {name} {'fits' if plan.fits else 'does not fit'}: {needs}, {num_gpus} of {gpu_gib:.1f} GiB", flush=True)
+        called = " ".join(["preset", name, *flags])
+        print(f"{called} {'fits' if plan.fits else 'does not fit'}: {needs}, {num_gpus} of {gpu_gib:.1f} GiB", flush=True)
         if plan.fits:
-            return path
+            return path, flags
     raise UserError(
         f"no preset fits {model} on this machine, {num_gpus} x {gpu_gib:.1f} GiB: take a smaller train.micro_batch_size_rows, "
         "shorter rows or an adapter, or name a preset by --preset"

@@ -73,7 +73,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     if is_enabled(config.adapter) and (part := text_part(skeleton)):
         logger.info(f"the adapter is on {part}, the part of the model that texts pass")
     on_all_ranks(lambda: check_routers(skeleton, config.optim.router_aux_loss, config.model.name_or_path))
-    on_all_ranks(lambda: check_wrap(context.accelerator, skeleton))
+    on_all_ranks(lambda: check_wrap(context.accelerator, skeleton, config.train.activation_checkpointing))
     on_all_ranks(lambda: check_sharding(config.optim.name, is_flat=fsdp_version(context.accelerator) == 1))
     config = on_all_ranks(lambda: choose_packing(config, skeleton))
     if "data.packing" in dotted_keys(config):
@@ -120,7 +120,8 @@ def build_model(
     model, readers = load_model(config, context, model_config, skeleton)
     context.objective.start_generation(model, rows.tokenizer, evaluation.collator)
     identity = identity_of(context, model_config, rows.fingerprint, model, readers)
-    sharded = shard_model(context.accelerator, model, readers, notes=config.optim.router_aux_loss != "off")
+    notes, checkpointing = config.optim.router_aux_loss != "off", config.train.activation_checkpointing
+    sharded = shard_model(context.accelerator, model, readers, notes=notes, checkpointing=checkpointing)
     optimizer = build_optimizer(config.optim, sharded.model)
     context.objective.check_model(sharded, evaluation.collator, config)
     if context.hooks.loss is not None:

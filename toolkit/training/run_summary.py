@@ -120,6 +120,8 @@ def _describe_steps(run: Run) -> str:
     tokens, num_micro_batches = train.global_batch_size_tokens, len(plan.micro_batches(plan.step(1), 0))
     batch = f"{tokens:,} tokens" if tokens else f"{train.global_batch_size_rows:,} rows"
     on_each = f"{plural(num_micro_batches, 'micro-batch')} x {train.micro_batch_size_rows} rows"
+    if train.activation_checkpointing != "none":
+        on_each += f", {train.activation_checkpointing} activation checkpointing"
     return f"{steps}, {plan.steps_per_epoch:,} an epoch, each of {batch}: {plural(world_size(), 'process')} x {on_each}"
 
 

@@ -13,15 +13,17 @@ import torch
 import transformers
 from accelerate.utils import DynamoBackend
 from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
 
 from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.tiny_models import build_causal, build_rows, one_process
 from toolkit.data.collate import CausalCollator
+from toolkit.errors import UserError
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.models.patches.experts import routes_noted
 from toolkit.parallel import wrap
-from toolkit.parallel.blocks import checkpoint_activations, compile_blocks
+from toolkit.parallel.blocks import checkpoint_activations, choose_checkpointing, compile_blocks
 from toolkit.parallel.units import repeated_blocks
 
 NUM_STEPS = 10
@@ -86,12 +88,12 @@ def test_routes_are_noted_once_and_carry_gradients_however_blocks_run(family: st
 def gradients_of_routes(family: str, backend: str, *, checkpoints: bool) -> dict[str, torch.Tensor]:
     """Of the squares of all scores, after a step of other lengths."""
     torch._dynamo.reset()
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(dynamo_plugin=compiler(backend, True)))
-    accelerator.state.fsdp_plugin = SimpleNamespace(activation_checkpointing=checkpoints)
+    accelerator = one_process()
+    accelerator.state = SimpleNamespace(dynamo_plugin=compiler(backend, True))
     model = build_causal(family, num_hidden_layers=3).train()
     with routes_noted(model, repeated_blocks(model)) as noted:
         compile_blocks(accelerator, model)
-        checkpoint_activations(accelerator, model)
+        checkpoint_activations(accelerator, model, "full" if checkpoints else "none")
     for length in (9, 12):
         model.zero_grad()
         logits_BTV = model(input_ids=torch.arange(2 * length).view(2, length), use_cache=False).logits
@@ -137,3 +139,57 @@ def test_a_router_that_an_adapter_trains_in_full_has_one_route() -> None:
         model(input_ids=torch.arange(9)[None], use_cache=False)
         routes = [route for of_block in noted.values() for route in of_block]
         assert len(routes) == 2 and all(scores_TE.requires_grad for scores_TE, _ in routes)
+
+
+@torch.library.custom_op("toolkit_tests::_scaled_dot_product_drawing", mutates_args=())
+def attention_with_a_mask(query: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As CUDA's kernels, which draw their dropout themselves; on a CPU sdpa takes none of them then."""
+    mask = (torch.rand_like(query) >= dropout_p).to(query.dtype)
+    return query * mask, mask
+
+
+def draw(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output[1])
+
+
+attention_with_a_mask.register_autograd(lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None), setup_context=draw)
+
+
+class DrawingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        attended = attention_with_a_mask(self.linear(hidden_BD), 0.5)[0]
+        return hidden_BD + nn.functional.dropout(attended.sin(), 0.5)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_masks_stay_where_a_kernel_draws_some_itself(mode: Any) -> None:
+    def gradients(mode: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.ModuleList(DrawingBlock() for _ in range(2))).train()
+        checkpoint_activations(one_process(), model, mode)
+        torch.manual_seed(1)
+        hidden_BD = torch.ones(4, 16)
+        for block in model[0]:
+            hidden_BD = block(hidden_BD)
+        hidden_BD.sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for kept, recomputed in zip(gradients("none"), gradients(mode), strict=True):
+        assert torch.equal(kept, recomputed) and kept.any()
+
+
+@pytest.mark.parametrize(
+    ("setting", "in_yaml", "is_compiled", "sentence"),
+    [
+        ("full", True, False, "full, and fsdp_activation_checkpointing is true in the accelerate YAML: set that one to false"),
+        ("selective", False, True, "selective, but blocks are compiled (dynamo_config), and torch's compiler chooses itself"),
+    ],
+)
+def test_what_recomputes_is_asked_for_once(setting: Any, in_yaml: bool, is_compiled: bool, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"train.activation_checkpointing is {sentence}")):
+        choose_checkpointing(setting, in_accelerate_yaml=in_yaml, is_compiled=is_compiled)
+    assert choose_checkpointing("none", in_accelerate_yaml=in_yaml, is_compiled=is_compiled) == ("full" if in_yaml else "none")

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -79,10 +80,22 @@ def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> Non
     model = tiny_llama(tie_word_embeddings=True)
     plugin = fsdp_plugin(transformer_auto_wrap_policy, ["LlamaDecoderLayer", "Embedding"])
     plugin.fsdp_version = 2
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state, mixed_precision="bf16")
+    accelerator = planned_by(plugin)
     sentence = "model.embed_tokens.weight and lm_head.weight are one tied weight, but lie in different"
-    assert sentence in refusal(check_wrap, accelerator, copy_on_meta(model))
+    assert sentence in refusal(check_wrap, accelerator, copy_on_meta(model), "none")
+
+
+def test_selective_checkpointing_takes_no_unit_inside_a_block() -> None:
+    model, plugin = tiny_t5(), fsdp_plugin(size_based_auto_wrap_policy, min_num_params=500)
+    plugin.fsdp_version = 2
+    check_wrap(planned_by(plugin), model, "full")
+    sentence = "train.activation_checkpointing is selective, but encoder.block.0.layer.0.SelfAttention is a shard unit inside"
+    assert refusal(check_wrap, planned_by(plugin), model, "selective").startswith(sentence)
+
+
+def planned_by(plugin: SimpleNamespace) -> Any:
+    state = SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
+    return SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state, mixed_precision="bf16")
 
 
 @pytest.mark.parametrize("min_num_params", [1, 500, 1000, 1500, 2000, 5000])

@@ -25,7 +25,7 @@ T5: dict[str, Any] = {
     "model_type": "t5", "vocab_size": 512, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 8,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-CHECKPOINTED = "fsdp2_activation_checkpointing"
+RECOMPUTED = " --train.activation_checkpointing="
 
 
 @pytest.fixture
@@ -52,7 +52,16 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ((16.0,), 32, [], "single"),
         ((16.0, 16.0), 32, [], "ddp"),
         ((16.0, 0.44), 1024, ["ddp", "fsdp2_shard_grad_op"], "fsdp2_full_shard"),  # the smallest GPU decides
-        ((0.17, 0.17), 1024, ["ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", CHECKPOINTED], "fsdp2_offload"),
+        (
+            (0.17, 0.17),
+            1024,
+            [
+                "ddp",
+                "fsdp2_shard_grad_op",
+                *(f"fsdp2_full_shard{way}" for way in ("", f"{RECOMPUTED}selective", f"{RECOMPUTED}full")),
+            ],
+            "fsdp2_offload",
+        ),
     ],
 )
 def test_the_fastest_preset_that_fits_is_taken(

@@ -39,25 +39,41 @@ def kernels_of_cuda() -> Iterator[None]:
 
 
 def _fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any, **_: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *rest: Any,
+    **_: Any,
 ) -> torch.Tensor:
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     if attn_mask is not None:
         is_bool = attn_mask.dtype == torch.bool
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if is_bool else attn_mask.to(query.dtype)
-    return _Attention.apply(query, key, value, attn_mask)
+    return _Attention.apply(query, key, value, attn_mask, dropout_p)
+
+
+def _allocate(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the log-sum-exp of each row of scores."""
+    # All fused kernels lay out the output as (rows, tokens, heads, size), so that joining the heads needs no copy.
+    rows, heads, length, _ = query.shape
+    output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+    return output, torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+
+
+# One kernel for selective checkpointing, which knows sdpa's by their names.
+_kernel = torch.library.custom_op("toolkit_plan::_scaled_dot_product_stand_in", _allocate, mutates_args=())
+_kernel.register_fake(_allocate)
 
 
 class _Attention(torch.autograd.Function):
     """Keeps what the flash and memory-efficient kernels keep: inputs, output, and the log-sum-exp of each row of scores."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> torch.Tensor:
-        # All fused kernels lay out the output as (rows, tokens, heads, size), so that joining the heads needs no copy.
-        rows, heads, length, _ = query.shape
-        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
-        log_sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any, dropout_p: float) -> torch.Tensor:
+        output, log_sums = _kernel(query, value, dropout_p)
         ctx.save_for_backward(query, key, value, bias, output, log_sums)
         return output
 
@@ -69,4 +85,4 @@ class _Attention(torch.autograd.Function):
             columns = -(-bias.shape[-1] // MASK_MULTIPLE) * MASK_MULTIPLE
             whole = bias.new_empty(*query.shape[:-1], columns)[..., : bias.shape[-1]]
             bias_grad = whole.sum_to_size(bias.shape)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias_grad
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias_grad, None

@@ -23,7 +23,7 @@ from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.optimizers import state_bytes
 from toolkit.parallel.units import describe_units, local_tensor
 from toolkit.tools.plan.search import MOST_ROWS, find_change, largest_micro_batch, show_progress
-from toolkit.tools.plan.strategy import Strategy, load_strategy
+from toolkit.tools.plan.strategy import Strategy, load_strategy, with_checkpointing
 from toolkit.tools.plan.subject import (
     OPTIMIZER,
     Subject,
@@ -107,6 +107,7 @@ def build_plan(
     strategy = load_strategy(preset, num_processes, gpu_memory_gib, mixed_precision)
     show_progress(f"building {model}")
     subject = build_subject(model, strategy, run_arguments, recipe)
+    strategy = with_checkpointing(strategy, subject.config.train.activation_checkpointing)
     usable = int(gpu_memory_gib * 2**30 * USABLE_SHARE)
     rows = subject.config.train.micro_batch_size_rows
     # Trace the run, then search for the largest micro-batch and, if the run does not fit, a change of the preset.
@@ -187,6 +188,7 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
     )
     autocast = f"traced under autocast{'' if strategy.is_cpu else ', as the CPU has it'}; casts of weights count as activations"
     dense = warn_of_full_rows(subject.skeleton, subject.why_dense) or ""
+    halved = "; the weights of converted Linears are gathered in half the bytes" * strategy.is_fsdp
     notes = {
         waits: strategy.offload and num > 1 and fits > rows,
         "FSDP1: derived from a trace of FSDP2 over the same units, not traced itself": strategy.kind == "fsdp1",
@@ -195,7 +197,7 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
         autocast: not strategy.is_fsdp,
         "flash or flex attention: planned as sdpa without a mask, whose kernels keep the same": subject.is_flash,
         dense: bool(dense),
-        "float8: planned as bf16; the weights of converted Linears are gathered in half the bytes": strategy.is_float8,
+        f"float8: planned as bf16{halved}": strategy.is_float8,
         "torch.compile: not planned; compiled blocks usually keep less": strategy.is_compiled,
         "of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)": True,
         "largest micro-batch and changes: extrapolated from models of few blocks": True,

@@ -55,7 +55,7 @@ def find_change(subject: Subject, strategy: Strategy, usable: int) -> str | None
         together = {key: value for _, change in chosen for key, value in change.items()}
         changed = dataclasses.replace(strategy, **together)
         if estimate_peak(subject, changed, subject.config.train.micro_batch_size_rows) <= usable:
-            return " and ".join(text for text, _ in chosen)
+            return " and ".join(text for text, change in chosen if change.items() <= together.items())
     return None
 
 
@@ -63,6 +63,12 @@ def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
     """Changes of a preset that save memory, the cheapest in time first."""
     whole: dict[str, Any] = {"num_shards": strategy.num_processes, "num_replicas": 1}
     sharded = {} if strategy.is_fsdp else whole | {"kind": "fsdp2"}
+    modes = {"none": ("selective", "full"), "selective": ("full",), "full": ()}[strategy.activation_checkpointing]
+    if strategy.is_compiled:
+        modes = modes[-1:]
+    recomputing = [(f"train.activation_checkpointing: {mode}", {"activation_checkpointing": mode}) for mode in modes]
+    if strategy.num_processes == 1:
+        yield from recomputing
     if not strategy.is_fsdp:
         if strategy.num_processes > 1:
             yield "accelerate_configs/fsdp2_shard_grad_op.yaml", sharded | {"reshard_after_forward": False}
@@ -72,8 +78,8 @@ def _changes(strategy: Strategy) -> Iterable[tuple[str, dict[str, Any]]]:
         yield key, {"reshard_after_forward": True}
     if strategy.is_fsdp and strategy.num_replicas > 1:
         yield "no parallelism_config (full shard over all ranks)", whole
-    if not strategy.activation_checkpointing:
-        yield "fsdp_activation_checkpointing: true", sharded | {"activation_checkpointing": True}
+    if strategy.num_processes > 1:
+        yield from recomputing
     if not strategy.offload:
         yield "fsdp_offload_params: true", sharded | {"offload": True}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any, Literal
 
 import torch
 
+from toolkit.config.schema import Checkpointing
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.accelerator import frozen_dtype
+from toolkit.parallel.blocks import choose_checkpointing
 
 LAUNCHER_MIN_NUM_PARAMETERS = 10**8
 """`accelerate launch`'s default of `fsdp_min_num_params`."""
@@ -32,7 +35,7 @@ class Strategy:
     min_num_parameters: int | None = None
     """For size-based wrap; None: wrap by class."""
     reshard_after_forward: bool = True
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = "none"
     offload: bool = False
     is_compiled: bool = False
     is_one_graph: bool = False
@@ -101,7 +104,7 @@ def load_strategy(
         wrap_classes=tuple(name.strip() for name in classes if name.strip()),
         min_num_parameters=int(fsdp.get("min_num_params") or LAUNCHER_MIN_NUM_PARAMETERS) if is_size_based else None,
         reshard_after_forward=reshard,
-        activation_checkpointing=bool(fsdp.get("activation_checkpointing")),
+        activation_checkpointing="full" if fsdp.get("activation_checkpointing") else "none",
         offload=bool(fsdp.get("offload_params")),
         **common,
     )
@@ -145,7 +148,7 @@ def planned_accelerator(strategy: Strategy) -> Any:
         auto_wrap_policy=transformer_auto_wrap_policy if is_by_class else size_based_auto_wrap_policy,
         transformer_cls_names_to_wrap=list(strategy.wrap_classes),
         min_num_params=strategy.min_num_parameters,
-        activation_checkpointing=strategy.activation_checkpointing,
+        activation_checkpointing=False,  # the strategy has it, from both YAMLs
         reshard_after_forward=strategy.reshard_after_forward,
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=strategy.compute_dtype, reduce_dtype=torch.float32),
         cpu_offload=OffloadPolicy(),
@@ -157,6 +160,13 @@ def planned_accelerator(strategy: Strategy) -> Any:
         device=torch.device("cpu"),
         prepare_model=lambda model: model,
     )
+
+
+def with_checkpointing(strategy: Strategy, setting: Checkpointing) -> Strategy:
+    """The strategy with a run's `train.activation_checkpointing`. Errors are those of `blocks.choose_checkpointing`."""
+    in_yaml = strategy.activation_checkpointing != "none"
+    chosen = choose_checkpointing(setting, in_accelerate_yaml=in_yaml, is_compiled=strategy.is_compiled)
+    return dataclasses.replace(strategy, activation_checkpointing=chosen)
 
 
 def planned_frozen_dtype(strategy: Strategy, setting: str, **of_adapter: Any) -> torch.dtype:

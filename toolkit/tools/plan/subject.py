@@ -148,7 +148,8 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
         warnings.filterwarnings("ignore", message=FAKE_POINTER_READ)
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with own_shard:
-            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), gpu_bytes=strategy.gpu_bytes or 0)
+            options: Any = {"gpu_bytes": strategy.gpu_bytes or 0, "checkpointing": strategy.activation_checkpointing}
+            sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), **options)
         if num_micro_batches(subject, strategy, rows) > 1:
             for parameter in sharded.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

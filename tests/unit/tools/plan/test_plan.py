@@ -212,14 +212,29 @@ def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_b
 
 
 def test_checkpointing_keeps_a_block_s_input_alone() -> None:
-    whole, checkpointed = (trace(LLAMA, with_(activation_checkpointing=on), UNPACKED) for on in (False, True))
+    whole, selective, checkpointed = (
+        trace(LLAMA, with_(activation_checkpointing=mode), UNPACKED) for mode in ("none", "selective", "full")
+    )
     # Forward's end, before the loss: the inputs of all blocks, and what one block and the last norm need.
     a_block = highest(whole, ACTIVATIONS) / LAYERS
     inputs = TOKENS * HIDDEN * 2 * LAYERS
     assert inputs <= highest(checkpointed, ACTIVATIONS) <= inputs + 2 * a_block
-    assert at_the_end(checkpointed) == at_the_end(whole)
+    # Selective: the results of seven products too, and of attention with the sums of its scores.
+    products = TOKENS * LAYERS * (2 * (6 * HIDDEN + 2 * INNER) + 4 * HEADS)
+    assert inputs + products <= highest(selective, ACTIVATIONS) <= inputs + products + a_block / 2 < highest(whole, ACTIVATIONS)
+    assert at_the_end(checkpointed) == at_the_end(selective) == at_the_end(whole)
     assert highest(checkpointed, LOGITS) == highest(whole, LOGITS)
     assert (checkpointed.gathered_bytes, checkpointed.reduced_bytes) == (whole.gathered_bytes, whole.reduced_bytes)
+
+
+def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept() -> None:
+    def kept(settings: dict[str, Any], mode: Any, *arguments: str) -> int:
+        one = dataclasses.replace(CPU, compute_dtype=torch.bfloat16, is_cpu=False, activation_checkpointing=mode)
+        return highest(trace(settings, one, arguments), ACTIVATIONS)
+
+    assert kept(LLAMA, "full", *UNPACKED) < kept(LLAMA, "selective", *UNPACKED) < kept(LLAMA, "none", *UNPACKED)
+    drawn, undrawn = (kept(T5, "selective", f"--model.dropout={rate}") for rate in (0.1, 0.0))
+    assert kept(T5, "full") < drawn < undrawn
 
 
 def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() -> None:
@@ -444,8 +459,8 @@ def test_verdict_names_the_largest_micro_batch_and_the_cheapest_change() -> None
     assert "FITS" in plan_as_text(exact) and "has 1 row" in plan_as_text(exact)
     tight = plan(model, "fsdp2_full_shard", 4, *UNPACKED, gib=gib * 0.98, searches=True)
     assert not tight.fits and tight.largest_micro_batch_rows == 0
-    assert tight.change == "fsdp_activation_checkpointing: true"
-    assert "DOES NOT FIT" in plan_as_text(tight) and "fsdp_activation_checkpointing: true" in plan_as_text(tight)
+    assert tight.change == "train.activation_checkpointing: selective"
+    assert "DOES NOT FIT" in plan_as_text(tight) and tight.change in plan_as_text(tight)
     hopeless = plan(model, "fsdp2_full_shard", 4, *UNPACKED, gib=0.001, searches=True)
     assert hopeless.change is None and "no change" in plan_as_text(hopeless)
 
