@@ -31,6 +31,12 @@ from tests.support.small_run import (
 
 PRESET = "fsdp2_fp8"
 ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
+ON_ONE: dict[str, Any] = ON_CPU | {
+    "distributed_type": "NO",
+    "num_processes": 1,
+    "fsdp_config": None,
+    "fp8_config": {"enable_fsdp_float8_all_gather": False},
+}
 BF16: dict[str, Any] = {"mixed_precision": "bf16", "fp8_config": None}
 FOUR = {"num_processes": 4, "parallelism_config": {f"parallelism_config_dp_{name}_size": 2 for name in ("replicate", "shard")}}
 SAVED_STEP = 3
@@ -138,8 +144,9 @@ def check_step(float8: dict[str, Any], bf16: dict[str, Any]) -> None:
     assert sum(distance > 1e-3 for distance in distances.values()) > 10
 
 
-def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_path: Path) -> None:
-    check_run(tmp_path, train_emulated, ON_CPU, resume_tolerance=0)
+@pytest.mark.parametrize("where", [ON_CPU, ON_ONE], ids=["fsdp2", "one-process"])
+def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_path: Path, where: dict[str, Any]) -> None:
+    check_run(tmp_path, train_emulated, where, resume_tolerance=0)
 
 
 def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: dict[str, Any], resume_tolerance: float) -> None:

@@ -22,6 +22,7 @@ RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
 PRESETS = {
     "single": "not sharded, 1 process, bf16",
+    "single_compile": "not sharded, 1 process, bf16",
     "single_cpu": "not sharded, 1 process, fp32",
     "ddp_cpu": "DDP, 2 processes, fp32",
     "fsdp2_cpu": "FSDP2, 2 processes, fp32",

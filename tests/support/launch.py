@@ -45,6 +45,7 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same. Graphs of the backward are
     # made in `tests/distributed/test_invariants.py`.
     "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "EAGER"}},
+    "single_compile": {"use_cpu": True, "dynamo_config": {"dynamo_backend": "EAGER"}},
     "fsdp2_offload": _ON_CPU,  # pinned memory has no key in the YAML; `toolkit.launch.accelerator` turns it off on CPU
     "fsdp2_size_wrap": _ON_CPU,
     "fsdp2_multi_node": {**_ON_CPU, **_ON_ONE_MACHINE},

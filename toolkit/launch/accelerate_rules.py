@@ -87,16 +87,23 @@ def _check_distributed_type(mapping: dict[str, Any]) -> None:
 
 
 def _check_float8(mapping: dict[str, Any], fp8: dict[str, Any], fsdp: dict[str, Any]) -> None:
-    """Refuse float8 without torchao and FSDP2, which shards the weights for it."""
+    """Refuse float8 without torchao, and under what does not shard weights in float8: FSDP1 and DDP."""
     if str(fp8.get("fp8_backend", "")).upper() != "AO":
         given = f"is {fp8['fp8_backend']}" if "fp8_backend" in fp8 else "is absent, with which accelerate takes what is installed"
         raise UserError(f"fp8_config.backend {given}: write AO, which is torchao; others are not supported")
     for key in fp8:
         if key not in HONOURED_BY_TORCHAO:
             raise UserError(f"fp8_config.{key.removeprefix('fp8_')} has no effect with backend AO: leave it out")
-    if mapping["distributed_type"] != "FSDP" or fsdp.get("fsdp_version", 1) != 2 or mapping.get("use_cpu"):
+    kind, gathers = mapping["distributed_type"], "fp8_enable_fsdp_float8_all_gather"
+    if kind != "NO" and (kind != "FSDP" or fsdp.get("fsdp_version", 1) != 2) or mapping.get("use_cpu"):
         raise UserError(
-            "mixed_precision is fp8, which works with distributed_type FSDP and fsdp_version 2 only, on GPUs: write bf16"
+            "mixed_precision is fp8, which works with distributed_type 'NO', or FSDP and fsdp_version 2, on GPUs: write bf16"
+        )
+    if kind == "NO" and fp8.get(gathers, True):
+        given = "is true" if gathers in fp8 else "is absent, which accelerate takes for true"
+        raise UserError(
+            f"fp8_config.{gathers.removeprefix('fp8_')} {given}, and wraps weights for FSDP2's gathers, of which one process has "
+            "none: set it to false"
         )
     if fsdp.get("fsdp_offload_params"):
         raise UserError(

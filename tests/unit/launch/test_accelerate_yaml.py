@@ -43,6 +43,7 @@ def mesh(**sizes: int) -> dict[str, Any]:
 
 
 ON_CPU = {"use_cpu": True}
+ONE: dict[str, Any] = {"distributed_type": "NO", "num_processes": 1}
 ONLY_FSDP2 = "works with distributed_type FSDP and fsdp_version 2 only"
 BROKEN: list[tuple[dict[str, Any], str]] = [
     # unknown keys
@@ -108,8 +109,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (fsdp2() | fp8(backend="A0"), "fp8_config.backend is 'A0': choose ao, te, msamp"),
     (fsdp2() | fp8(backend="AO", margin=0), "fp8_config.margin has no effect with backend AO"),
     (fsdp2() | fp8(backend="AO", pad_inner_dim="yes"), "fp8_config.pad_inner_dim is 'yes': write true or false"),
-    (ddp() | fp8(backend="AO"), f"fp8, which {ONLY_FSDP2}"),
-    (fsdp2() | ON_CPU | fp8(backend="AO"), f"fp8, which {ONLY_FSDP2}, on GPUs"),
+    (ddp() | fp8(backend="AO"), "fp8, which works with distributed_type 'NO', or FSDP and fsdp_version 2, on GPUs: write bf16"),
+    (ONE | fp8(backend="AO"), "fp8_config.enable_fsdp_float8_all_gather is absent, which accelerate takes for true, and wraps"),
+    (ONE | fp8(backend="AO", enable_fsdp_float8_all_gather=True), "all_gather is true, and wraps weights for FSDP2's gathers"),
+    (fsdp2() | ON_CPU | fp8(backend="AO"), "fp8, which works with distributed_type 'NO', or FSDP and fsdp_version 2, on GPUs"),
     (fsdp2(fsdp_offload_params=True) | fp8(backend="AO"), "fsdp_offload_params is true with mixed_precision fp8"),
     (ddp(mixed_precision=False), "mixed_precision is False: write bf16, or 'no' for fp32 (in quotes, else YAML reads false)"),
     # distributed types, machines, meshes
@@ -173,6 +176,7 @@ def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path: Path, content: by
         # as `accelerate config` writes them
         ddp(downcast_bf16="no", tpu_env=[], tpu_use_cluster=False, tpu_use_sudo=False, fsdp_config=None),
         fsdp1(fsdp_reshard_after_forward="FULL_SHARD", fsdp_backward_prefetch="backward_pre"),
+        ONE | fp8(backend="AO", enable_fsdp_float8_all_gather=False),
         fsdp2() | fp8(fp8_backend="ao", enable_fsdp_float8_all_gather=False),
         fsdp(version=2, cpu_ram_efficient_loading=False, min_num_params=1000, auto_wrap_policy="SIZE_BASED_WRAP"),
         fsdp2(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_transformer_layer_cls_to_wrap=None),

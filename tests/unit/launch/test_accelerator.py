@@ -148,7 +148,7 @@ SINGLE = REPOSITORY / "accelerate_configs" / "single.yaml"
 GPU_PRESETS = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if "_cpu" not in path.stem)
 
 
-@pytest.mark.parametrize("path", [path for path in GPU_PRESETS if path.stem != "single"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in GPU_PRESETS if "single" not in path.stem], ids=lambda path: path.stem)
 def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
