@@ -19,6 +19,7 @@ from toolkit.files.json_lines import load_json_lines
 from toolkit.objectives.objective import Objective
 
 NUM_STEPS, SAVED_STEP = 8, 4
+Sums = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,77 @@ class Regression(Objective):
         return {"loss": loss_sum / num_labels, "absolute_error": second_sum / num_labels}
 
 
-def run(folder: Path, name: str, num_steps: int) -> Any:
+class Mean(Regression):
+    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> Sums:
+        loss, error = super().loss(model, batch)
+        return loss / len(batch["labels"]), error
+
+
+class OfDummies(Regression):
+    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> Sums:
+        return super().loss(model, {**batch, "counts": 1.0})
+
+
+class OfAnotherDevice(Regression):
+    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> Sums:
+        return tuple(each.to("meta") for each in super().loss(model, batch))  # type: ignore[return-value]
+
+
+class WithoutLoss(Regression):
+    loss = Objective.loss
+
+
+class Misnamed(Regression):
+    def features(self, rows: dict[str, list], tokenizer: Any, config: Any) -> dict[str, list]:
+        features = super().features(rows, tokenizer, config)
+        return {"input_ids": features["input_ids"], "label": features["labels"]}
+
+
+@dataclass(frozen=True)
+class Doubled(Numbers):
+    def collate(self, packs: Any, *, is_dummy: bool = False) -> dict[str, Any]:
+        batch = super().collate(packs, is_dummy=is_dummy)
+        return batch | {"labels": batch["labels"].repeat(2)}
+
+
+class WithOtherLabels(Regression):
+    def build_collator(self, model: Any, pad_token_id: int) -> Numbers:
+        return Doubled(pad_token_id)
+
+
+MISTAKES: list[tuple[type[Objective], dict[str, Any], str]] = [
+    (Mean, {}, " of that row twice: return the sum over labels, not a mean"),
+    (OfDummies, {}, " of a dummy batch, not 0: let labels with is_dummy not count"),
+    (OfAnotherDevice, {}, " is not two scalar tensors on cpu: return the sum over labels, and a second sum"),
+    (WithoutLoss, {}, "has no loss of its own, and its batch no label_positions for cross-entropy: define loss"),
+    (Misnamed, {}, "are input_ids, label: return input_ids and labels, each with a list for every one of the 33 rows"),
+    (WithOtherLabels, {}, "makes 2 labels of a row with 1: let its batch have labels, a vector of those of its rows"),
+    (Regression, {"optim.label_smoothing": 0.1}, "of objective regression is the same without it: leave it out"),
+    (Regression, {"adapter.method": "lora"}, "generates no text, so that its adapter could not be read with its base: set"),
+    (Regression, {"eval.best_metric": "perplexity"}, "eval.best_metric is perplexity: choose one of loss, absolute_error, "),
+    (Regression, {"loss": sum}, "loss is given, and objective regression has a loss of its own: give one of them"),
+]  # fmt: skip
+
+
+def run(folder: Path, name: str, num_steps: int, objective: Any = Regression, **changes: Any) -> Any:
     from toolkit import finetune, load_config
 
+    loss = changes.pop("loss", None)
     settings = {
         "model.name_or_path": folder / "llama", "data.source": "jsonl", "data.files": [str(folder / "rows.jsonl")],
         "data.eval_files": [str(folder / "held_out.jsonl")], "data.cache_dir": folder / "cache", "optim.lr": 3e-3,
         "train.global_batch_size_rows": 8, "train.micro_batch_size_rows": 3, "train.max_steps": num_steps,
         "optim.schedule": "constant", "eval.every_steps": SAVED_STEP, "checkpoint.every_steps": SAVED_STEP, "log_every_steps": 1,
-        "run.output_dir": folder / "runs", "run.name": name,
+        "run.output_dir": folder / "runs", "run.name": name, **changes,
     }  # fmt: skip
-    return finetune(load_config("llm", overrides=settings), objective=Regression())
+    return finetune(load_config("llm", overrides=settings), objective=objective(), loss=loss)
+
+
+def refuse_each(folder: Path) -> list[str]:
+    """What is said of each of the mistakes, and then that a metric of the objective's own may be the best one."""
+    said = [refusal(run, folder, f"refused-{place}", 1, each, **changes) for place, (each, changes, _) in enumerate(MISTAKES)]
+    own = {"eval.best_metric": "absolute_error", "eval.higher_is_better": False}
+    return [*said, str(run(folder, "best", 1, **own).best_value)]
 
 
 def train(folder: Path) -> tuple[list[Any], float]:
@@ -79,16 +140,28 @@ def train(folder: Path) -> tuple[list[Any], float]:
     return results, sum(error**2 for error in errors) / len(errors)
 
 
+def build_inputs(folder: Path) -> None:
+    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("llama",)))
+    words = [" ".join(["the", "a b", "oar"][: 1 + i % 3] * (1 + i % 5)) + f" {i}" for i in range(40)]
+    lines = [json.dumps({"prompt": text, "completion": str(len(text) / 10)}) for text in words]
+    (folder / "rows.jsonl").write_text("\n".join(lines[:-7]))
+    (folder / "held_out.jsonl").write_text("\n".join(lines[-7:]))
+
+
+def test_mistakes_of_an_objective_are_said_before_it_trains(tmp_path: Path) -> None:
+    build_inputs(tmp_path)
+    *said, best = run_on_ranks(refuse_each, preset="single", overrides=FP32, args=(tmp_path,))[0]
+    for sentence, (_, _, expected) in zip(said, MISTAKES, strict=True):
+        assert expected in sentence
+    assert float(best) > 0
+
+
 def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(tmp_path: Path) -> None:
     from toolkit.objectives import objective_of
     from toolkit.tools.export import load_run_config
     from toolkit.tools.generate.model import find_folder
 
-    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(tmp_path, ("llama",)))
-    words = [" ".join(["the", "a b", "oar"][: 1 + i % 3] * (1 + i % 5)) + f" {i}" for i in range(40)]
-    lines = [json.dumps({"prompt": text, "completion": str(len(text) / 10)}) for text in words]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:-7]))
-    (tmp_path / "held_out.jsonl").write_text("\n".join(lines[-7:]))
+    build_inputs(tmp_path)
     results, by_hand = run_on_ranks(train, preset="single", overrides=FP32, args=(tmp_path,))[0]
     half, resumed, whole = (result.metrics for result in results)
     assert resumed["loss"] == pytest.approx(by_hand, rel=1e-4) and resumed["loss"] < half["loss"]

@@ -65,6 +65,9 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
 
     from toolkit.models.expert_adapters import compute_beside  # imports peft
 
+    if not model.can_generate():  # peft has other names for these, and their heads and labels are not the base's
+        what = f"adapter.method is {config.method}, and a {type(model).__name__} generates no text"
+        raise UserError(f"{what}, so that its adapter could not be read with its base: set adapter.method none")
     # peft's config: the existing adapter's, or a new one.
     folder = find_adapter(config.name_or_path) if config.name_or_path else None
     what = f"adapter.name_or_path {config.name_or_path}" if folder else "the adapter"

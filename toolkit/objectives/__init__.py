@@ -51,7 +51,19 @@ def _given_by_code(name: str | None) -> UserError:
 
 def name_objective(config: RecipeConfig, given: Objective | None) -> tuple[RecipeConfig, Objective]:
     """The config that names the objective of its run, and the objective: `given` by code, else the config's own."""
+    import transformers
+
+    from toolkit.objectives.objective import Objective
+
     objective = objective_of(config) if given is None else given
+    if not isinstance(objective, Objective) or not all(getattr(objective, key, "") for key in ("name", "auto_class", "takes")):
+        shown = repr(objective) if isinstance(objective, (str, type)) else type(objective).__name__
+        raise UserError(
+            f"objective is {shown:.60}: give an object of a class that inherits from Objective and sets name, "
+            "auto_class and takes"
+        )
+    if not hasattr(transformers, objective.auto_class):
+        raise UserError(f"auto_class of objective {objective.name} is {objective.auto_class}, which transformers does not have")
     if objective.name in BUILT_IN and type(objective) is not type(built_in(objective.name)):
         raise UserError(f"objective is {type(given).__name__}, with the name {objective.name} of a built-in one: give it another")
     if config.packs and not objective.can_pack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from toolkit.models.patches.experts import experts_by_token
 from toolkit.parallel.float8 import no_float8
 from toolkit.parallel.gather import evaluation_model, generation_ready
 from toolkit.parallel.wrap import ShardedModel
+
+if TYPE_CHECKING:
+    from toolkit.objectives.objective import Objective
 
 NUM_TOKENS = 6
 """Length of each test text."""
@@ -133,6 +137,37 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
                         num_beams=config.num_beams or 1,
                         synced_gpus=in_step,
                     )
+
+
+@torch.no_grad()
+def check_loss(sharded: ShardedModel, objective: Objective, collator: Collator, row: dict, label_smoothing: float) -> None:
+    """Check on a row that the loss of an objective of the user's is a sum over labels, as the step and an evaluation divide it by
+    their number, whatever the micro-batches. Collective.
+
+    Raises:
+        UserError: it is not two scalars on the device, a mean, not 0 of a dummy, or does not take `label_smoothing`.
+    """
+    what, device = f"the loss of objective {objective.name}", sharded.accelerator.device
+    with torch.compiler.set_stance("force_eager"), random_state_kept(), evaluation_model(sharded, "never") as (model, _):
+
+        def loss(num_rows: int = 1, smoothing: float = 0.0, *, is_dummy: bool = False) -> float:
+            batch = _on_device(sharded, collator.collate([[row]] * num_rows, is_dummy=is_dummy))
+            sums = objective.loss(model, batch, smoothing)
+            pair = [each for each in sums if isinstance(each, torch.Tensor)] if isinstance(sums, tuple) else []
+            if [(each.shape, each.device.type) for each in pair] != [((), device.type)] * 2:
+                raise UserError(f"{what} is not two scalar tensors on {device}: return the sum over labels, and a second sum")
+            return sums[0].item()
+
+        once, twice, of_dummy = loss(), loss(2), loss(is_dummy=True)
+        smoothed = loss(smoothing=label_smoothing) if label_smoothing else None
+    if abs(twice - once) < abs(twice - 2 * once):
+        raise UserError(
+            f"{what} is {once:.6g} of a row and {twice:.6g} of that row twice: return the sum over labels, not a mean"
+        )
+    if of_dummy != 0:
+        raise UserError(f"{what} is {of_dummy:.6g} of a dummy batch, not 0: let labels with is_dummy not count")
+    if smoothed == once:
+        raise UserError(f"optim.label_smoothing is {label_smoothing}, and {what} is the same without it: leave it out")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ chunks. Shapes: `B` rows, `T` positions, `N` labels that count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -84,13 +84,17 @@ class Objective:
 
     def features(self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: Any) -> dict[str, list]:
         """The columns `input_ids` and `labels`, a list for each row. Rows have `prompt` and `completion`, or `text`."""
-        raise NotImplementedError
+        raise UserError(f"objective {self.name} has no features: define them")
 
     def tokenize(
         self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: Any, origins: list[tuple[str, int]]
     ) -> dict[str, list]:
         """The columns of `TokenizedRows`, and what `report` and `prepare.py` read and drop, of `features` alone."""
         features, num_rows = self.features(rows, tokenizer, config), len(rows["row_id"])
+        columns = [features.get(name, ()) for name in ("input_ids", "labels")]
+        if any(len(column) != num_rows or not all(isinstance(cell, Sized) for cell in column) for column in columns):
+            what = f"the features of objective {self.name} are {', '.join(features) or 'none'}"
+            raise UserError(f"{what}: return input_ids and labels, each with a list for every one of the {num_rows} rows")
         return {
             "row_id": rows["row_id"],
             "source_index": rows["mix_entry"],
@@ -116,7 +120,7 @@ class Objective:
 
     def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
         """What makes a batch of features. The model may be on the meta device."""
-        raise NotImplementedError
+        raise UserError(f"objective {self.name} has no build_collator: define it")
 
     def build_row(self, num_tokens: int, num_labels: int, token: int) -> dict[str, list[int]]:
         """The features of a made-up row of these lengths, or of a source and target of them, to plan with."""

@@ -43,24 +43,27 @@ def best_metric_of(config: EvalConfig, measured_on: dict[str, Any]) -> BestMetri
     return BestMetric(config.best_metric, is_higher_better, measured_on, tuple(key for key in keys if key in measured_on))
 
 
-def check_metric(config: EvalConfig, own: Collection[str], sets: Collection[str] = ()) -> None:
+def check_metric(
+    config: EvalConfig, own: Collection[str], sets: Collection[str] = (), of_loss: Collection[str] = LOSS_METRICS
+) -> None:
     """Check that evaluations may produce the metric, and that which value is better is known.
 
     Args:
         own: names of the metrics beside the toolkit's.
         sets: names of the evaluation sets.
+        of_loss: names of the objective's metrics.
 
     Raises:
         UserError: it does not exist; the sentence lists those that do. Or `eval.higher_is_better` is missing or wrong.
     """
     (_, metric), higher = split_metric(config.best_metric, sets), config.higher_is_better
-    known = (*LOSS_METRICS, *(TEXT_METRICS if config.generate else ()))
-    if metric in known:
+    known = (*of_loss, *(TEXT_METRICS if config.generate else ()))
+    if metric in known and metric in (*LOSS_METRICS, *TEXT_METRICS):
         if higher is not None and higher != (metric in HIGHER_IS_BETTER):
             raise UserError(
                 f"eval.higher_is_better is {str(higher).lower()}, but of {metric} the other value is better: leave it out"
             )
-    elif metric.split("/")[0] not in own:
+    elif metric not in known and metric.split("/")[0] not in own:
         choice = [*known, *(f"{name}/…" for name in own), *(f"{name}/loss" for name in sets)]
         raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
     elif higher is None:
@@ -76,15 +79,16 @@ def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
         UserError: no row has a prompt to generate a text for, or a metric fails or lacks that figure; on every rank.
     """
     of_set, metric = split_metric(config.best_metric, data.set_names)
+    of_loss = (*data.objective.metrics(1.0, 0.0, 1.0, 1.0),)
 
     def check(figures: Collection[str]) -> None:
         if of_set and of_set not in data.sets:
             raise UserError(f"eval.best_metric is {config.best_metric}, but the set {of_set} has no rows to evaluate on")
         rows = data.sets[of_set] if of_set else data
-        if metric not in LOSS_METRICS and not rows.prompted:
+        if metric not in of_loss and not rows.prompted:
             trouble = f"eval.best_metric is {config.best_metric}, but no held-out row has a prompt"
-            raise UserError(f"{trouble}: choose loss or the like")
-        if metric not in (known := (*LOSS_METRICS, *TEXT_METRICS, *figures)):
+            raise UserError(f"{trouble}: choose {of_loss[0]} or the like")
+        if metric not in (known := (*of_loss, *TEXT_METRICS, *figures)):
             choice = (f"{of_set}/{figure}" if of_set else figure for figure in known)
             raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.load import RecipeConfig
 from toolkit.config.validate import check_evaluation_rows, check_num_steps, check_set_names
 from toolkit.data.batch_plan import BatchPlan, Mix
-from toolkit.data.collate import choose_multiples
+from toolkit.data.collate import Collator, choose_multiples
 from toolkit.data.tokens.prepare import TokenizedRows, prepare_rows
 from toolkit.distributed.comm import rank
 from toolkit.distributed.watchdog import enter_phase
+from toolkit.errors import UserError
 from toolkit.evaluation.metrics import OUR_FIGURES, TextMetric
 from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.launch.accelerator import bound_primitive_cache
@@ -65,6 +66,8 @@ def prepare_data(
         mix=Mix(columns["source_index"][:], weights) if weights else None,
     )
     collator = objective.build_collator(skeleton, rows.tokenizer.pad_token_id)
+    if config.has_own_objective:
+        _check_batch(objective, collator, rows.train[0])
     held_out = EvaluationRows(
         rows.evaluation, rows.tokenizer, collator, objective, rows.stop_token_ids, rows.sets, metrics, rows.kept_tokens
     )
@@ -84,6 +87,17 @@ def num_steps(config: RecipeConfig, plan: BatchPlan) -> int:
         return config.train.max_steps
     assert config.train.num_epochs is not None  # ensured by load_config
     return plan.num_steps(config.train.num_epochs)
+
+
+def _check_batch(objective: Objective, collator: Collator, row: dict[str, Any]) -> None:
+    """Refuse an objective of the user's whose batches have other labels than their rows, or none for the loss that it has."""
+    batch, num_labels = collator.collate([[row]]), row["num_label_tokens"]
+    if len(batch.get("labels", ())) != num_labels:
+        what = f"the collator of objective {objective.name} makes {len(batch.get('labels', ()))} labels"
+        raise UserError(f"{what} of a row with {num_labels}: let its batch have labels, a vector of those of its rows")
+    if type(objective).loss is Objective.loss and "label_positions" not in batch:
+        what = f"objective {objective.name} has no loss of its own, and its batch no label_positions for cross-entropy"
+        raise UserError(f"{what}: define loss")
 
 
 def _check_rows(

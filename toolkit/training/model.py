@@ -33,6 +33,7 @@ from toolkit.models.patches.masks import choose_packing
 from toolkit.models.quantized import choose_kernel
 from toolkit.models.tensor_reader import TensorReaders
 from toolkit.models.weights import complete_readers, hash_frozen, open_weights
+from toolkit.objectives.model_checks import check_loss
 from toolkit.optimizers import check_sharding, state_bytes
 from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
 from toolkit.private import private
@@ -124,6 +125,9 @@ def build_model(
     sharded = shard_model(context.accelerator, model, readers, notes=notes, checkpointing=checkpointing)
     optimizer = build_optimizer(config.optim, sharded.model)
     context.objective.check_model(sharded, evaluation.collator, config)
+    if config.has_own_objective and context.hooks.loss is None:
+        shortest = rows.train[int(rows.train.with_format("numpy")["num_tokens"][:].argmin())]
+        check_loss(sharded, context.objective, evaluation.collator, shortest, config.optim.label_smoothing)
     if context.hooks.loss is not None:
         check_own_loss(context.hooks.loss, sharded.unwrapped.config.get_text_config().vocab_size, context.accelerator.device)
     return sharded, optimizer, identity

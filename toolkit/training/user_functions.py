@@ -20,6 +20,7 @@ from toolkit.data.collate import Batch, labels_at_positions
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import TextFunction
 from toolkit.loss import IGNORED_LABEL
+from toolkit.objectives.objective import Objective
 
 OwnLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits BTV in the dtype of the computation, labels BT int64 with `IGNORED_LABEL`) → a scalar, the sum over the label tokens.
@@ -68,9 +69,9 @@ class UserHooks:
     after_evaluation: Callable[[EvalMetrics], object] | None = None
 
 
-def check_hooks(config: RecipeConfig, hooks: UserHooks) -> None:
-    """Check the functions against the config: a `UserError` for what is not a function, or metrics of a run that generates no
-    texts."""
+def check_hooks(config: RecipeConfig, hooks: UserHooks, objective: Objective) -> None:
+    """Check the functions against the config: a `UserError` for what is not a function, metrics of a run that generates no texts,
+    or a loss beside that of an objective of the user's."""
     if not isinstance(hooks.metrics, Mapping):
         raise UserError(f"metrics is {hooks.metrics!r:.60}: give functions by their names; eval.metrics names modules")
     functions: dict[str, Any] = {"loss": hooks.loss, "after_step": hooks.after_step, "after_evaluation": hooks.after_evaluation}
@@ -83,6 +84,8 @@ def check_hooks(config: RecipeConfig, hooks: UserHooks) -> None:
             f"optim.label_smoothing is {config.optim.label_smoothing}, but loss takes the place of cross-entropy: smooth there, "
             "or leave one of them out"
         )
+    if hooks.loss is not None and type(objective).loss is not Objective.loss:
+        raise UserError(f"loss is given, and objective {objective.name} has a loss of its own: give one of them")
     names = [*config.eval.metrics, *hooks.metrics]
     if names and not config.eval.generate:
         raise UserError(f"metrics {', '.join(names)} score generated texts: set eval.generate to true")

@@ -48,10 +48,15 @@ def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(re
 
 def test_an_objective_of_a_users_own_is_never_found_by_its_name() -> None:
     class Own(Objective):
-        name = "os"
+        name, auto_class, takes = "os", "AutoModel", "a model"
 
     config, _ = name_objective(load_config("llm", overrides=REQUIRED), Own())
     expected = "objective is os, which Python code has given to finetune(): call that again; no command can find it"
     assert refusal(objective_of, config) == expected
     Own.name = "causal"
     assert refusal(name_objective, config, Own()).startswith("objective is Own, with the name causal of a built-in one")
+    Own.name, Own.auto_class = "os", "AutoModelForLetters"
+    sentence = "auto_class of objective os is AutoModelForLetters, which transformers does not have"
+    assert refusal(name_objective, config, Own()) == sentence
+    for given, shown in ((Own, "<class "), ("os", "'os'"), (Objective(), "Objective: give an object of a class that inherits")):
+        assert refusal(name_objective, config, given).startswith(f"objective is {shown}")

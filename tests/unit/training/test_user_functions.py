@@ -15,6 +15,7 @@ from toolkit.evaluation.metrics import describe_code
 from toolkit.loss import IGNORED_LABEL, summed_cross_entropy
 from toolkit.models.patches import chunked_loss
 from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.training.user_functions import UserHooks, check_hooks, check_own_loss, summed_own_loss
 
 NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "some/rows"}
@@ -36,7 +37,7 @@ TEXTS = "score generated texts: set eval.generate to true$"
 )
 def test_functions_that_do_not_fit_are_refused(overrides: dict[str, Any], own: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=f"^{sentence}"):
-        check_hooks(load_config("t5", overrides=NEEDED | overrides), UserHooks(**own))
+        check_hooks(load_config("t5", overrides=NEEDED | overrides), UserHooks(**own), Seq2Seq())
 
 
 def test_code_is_known_by_its_source() -> None:
