@@ -26,6 +26,8 @@ HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [("
 NumEpochs = restricted_number_type("NumEpochs", float, [(">", 0), ("<", math.inf)])
 Checkpointing = Literal["none", "full", "selective"]
 """What is computed again in the backward: `TrainConfig.activation_checkpointing`."""
+TrainedDtype = Literal["float32", "bfloat16_stochastic"]
+"""`ModelConfig.trained_dtype`."""
 
 
 def as_written(number: float) -> Fraction:
@@ -81,6 +83,10 @@ class ModelConfig:
     frozen_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Storage dtype of frozen parameters. With an adapter, `auto` means the compute dtype (FSDP1: float32); otherwise it means
     float32."""
+    trained_dtype: TrainedDtype = "float32"
+    """Storage dtype of trainable parameters. `bfloat16_stochastic`: bf16 without fp32 masters. An update is rounded up or down at
+    random, by bits of `train.seed`, the step, the parameter and the position. Gradients are bf16 too, and add up in fp32 over
+    micro-batches. For `adamw_8bit`, `adafactor` and `lion`, on one process or under FSDP2."""
     init_from: str | None = stated(None, path="path")
     """Start from the weights of another run. Give its folder, one of its checkpoints, or an exported model."""
     trust_remote_code: bool = False

@@ -46,6 +46,11 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
             unset = "false" if value is True else "null"
             has_none = f"optim.{name} is {value}, but optim.name is {optim.name}, which does not have it"
             raise UserError(f"{has_none}: leave it out, or set it to {unset}")
+    if config.model.trained_dtype != "float32" and optim.name == "adamw":
+        reason = "but torch's AdamW rounds to nearest, where small updates are lost"
+        raise UserError(
+            f"model.trained_dtype is {config.model.trained_dtype}, {reason}: take optim.name adamw_8bit, or leave it out"
+        )
     if optim.skip_beyond_sigmas is not None and optim.skip_window_steps < 2:
         raise UserError("optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100")
 

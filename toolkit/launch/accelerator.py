@@ -209,6 +209,21 @@ def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool, b
     return getattr(torch, setting)
 
 
+def check_trained_dtype(accelerator: Accelerator, setting: str) -> None:
+    """Raise a UserError if `model.trained_dtype` is bf16 where gradients would be reduced in it, no position is known, or nothing
+    casts it to compute."""
+    version, kind = fsdp_version(accelerator), accelerator.distributed_type.value
+    why_not = {
+        "FSDP1 flattens weights": version == 1,
+        "DDP would reduce gradients in bf16": version is None and kind != "NO",
+        "mixed_precision is fp8": accelerator.mixed_precision == "fp8",
+        "mixed_precision is 'no'": version is None and accelerator.mixed_precision == "no",
+    }
+    if setting != "float32" and (reasons := [reason for reason, applies in why_not.items() if applies]):
+        remedy = "take one process with mixed_precision: bf16, or FSDP2, or leave it out"
+        raise UserError(f"model.trained_dtype is {setting}, but {reasons[0]}: {remedy}")
+
+
 def _num_threads(device: torch.device) -> int:
     """Threads of this process for work on the host. Collective.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from toolkit.config.schema import TrainedDtype
 from toolkit.errors import UserError
 from toolkit.models.quantized import QuantizedWeight
 
@@ -73,6 +74,13 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedWeight):
             module.dtype = dtype
+
+
+def cast_trained(model: nn.Module, setting: TrainedDtype) -> None:
+    """Store trainable parameters as `model.trained_dtype` says: in bf16 also LayerNorms, as FSDP2 gathers one dtype a unit."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and setting == "bfloat16_stochastic":
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> str:

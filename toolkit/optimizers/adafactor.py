@@ -61,32 +61,51 @@ def write_out(
 
 
 def update(settings: Any, shards: list[Shard], skip: torch.Tensor, add_up: Sum) -> None:
-    """Update all shards, with two all-reduces; gradients become updates in place. Collective."""
+    """Update all shards, with two all-reduces; gradients in fp32 become updates in place. Collective."""
     # 1. This rank's squares. Means of rows are complete; means of columns and over all rows are not.
     kept, parts = zip(*(_average_squares(shard) for shard in shards), strict=True)
     totals = iter(add_up([part for of_shard in parts for part in of_shard]))
-    # 2. The updates, whose root mean square is limited.
-    weight_squares = []
+    # 2. The updates, whose root mean square is limited: gradients times factors.
+    weight_squares, factors = [], []
     for shard, state in zip(shards, kept, strict=True):
-        column_means, row_mean, squares = (next(totals) for _ in range(3))
+        column_means, row_mean, squares = (next(totals).float() for _ in range(3))
         weight_squares.append(squares)
-        if shard.gradient.ndim < 2:
-            shard.gradient.mul_(state["exp_avg_sq"].rsqrt())
+        if len(shard.shape) < 2:
+            factors.append([state["exp_avg_sq"].rsqrt()])
             continue
         rows = state["exp_avg_sq_row"]
         if _is_cut_by_rows(shard):
             state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(column_means, _rate(state))
             row_mean = row_mean.unsqueeze(-1)
         else:
-            row_mean = rows.mean(-1, keepdim=True)
-        shard.gradient.mul_((rows / row_mean).rsqrt().unsqueeze(-1)).mul_(state["exp_avg_sq_col"].rsqrt().unsqueeze(-2))
-    update_squares = add_up([shard.gradient.square().sum() for shard in shards])
-    # 3. The weights.
-    for shard, state, of_weight, of_update in zip(shards, kept, weight_squares, update_squares, strict=True):
-        size = math.prod(shard.shape)
+            row_mean = _mean(shard, rows, -1).unsqueeze(-1)
+        factors.append([(rows / row_mean).rsqrt().unsqueeze(-1), state["exp_avg_sq_col"].rsqrt().unsqueeze(-2)])
+    update_squares = add_up([_sum(shard, _scale(shard, by).square()) for shard, by in zip(shards, factors, strict=True)])
+    # 3. The weights. Updates of gradients in bf16 are computed again: those of all weights would take 4 bytes a parameter.
+    for shard, by, state, of_weight, of_update in zip(shards, factors, kept, weight_squares, update_squares, strict=True):
+        size, of_update = math.prod(shard.shape), of_update.float()
         lr = (of_weight / size).sqrt().clamp(min=SCALE_EPS) * shard.lr if settings.scale_by_weight else shard.lr
-        update = shard.gradient / ((of_update / size).sqrt() / CLIP_RMS).clamp(min=1.0)
+        scaled = shard.gradient if shard.given.dtype == weight_squares[0].dtype else _scale(shard, by)
+        update = scaled / ((of_update / size).sqrt() / CLIP_RMS).clamp(min=1.0)
         shard.put(skip, shard.weight - (shard.weight * shard.weight_decay + update) * lr, **state)
+
+
+def _scale(shard: Shard, factors: list[torch.Tensor]) -> torch.Tensor:
+    """The fp32 gradient times the factors; one that is given in fp32 is overwritten."""
+    scaled = shard.gradient
+    for factor in factors:
+        scaled.mul_(factor)
+    return scaled
+
+
+def _sum(shard: Shard, tensor: torch.Tensor, *axis: int) -> torch.Tensor:
+    """A part of a sum over all rows; of a weight in bf16 in fp64, so that ranks that cut it otherwise round its updates alike."""
+    return tensor.sum(*axis) if shard.rounding is None else tensor.double().sum(*axis)
+
+
+def _mean(shard: Shard, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """As `_sum`, of all rows; in fp32."""
+    return tensor.mean(axis) if shard.rounding is None else tensor.double().mean(axis).float()
 
 
 def _average_squares(shard: Shard) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -94,20 +113,21 @@ def _average_squares(shard: Shard) -> tuple[dict[str, torch.Tensor], list[torch.
     of a matrix's squares by column and of its row means, both over the number of rows, and of the weight's squares."""
     state = {"step": shard.state["step"] + 1}
     rate, squares = _rate(state), shard.gradient.square().add_(SQUARES_EPS)
-    parts = [squares.new_zeros(0), squares.new_zeros(0), shard.weight.square().sum()]
+    parts = [squares.new_zeros(0), squares.new_zeros(0), _sum(shard, shard.weight.square())]
     if squares.ndim < 2:
         return state | {"exp_avg_sq": shard.state["exp_avg_sq"].lerp(squares, rate)}, parts
     state["exp_avg_sq_row"] = shard.state["exp_avg_sq_row"].lerp(squares.mean(-1), rate)
     if _is_cut_by_rows(shard):
-        parts[:2] = [part.sum(axis) / shard.shape[-2] for part, axis in ((squares, -2), (state["exp_avg_sq_row"], -1))]
+        ways = ((squares, -2), (state["exp_avg_sq_row"], -1))
+        parts[:2] = [_sum(shard, part, axis) / shard.shape[-2] for part, axis in ways]
     else:
-        state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(squares.mean(-2), rate)
+        state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(_mean(shard, squares, -2), rate)
     return state, parts
 
 
 def _is_cut_by_rows(shard: Shard) -> bool:
     """Whether ranks may share the columns of a matrix, or of each expert's."""
-    return len(shard.shape) == 2 or shard.gradient.shape[-2] < shard.shape[-2]
+    return len(shard.shape) == 2 or shard.given.shape[-2] < shard.shape[-2]
 
 
 def _rate(state: dict[str, torch.Tensor]) -> torch.Tensor:

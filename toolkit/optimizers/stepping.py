@@ -6,6 +6,8 @@ because it imports torch.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, zeros
 from torch.distributed.tensor.placement_types import Shard as Cut
 
+from toolkit.optimizers.rounding import Rounding
 from toolkit.optimizers.state import Layout, Part, Shape
 from toolkit.private import private
 
@@ -27,18 +30,33 @@ PIECE_ELEMENTS = 1 << 24
 class Shard:
     """This rank's part of a weight with its gradient and state; without rows, if the weight has fewer than there are ranks."""
 
-    weight: torch.Tensor
-    gradient: torch.Tensor
-    """May be overwritten."""
+    stored: torch.Tensor
+    """The weight, in fp32 or bf16."""
+    given: torch.Tensor
+    """Its gradient, in fp32 or bf16; may be overwritten."""
     state: dict[str, torch.Tensor]
     shape: Shape
     """Of the full weight."""
     lr: float
     weight_decay: float
+    rounding: Rounding | None = None
+    """Of a weight in bf16."""
+    start: int = 0
+    """Of a piece, its flat place in the shard."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """In fp32: the stored one, or a copy."""
+        return self.stored.float()
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """In fp32: the given one, or a copy."""
+        return self.given.float()
 
     def pieces(self) -> Iterator[Shard]:
         """The shard in flat pieces, so that what an update computes of each element takes little memory; `step` is in each."""
-        size = self.weight.numel()
+        size = self.stored.numel()
         for start in range(0, size, PIECE_ELEMENTS):
             share = min(PIECE_ELEMENTS, size - start)
 
@@ -49,11 +67,18 @@ class Shard:
                 return tensor.view(-1).narrow(0, start * tensor.numel() // size, share * tensor.numel() // size)  # noqa: B023
 
             state = {name: cut(tensor) for name, tensor in self.state.items()}
-            yield replace(self, weight=cut(self.weight), gradient=cut(self.gradient), state=state)
+            yield replace(self, stored=cut(self.stored), given=cut(self.given), state=state, start=start)
 
     def put(self, skip: torch.Tensor, weight: torch.Tensor, **state: torch.Tensor) -> None:
         """Write the update, unless `skip` says not to; the host does not wait to know."""
-        for old, new in [(self.weight, weight), *((self.state[name], new) for name, new in state.items())]:
+        written = [(self.state[name], new) for name, new in state.items()]
+        if self.rounding is None:
+            written.append((self.stored, weight))
+        else:
+            parts = zip(*(tensor.view(-1).split(PIECE_ELEMENTS) for tensor in (self.stored, weight)), strict=True)
+            starts = itertools.count(self.start, PIECE_ELEMENTS)
+            written += [(old, self.rounding.round(new, start)) for start, (old, new) in zip(starts, parts, strict=False)]
+        for old, new in written:
             old.copy_(torch.where(skip, old, new))
 
 
@@ -71,6 +96,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.layout, self.update = layout, update
         self.found_inf: torch.Tensor | None = None
         """1.0 to skip the next steps, else 0.0; a scalar on the device."""
+        self.number = 0
+        """Of the next step in the run, for `rounding_key`."""
+        self.rounding_key: Callable[[Any, int], int] | None = None
+        """With weights in bf16: the key of a weight in a step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -83,10 +112,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {name: _zeros(p, part) for name, part in self.layout(tuple(p.shape)).items()}
             state = {name: _local(t) for name, t in self.state[p].items()}
-            shards.append(Shard(_local(p), _local(p.grad), state, tuple(p.shape), group["lr"], group["weight_decay"]))
+            tensors = _local(p), _local(p.grad), state
+            shards.append(Shard(*tensors, tuple(p.shape), group["lr"], group["weight_decay"], self._rounding(p)))
         first = with_gradient[0][1]
         skip = torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf.to(first.device)
         self.update(shards, skip.view(()) > 0, partial(_add_up, shard_groups(first)))  # all are sharded alike
+
+    def _rounding(self, weight: torch.Tensor) -> Rounding | None:
+        if weight.dtype == torch.float32:
+            return None
+        assert weight.dtype == torch.bfloat16 and self.rounding_key is not None
+        shape, held, offset = weight.shape, weight.shape, (0,) * weight.ndim
+        if isinstance(weight, DTensor):
+            held, offset = private("compute_local_shape_and_global_offset")(shape, weight.device_mesh, weight.placements)
+        dim = next((dim for dim in range(len(shape)) if held[dim] < shape[dim]), 0)
+        rows = math.prod(shape[dim + 1 :])
+        first = offset[dim] * rows if shape else 0
+        blocks = (held[dim] * rows, shape[dim] * rows) if dim else (0, 0)
+        return Rounding(self.rounding_key(weight, self.number), first, *blocks)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:

@@ -128,6 +128,6 @@ def _keep_products(_: Any, operator: Any, *args: Any, **options: Any) -> Checkpo
     name = operator.name().partition("::")[2].partition(".")[0]
     keeps = name in PRODUCTS
     if name.startswith(ATTENTIONS):
-        (signature,) = get_signature_for_torch_op(operator)
-        keeps = not signature.bind(*args, **options).arguments.get("dropout_p")
+        signatures: Any = get_signature_for_torch_op(operator)  # one
+        keeps = not signatures[0].bind(*args, **options).arguments.get("dropout_p")
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

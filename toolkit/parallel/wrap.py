@@ -62,6 +62,8 @@ class ShardedModel:
     """Most elements of one chunk's logits, as in `chunked_loss.install`."""
     stored: TensorReaders
     """The weights that the model has in codes, by their names in a plain one, as their files have them."""
+    rounded: list[nn.Parameter]
+    """Trainable parameters in bf16."""
     routes: dict[str, list[Route]]
     """Where blocks note the routes of their last forward, with an auxiliary loss."""
 
@@ -141,7 +143,10 @@ def shard_model(
             leave_casts_to_autocast(model)
     named = dict(skeleton.named_parameters())
     stored = {name: reader for name, reader in (readers or {}).items() if name not in named}
-    return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, routes)
+    rounded = [p for p in wrapped.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    for parameter in rounded:
+        parameter.grad_dtype = None  # any
+    return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, rounded, routes)
 
 
 @contextlib.contextmanager
@@ -150,6 +155,7 @@ def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
 
     DDP then reduces its gradients, and HSDP its shards of them between replicas. FSDP shards gradients after every micro-batch:
     deferring would keep them unsharded. Without `fsdp_reshard_after_forward`, parameters stay gathered until the last backward.
+    Gradients in bf16 add up in fp32.
     """
     model = sharded.model
     # torch's setters walk all modules, so they are called where something changes: not in steps of one micro-batch.
@@ -162,6 +168,9 @@ def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
             model.set_reshard_after_backward(is_last)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else contextlib.nullcontext():
         yield
+    if not is_last:  # torch and FSDP2 add the next one's in place
+        for parameter in sharded.rounded:
+            parameter.grad = None if parameter.grad is None else parameter.grad.float()
 
 
 def reduction_groups(model: nn.Module) -> list[dist.ProcessGroup]:

@@ -160,6 +160,7 @@ def train_step(
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # the fused kernel reads it, as from GradScaler
+    run.optimizer.number = step.step  # type: ignore[attr-defined]
     run.writer.copier.make_device_wait()  # the current save needs its copy before a weight changes
     run.optimizer.step()
     # Gradients of DDP are views of its buckets: new ones beside these would hold the gradients twice while they accumulate.

@@ -24,7 +24,7 @@ from toolkit.models import load
 from toolkit.models.attention import describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
 from toolkit.models.experts import check_experts, check_routers
-from toolkit.models.freeze import cast_frozen, freeze, freeze_as
+from toolkit.models.freeze import cast_frozen, cast_trained, freeze, freeze_as
 from toolkit.models.generation import choose_generation
 from toolkit.models.lora import add_adapter, is_enabled, text_part
 from toolkit.models.patches.chunked_loss import has_own_forward, holds_all_logits
@@ -123,7 +123,7 @@ def build_model(
     identity = identity_of(context, model_config, rows.fingerprint, model, readers)
     notes, checkpointing = config.optim.router_aux_loss != "off", config.train.activation_checkpointing
     sharded = shard_model(context.accelerator, model, readers, notes=notes, checkpointing=checkpointing)
-    optimizer = build_optimizer(config.optim, sharded.model)
+    optimizer = build_optimizer(config.optim, sharded.model, config.train.seed)
     context.objective.check_model(sharded, evaluation.collator, config)
     if config.has_own_objective and context.hooks.loss is None:
         shortest = rows.train[int(rows.train.with_format("numpy")["num_tokens"][:].argmin())]
@@ -174,6 +174,7 @@ def load_model(
     model.generation_config = skeleton.generation_config
     freeze_as(model, skeleton)
     cast_frozen(model, context.frozen_dtype)
+    cast_trained(model, config.model.trained_dtype)
     return model, complete_readers(model, weights, config.adapter, config.model, seed)
 
 
@@ -195,7 +196,7 @@ def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, f
         return
     gpu_bytes = smallest_gpu_bytes(accelerator.device)
     needed = sum(
-        8 * p.numel() + state_bytes(optimizer, tuple(p.shape))
+        8 * p.numel() + state_bytes(optimizer, tuple(p.shape))  # more than `model.trained_dtype` in bf16 needs
         if p.requires_grad
         else min(frozen_dtype.itemsize, p.itemsize) * p.numel()
         for p in skeleton.parameters()

@@ -14,14 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config.schema import OptimConfig, as_written
 from toolkit.data.batch_plan import BatchPlan
+from toolkit.distributed.rng import derive_seed
 from toolkit.optimizers import build, with_defaults
-from toolkit.optimizers.stepping import shard_groups
+from toolkit.optimizers.stepping import ShardedOptimizer, shard_groups
 from toolkit.parallel.float8 import is_sharded_with_cast, refresh_scales
+from toolkit.parallel.units import clean_name
 from toolkit.private import private
 
 
-def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters of a sharded model, without weight decay on norms and biases.
+def build_optimizer(config: OptimConfig, model: nn.Module, seed: int = 0) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters of a sharded model, without weight decay on norms and biases. Weights in bf16 are
+    rounded at random, by bits of the `seed`, the step, their name and the position.
 
     Call it after sharding: FSDP2 replaces parameters, and accelerate's remapping of an earlier optimizer fails on the meta
     device.
@@ -39,6 +42,9 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
             (plain if is_norm or is_bias else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer: torch.optim.Optimizer = build(with_defaults(config), [group for group in groups if group["params"]])
+    if isinstance(optimizer, ShardedOptimizer):
+        names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+        optimizer.rounding_key = lambda weight, number: derive_seed("rounding", seed, number, names[weight])
     if is_sharded_with_cast(model):
         optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
     return optimizer

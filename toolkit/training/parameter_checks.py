@@ -22,6 +22,8 @@ UPDATES_UNTIL_MOVED = 3
 """Every trainable parameter must differ after this many updates that are large enough to show."""
 SMALLEST_SHOWING_LR = 1e-6
 """Adam moves a weight by about the learning rate; at 1.0 an fp32 weight cannot move by less than 6e-8."""
+SURE_TO_MOVE_ELEMENTS = 1 << 20
+"""A weight in bf16 moves at random: of fewer elements, it may be that none moves in so few updates of this rate."""
 
 PART_ELEMENTS = 1 << 24
 """Elements that are summed at once; their fp64 copy takes 128 MiB."""
@@ -78,7 +80,10 @@ class ParameterWatch:
         self.num_skipped = num_skipped
         if self.num_showing == UPDATES_UNTIL_MOVED:
             # Rows of new tokens rest until one of them occurs.
-            rest = [".trainable_tokens_delta." in name for name, _ in self.model.named_parameters()]
+            rest = [
+                ".trainable_tokens_delta." in name or (p.dtype == torch.bfloat16 and p.numel() < SURE_TO_MOVE_ELEMENTS)
+                for name, p in self.model.named_parameters()
+            ]
             flags = [moved or may for moved, may in zip(self._have_moved(), rest, strict=True)]
             self._check(flags, trainable=f"have not moved after {UPDATES_UNTIL_MOVED} updates")
 

@@ -18,7 +18,7 @@ from toolkit.distributed.comm import on_all_ranks, on_rank_0, world_size
 from toolkit.distributed.watchdog import enter_phase, keep_stacks_in
 from toolkit.evaluation.metrics import TextMetric, describe_code, load_text_metrics, metric_name
 from toolkit.export.paths import check_export_places, prepare_push
-from toolkit.launch.accelerator import build_accelerator, connect_devices, frozen_dtype
+from toolkit.launch.accelerator import build_accelerator, check_trained_dtype, connect_devices, frozen_dtype
 from toolkit.launch.log import start_logging
 from toolkit.launch.rank_consistency import describe_config
 from toolkit.launch.run_folder import lock_run_folder, open_run_folder
@@ -80,6 +80,7 @@ def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> R
     enter_phase("opening the run", counts_cpu=True)
     stored: Any = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, config.model.frozen_dtype, **stored))
+    on_all_ranks(lambda: check_trained_dtype(accelerator, config.model.trained_dtype))
     metrics = load_text_metrics(config.eval.metrics, hooks.metrics, hooks.given)
     # Of the run folder and its checkpoints. Settings have paths relative to it, so that a resume works from any directory.
     run_folder = open_run(config)

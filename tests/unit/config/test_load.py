@@ -211,6 +211,11 @@ NO_MUON = "it gathers every weight in full, and cannot skip an update on the dev
         ),
         (["--export.weights=best"], "export.weights best needs checkpoint.keep_best of 1 or more"),
         (
+            ["--model.trained_dtype=bfloat16_stochastic"],
+            "model.trained_dtype is bfloat16_stochastic, but torch's AdamW rounds to nearest, where small updates are lost: take "
+            "optim.name adamw_8bit, or leave it out",
+        ),
+        (
             ["--optim.skip_beyond_sigmas=6", "--optim.skip_window_steps=1"],
             "optim.skip_window_steps is 1, and one step has no standard deviation: give 2 or more, as in 100",
         ),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapter_models import adapted, adapter_config, export_adapter, randomize
 from tests.support.refusals import refusal
 from toolkit.config.schema import ExportConfig, ModelConfig
-from toolkit.launch.accelerator import frozen_dtype
+from toolkit.launch.accelerator import check_trained_dtype, frozen_dtype
 from toolkit.models.lora import check_adapter_config
 from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
 
@@ -186,3 +186,24 @@ def test_fsdp1_keeps_no_frozen_weights_in_bf16() -> None:
     of_fsdp1: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state)
     sentence = "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters"
     assert refusal(frozen_dtype, of_fsdp1, "bfloat16", has_adapter=True).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "precision", "reason"),
+    [
+        ("FSDP", 1, "bf16", "FSDP1 flattens weights"),
+        ("MULTI_GPU", None, "bf16", "DDP would reduce gradients in bf16"),
+        ("FSDP", 2, "fp8", "mixed_precision is fp8"),
+        ("NO", None, "no", "mixed_precision is 'no'"),
+        ("NO", None, "bf16", ""),
+        ("FSDP", 2, "no", ""),
+    ],
+)
+def test_where_trained_weights_are_kept_in_bf16(kind: str, version: int | None, precision: str, reason: str) -> None:
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
+    accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), state=state, mixed_precision=precision)
+    check_trained_dtype(accelerator, "float32")
+    if not reason:
+        return check_trained_dtype(accelerator, "bfloat16_stochastic")
+    sentence = f"model.trained_dtype is bfloat16_stochastic, but {reason}: take one process with mixed_precision: bf16, or FSDP2"
+    assert refusal(check_trained_dtype, accelerator, "bfloat16_stochastic").startswith(sentence)

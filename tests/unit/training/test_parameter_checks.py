@@ -90,6 +90,14 @@ def test_updates_that_cannot_show_are_waited_for(model: nn.Sequential) -> None:
     assert not watch.count_update(0.1)  # checked once
 
 
+def test_a_small_weight_in_bf16_may_rest_and_a_large_one_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ParameterWatch(nn.Linear(4, 8, bias=False).bfloat16(), num_skipped=0)
+    check_moved(watch)
+    monkeypatch.setattr(parameter_checks, "SURE_TO_MOVE_ELEMENTS", 32)
+    with pytest.raises(RuntimeError, match="have not moved after 3 updates: weight"):
+        check_moved(ParameterWatch(nn.Linear(4, 8, bias=False).bfloat16(), num_skipped=0))
+
+
 def test_checksums_hold_no_fp64_copy_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_checks, "PART_ELEMENTS", 1024)
     model = nn.Linear(1000, 100).bfloat16().requires_grad_(False)

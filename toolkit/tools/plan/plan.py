@@ -120,7 +120,7 @@ def build_plan(
     # The rest is arithmetic. A checkpoint has no frozen weights.
     num, itemsize = num_micro_batches(subject, strategy, rows), strategy.compute_dtype.itemsize
     trained = [p for p in subject.skeleton.parameters() if p.requires_grad]
-    num_trainable = sum(p.numel() for p in trained)
+    trainable_bytes = sum(p.nbytes for p in trained)
     return Plan(
         model=model,
         preset=str(preset),
@@ -131,10 +131,10 @@ def build_plan(
         device_bytes=trace.peak,
         host_bytes=_host_bytes(subject, strategy, sharded.model),
         checkpoint_bytes={
-            "trainable parameters": num_trainable * 4,
+            "trainable parameters": trainable_bytes,
             OPTIMIZER: sum(state_bytes(subject.config.optim.name, tuple(p.shape)) for p in trained),
         },
-        moved_bytes=_moved_bytes(strategy, trace, num_trainable * 4, num),
+        moved_bytes=_moved_bytes(strategy, trace, trainable_bytes, num),
         units=describe_units(sharded.units, gather_bytes=lambda unit: unit.gathered_bytes(itemsize) if strategy.is_fsdp else 0),
         largest_gather_bytes=trace.largest_gather_bytes,
         tied=[names for names in aliases(subject.skeleton).values() if len(names) > 1],
@@ -147,8 +147,7 @@ def build_plan(
 
 def _host_bytes(subject: Subject, strategy: Strategy, model: nn.Module) -> Bytes:
     """One rank's host memory: what loading needs besides the shards, what is offloaded, and the copy staged for a checkpoint."""
-    num_trainable = sum(local_tensor(p).numel() for p in model.parameters() if p.requires_grad)
-    trained = num_trainable * 4 + local_state_bytes(subject, model)
+    trained = sum(local_tensor(p).nbytes for p in model.parameters() if p.requires_grad) + local_state_bytes(subject, model)
     quantizes = subject.config.adapter.base_dtype is not None
     loads_parts = strategy.kind != "fsdp1" and not subject.config.model.from_scratch
     # A piece as stored and as converted, and what quantizes it (benchmarks/memory/quantized_base.py); otherwise the full model.

@@ -6,14 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from toolkit.config.schema import Checkpointing
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.launch.accelerator import frozen_dtype
+from toolkit.launch.accelerator import check_trained_dtype, frozen_dtype
 from toolkit.parallel.blocks import choose_checkpointing
 
 LAUNCHER_MIN_NUM_PARAMETERS = 10**8
@@ -176,12 +176,19 @@ def planned_frozen_dtype(strategy: Strategy, setting: str, **of_adapter: Any) ->
     return frozen_dtype(SimpleNamespace(**launched), setting, **of_adapter)
 
 
+def check_planned_dtype(strategy: Strategy, setting: str) -> None:
+    """Errors are those of `accelerator.check_trained_dtype`."""
+    launched = _launched(strategy, SimpleNamespace(fsdp_version=1 if strategy.kind == "fsdp1" else 2))
+    launched["mixed_precision"] = "fp8" if strategy.is_float8 else launched["mixed_precision"]
+    check_trained_dtype(cast(Any, SimpleNamespace(**launched)), setting)
+
+
 def _launched(strategy: Strategy, plugin: SimpleNamespace) -> dict[str, Any]:
     """The attributes of an `Accelerator` that an accelerate YAML sets."""
     from accelerate.utils import DynamoBackend
 
     return {
         "state": SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO)),
-        "distributed_type": SimpleNamespace(value="FSDP" if strategy.is_fsdp else "MULTI_GPU"),
+        "distributed_type": SimpleNamespace(value={"single": "NO", "ddp": "MULTI_GPU"}.get(strategy.kind, "FSDP")),
         "mixed_precision": "bf16" if strategy.compute_dtype == torch.bfloat16 else "no",
     }

@@ -18,7 +18,7 @@ from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
 from toolkit.models.config import load_model_config
 from toolkit.models.experts import check_experts
-from toolkit.models.freeze import cast_frozen, freeze
+from toolkit.models.freeze import cast_frozen, cast_trained, freeze
 from toolkit.models.load import build_skeleton
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.patches.documents import choose_packed_attention
@@ -29,7 +29,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.optimizers import check_sharding, state_bytes
 from toolkit.parallel.units import local_tensor, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, shard_model
-from toolkit.tools.plan.strategy import Strategy, planned_accelerator, planned_frozen_dtype
+from toolkit.tools.plan.strategy import Strategy, check_planned_dtype, planned_accelerator, planned_frozen_dtype
 from toolkit.tools.plan.trace import GRADIENTS, SHARDED_PARAMETERS, UNSHARDED_GRADIENTS, Trace, fake_copy, trace_micro_batch
 from toolkit.tools.private import FAKE_POINTER_READ, private, replaced
 from toolkit.tools.recipes import find_recipe
@@ -90,6 +90,8 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     stored: dict[str, Any] = {"has_adapter": is_enabled(config.adapter), "base_dtype": config.adapter.base_dtype}
     dtype = planned_frozen_dtype(strategy, config.model.frozen_dtype, **stored)
     cast_frozen(skeleton, dtype)
+    check_planned_dtype(strategy, config.model.trained_dtype)
+    cast_trained(skeleton, config.model.trained_dtype)
     built: Any = {"model_config": model_config, "skeleton": skeleton.train()}
     return Subject(config=config, objective=objective, **built, is_flash=is_flash, why_dense=why_dense)
 
@@ -151,8 +153,8 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
             options: Any = {"gpu_bytes": strategy.gpu_bytes or 0, "checkpointing": strategy.activation_checkpointing}
             sharded = shard_model(accelerator, cast("PreTrainedModel", fake_copy(skeleton)), **options)
         if num_micro_batches(subject, strategy, rows) > 1:
-            for parameter in sharded.model.parameters():
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            for parameter in sharded.model.parameters():  # in fp32, in which they add up
+                parameter.grad = torch.empty_like(parameter, dtype=torch.float32) if parameter.requires_grad else None
         fake_batch = {
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()

@@ -212,6 +212,7 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
         **({"data.max_length_tokens": room} if is_cut else {}),
         "model.dropout": dropout,
         "model.frozen_dtype": "float32",
+        "model.trained_dtype": "float32",
         **({"adapter.dropout": own_dropout, "export.merge": True, "export.merge_into": "dequantized"} if has_adapter else {}),
         "train.max_steps": NUM_STEPS,
         "train.num_epochs": None,

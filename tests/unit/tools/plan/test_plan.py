@@ -237,6 +237,24 @@ def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept
     assert kept(T5, "full") < drawn < undrawn
 
 
+@pytest.mark.parametrize(("rows", "gradient_bytes"), [(4, 2), (1, 4)])
+def test_weights_in_bf16_take_half_and_gradients_add_up_in_fp32(rows: int, gradient_bytes: int) -> None:
+    one = dataclasses.replace(CPU, compute_dtype=torch.bfloat16, is_cpu=False)
+    arguments = (
+        *UNPACKED, "--model.trained_dtype=bfloat16_stochastic", "--optim.name=lion", "--train.global_batch_size_rows=4",
+        f"--train.micro_batch_size_rows={rows}", "--train.num_epochs=1",
+    )  # fmt: skip
+    held = at_the_end(_trace(model_folder(LLAMA), one, arguments, rows))
+    bytes_each = {SHARDED_PARAMETERS: 2, GRADIENTS: gradient_bytes, OPTIMIZER: 4}
+    assert held == pytest.approx({kind: each * NUM_PARAMETERS for kind, each in bytes_each.items()}, rel=0.005)
+    planned = plan(LLAMA, "single", 1, *arguments)
+    assert planned.checkpoint_bytes["trainable parameters"] == 2 * NUM_PARAMETERS
+    with pytest.raises(
+        UserError, match="model.trained_dtype is bfloat16_stochastic, but FSDP1 flattens weights: take one process"
+    ):
+        plan(LLAMA, "fsdp1_full_shard", 4, *arguments)
+
+
 def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() -> None:
     traced = trace(LLAMA, FSDP2, (*UNPACKED, *LORA))
     assert traced.peak[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS * 2 + NUM_LORA * 4) / 4, rel=0.01)
