@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-ADDED_SINCE = {"optim.name": "adamw", "optim.router_aux_loss": "off"}
+ADDED_SINCE = {"optim.name": "adamw", "optim.router_aux_loss": "off", "model.trained_dtype": "float32"}
 """What a checkpoint without the key was made with."""
 
 
