@@ -195,6 +195,11 @@ FAULTS: dict[str, Fault] = {
         Fault(resumes.second_resume_starts_the_data_again, verify={"t5": ({"resume"}, "of step 4 differs")}),
         Fault(resumes.resume_at_an_epochs_end_repeats_it, verify={"t5": ({"resume"}, "of step 3 differs")}),
         Fault(resumes.resume_never_read, verify={"t5": ({"save", "resume"}, "were logged")}),
+        Fault(
+            resumes.evaluations_without_gain_forgotten,
+            "tests/unit/checkpoint/test_load.py::test_all_of_the_state_between_steps_comes_back",
+            "num_evaluations_without_gain",
+        ),
         Fault(resumes.moments_not_loaded, verify={"t5": ({"save", "resume"}, "")}),
         Fault(line("dropout_off_after_an_evaluation"), verify={"t5": ({"modes"}, "was in the other mode")}),
         Fault(bugs.dropout_zero_after_an_evaluation, verify={"t5": ({"resume"}, "largest in loss of step 4")}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pytest import MonkeyPatch
@@ -62,6 +63,18 @@ def resume_never_read(patch: MonkeyPatch) -> None:
 
     resume = run.resume
     patch.setattr(run, "resume", lambda of, checkpoint: resume(of, None))
+
+
+def evaluations_without_gain_forgotten(patch: MonkeyPatch) -> None:
+    """A resume counts evaluations without gain anew, so that an early stop comes late."""
+    from toolkit.checkpoint.state import TrainState
+
+    from_manifest = TrainState.from_manifest
+
+    def forget(manifest: dict[str, Any]) -> TrainState:
+        return replace(from_manifest(manifest), num_evaluations_without_gain=0)
+
+    patch.setattr(TrainState, "from_manifest", staticmethod(forget))
 
 
 def moments_not_loaded(patch: MonkeyPatch) -> None:

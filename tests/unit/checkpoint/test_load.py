@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import json
+from dataclasses import asdict, astuple, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from toolkit.checkpoint import load as checkpoint
 from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.load import best_of_run, check_identity, check_settings, describe_versions, forget_unequal
 from toolkit.checkpoint.manifest import Checkpoint
-from toolkit.checkpoint.state import Identity, TrainState
+from toolkit.checkpoint.state import Identity, SkipHistory, TrainState
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.rank_consistency import installed_versions
@@ -178,3 +179,12 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load_weights(tmp_path, nothing)
     assert gathered == ["at loading the checkpoint"] * 2
+
+
+def test_all_of_the_state_between_steps_comes_back() -> None:
+    skips = SkipHistory(num_skipped=2, num_in_a_row=1, grad_norms=[0.5, None], num_grad_norms=1)
+    state = TrainState(3, 0.5, 2, 0.75, evaluation_due=True, skips=skips, metrics={"loss": 0.5})
+    assert all(value != default for value, default in zip(astuple(state), astuple(TrainState()), strict=True))
+    assert all(value != default for value, default in zip(astuple(skips), astuple(SkipHistory()), strict=True))
+    manifest = {"step": state.step, "metrics": state.metrics, "state": state.in_manifest()}
+    assert TrainState.from_manifest(json.loads(json.dumps(manifest))) == state

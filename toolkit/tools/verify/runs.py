@@ -8,12 +8,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from toolkit.config.load import RecipeConfig
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, check_mapping
+from toolkit.optimizers import OPTIMIZERS, OptimizerSettings, with_defaults
 from toolkit.tools.preset_runs import adapt_preset, find_preset, reason_of_failure, save_preset
 from toolkit.tools.verify import EXPORTED
 
@@ -24,7 +28,8 @@ SAVED_STEP, SAVED_AGAIN = 2, 3
 DROPOUT = 0.1
 """Dropout of the runs that prove a resume. The other runs have none, because masks differ between ranks."""
 LARGEST_LR = 1e-4
-"""Limit of the learning rate: if a gradient is zero up to rounding, Adam makes a full step of the learning rate of it."""
+"""Limit of the learning rate: if a gradient is zero up to rounding, Adam makes a full step of the learning rate of it. SGD and
+others whose step shrinks with the gradient have none: at so small a rate their weights would not move in fp32."""
 
 LARGEST_GRAD_NORM = 0.1
 """Small enough that clipping takes effect."""
@@ -200,6 +205,14 @@ def _adapted(box: Box, name: str, num_processes: int | None) -> dict[str, Any]:
     return adapted
 
 
+def _largest_lr(settings: OptimizerSettings) -> float:
+    """`LARGEST_LR`, or infinity where a smaller gradient makes a smaller step."""
+    optimizer, weight = OPTIMIZERS[settings.name], np.ones((2, 2))
+    make_step = partial(optimizer.write_out, with_defaults(settings), weight, state={}, step=1, lr=1.0, weight_decay=0.0)
+    step, small_step = (abs(make_step(gradient=np.full_like(weight, size))[0]).max() for size in (1.0, 1e-3))
+    return math.inf if small_step < step / 2 else LARGEST_LR
+
+
 def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str, Any]:
     """Flags that override the user's config: few steps of `rows`, everything logged and saved."""
     config = box.config
@@ -219,7 +232,7 @@ def _flags(box: Box, *, rows: int, micro: int, dropout: float = 0.0) -> dict[str
         "train.global_batch_size_rows": rows,
         "train.global_batch_size_tokens": None,
         "train.micro_batch_size_rows": micro,
-        "optim.lr": min(float(config.optim.lr), LARGEST_LR),
+        "optim.lr": min(float(config.optim.lr), _largest_lr(config.optim)),
         "optim.warmup_steps": 0,
         "optim.warmup_ratio": 0,
         "optim.max_grad_norm": min(config.optim.max_grad_norm or LARGEST_GRAD_NORM, LARGEST_GRAD_NORM),

@@ -23,6 +23,7 @@ from toolkit.config.schema import OptimConfig
 from toolkit.errors import UserError
 from toolkit.files.json_lines import load_json_lines
 from toolkit.models.attention import describe_attention
+from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.main import main
 from toolkit.tools.verify import checks
 from toolkit.tools.verify.records import NotReached
@@ -245,6 +246,19 @@ def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None
 
     list(launch_all(box, plan_runs(box), launch, launch))
     assert kept == [[], [], [], ["preset-0"], [], ["dropout"], ["dropout", "resumed"], ["dropout"]]
+
+
+def test_only_an_optimizer_whose_step_does_not_shrink_with_the_gradient_has_a_largest_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rate(name: str) -> float:
+        box = build_box([f"--optim.name={name}", "--optim.lr=0.5"], num_processes=2, use_cpu=True, output=tmp_path)
+        return plan_runs(box)["reference"].flags["optim.lr"]
+
+    assert {rate(name) for name in OPTIMIZERS} == {1e-4}
+    sgd = SimpleNamespace(DEFAULTS={}, write_out=lambda _, weight, gradient, state, step, lr, weight_decay: (-lr * gradient, {}))
+    monkeypatch.setitem(OPTIMIZERS, "lion", sgd)  # type: ignore[arg-type]
+    assert rate("lion") == 0.5
 
 
 def test_a_model_that_no_process_holds_is_run_sharded_only(tmp_path: Path) -> None:
