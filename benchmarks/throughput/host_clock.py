@@ -95,20 +95,19 @@ def kernels() -> Iterator[Clock]:
     from toolkit.training import loop
 
     clock = Clock()
-    attend = stand_ins._Attention
 
     def seen(owner: Any, name: str, part: str, *, is_static: bool = False) -> Any:
         function = clock.timed(part, getattr(owner, name))
         return mock.patch.object(owner, name, staticmethod(function) if is_static else function)
 
-    def launching(name: str) -> Any:
-        function = getattr(attend, name)
+    def launching(kernel: Any, name: str) -> Any:
+        function = getattr(kernel, name)
 
         def launched(*args: Any) -> Any:
             clock.launch()
             return function(*args)
 
-        return mock.patch.object(attend, name, staticmethod(launched))
+        return mock.patch.object(kernel, name, staticmethod(launched))
 
     with contextlib.ExitStack() as stack:
         for name in ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"):
@@ -118,7 +117,8 @@ def kernels() -> Iterator[Clock]:
         stack.enter_context(seen(chunked_loss, "chunked_cross_entropy", "loss"))
         stack.enter_context(seen(chunked_loss, "_hidden_states", "forward"))
         stack.enter_context(seen(loop, "clip_gradients", "clipping"))
-        stack.enter_context(launching("forward"))
-        stack.enter_context(launching("backward"))
+        for kernel in (stand_ins._Attention, stand_ins._Norm):
+            stack.enter_context(launching(kernel, "forward"))
+            stack.enter_context(launching(kernel, "backward"))
         stack.enter_context(kernels_of_cuda())
         yield clock

@@ -170,11 +170,8 @@ def build_step(model: str, side: str, clock: Clock) -> Callable[[], None]:
         return _plain_step(cast(torch.nn.Module, plain), batch, is_autocast=side == "autocast", clock=clock)
     # Ours: the run's own step on what it takes of a run.
     accelerator = planned_accelerator(strategy)
-    accelerator.prepare_model = _autocast
     sharded = shard_model(accelerator, cast(Any, plain.train()), gpu_bytes=strategy.gpu_bytes)
     assert (fsdp_version(accelerator) is not None) == strategy.is_fsdp
-    if not strategy.is_fsdp:
-        _autocast(plain)
     optimizer = build_optimizer(subject.config.optim, sharded.model)
     optimizer.step = clock.timed("AdamW", optimizer.step)  # type: ignore[method-assign]
     history = SimpleNamespace(grad_norms=None, num_grad_norms=0)
@@ -208,15 +205,6 @@ def _plain_step(model: Any, batch: dict[str, Any], *, is_autocast: bool, clock: 
         model.zero_grad()
 
     return step
-
-
-def _autocast(model: Any) -> Any:
-    """What `Accelerator.prepare_model` does to a model that is not sharded."""
-    import torch
-    from accelerate.utils import convert_outputs_to_fp32
-
-    model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
-    return model
 
 
 def _table(sides: dict[str, Any]) -> str:

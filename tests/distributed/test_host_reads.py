@@ -62,7 +62,7 @@ def test_a_step_reads_nothing_from_the_device(preset: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("preset", ["single", "ddp_cpu"])
-def test_experts_under_autocast_read_no_sizes_of_groups(preset: str, tmp_path: Path) -> None:
+def test_experts_in_bf16_read_no_sizes_of_groups(preset: str, tmp_path: Path) -> None:
     on_cpu = {"use_cpu": True, "num_processes": 1 if preset == "single" else 2}
     overrides = {"mixed_precision": "bf16"} | on_cpu
     for of_rank in run_on_ranks(reads_of_mixtures, preset=preset, overrides=overrides, args=(tmp_path,)):

@@ -189,7 +189,7 @@ def check_without_casts() -> str:
 
     from toolkit.parallel import gather
 
-    with patch.object(gather, "_cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
+    with patch.object(gather, "cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
         return check_m2m_100()
 
 

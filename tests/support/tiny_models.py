@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,5 +50,6 @@ def one_process() -> Any:
     """The attributes of an `Accelerator` of one process that `shard_model` and an evaluation read."""
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     kind, device = SimpleNamespace(value="NO"), torch.device("cpu")
-    as_it_is = {"prepare_model": lambda model: model, "autocast": contextlib.nullcontext}
-    return SimpleNamespace(distributed_type=kind, mixed_precision="no", device=device, state=state, **as_it_is)
+    return SimpleNamespace(
+        distributed_type=kind, mixed_precision="no", device=device, state=state, prepare_model=lambda model: model
+    )

@@ -106,6 +106,7 @@ def build_accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # one copy of the gradients, not two
     )
+    accelerator.native_amp = False  # no autocast: weights are gathered, or copied, in the compute dtype
     _disable_tf32()
     if fsdp_version(accelerator):
         _set_fsdp_precision(accelerator, on_cpu)

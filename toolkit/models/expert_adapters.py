@@ -91,8 +91,6 @@ class LowRankBeside(ParamWrapper):
         chosen_TK, weights_TK = routing_TK
         grouped, batched = self.products
         by_token = private("_experts_implementation", experts.config) == "batched_mm"
-        device = hidden_TD.device.type
-        casts = device != "meta" and torch.is_autocast_enabled(device)  # which knows no meta device
         experts_S, order_S = chosen_TK.flatten().sort()
         numbers_E = torch.arange(experts.num_experts, device=experts_S.device)
         ends_E = torch.searchsorted(experts_S, numbers_E, right=True, out_int32=True)
@@ -104,8 +102,6 @@ class LowRankBeside(ParamWrapper):
                 weight_E = weight_E.weight
             if by_token:
                 return batched(inputs_S.to(weight_E.dtype), weight_E[experts_S], *rest)
-            if casts:  # autocast does not know grouped products, and those in fp32 read `ends_E` on the host
-                weight_E = weight_E.to(torch.get_autocast_dtype(device))
             return grouped(inputs_S, weight_E, ends_E, *rest)
 
         def adapted(inputs_S: torch.Tensor, name: str) -> torch.Tensor:

@@ -64,7 +64,7 @@ def freeze_as(model: nn.Module, skeleton: nn.Module) -> None:
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     """Store frozen parameters in `dtype`, but trainable ones and LayerNorms in fp32; codes and scales stay as they are.
 
-    Under autocast, a LayerNorm after an fp32 embedding gets fp32 hidden states, and on a CPU its weights must match.
+    They compute in the dtype that FSDP, or `ComputeCopies`, gives them.
     """
     kept = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
     for parameter in model.parameters():

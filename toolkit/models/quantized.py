@@ -129,11 +129,8 @@ class QuantizedWeight(nn.Module):
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None = None, ends: torch.Tensor | None = None) -> torch.Tensor:
         """`inputs` (…, inputs) → (…, outputs), with `ends` of the groups for each expert, which follow one another."""
-        device = inputs.device.type
-        casts = device != "meta" and torch.is_autocast_enabled(device)  # which knows no meta device
-        dtype = torch.get_autocast_dtype(device) if casts else inputs.dtype
-        bias = None if bias is None else bias.to(dtype)
-        return _Product.apply(inputs.to(dtype), self.codes, self.scales, bias, self.pairs, ends)
+        bias = None if bias is None else bias.to(inputs.dtype)
+        return _Product.apply(inputs, self.codes, self.scales, bias, self.pairs, ends)
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):  # type: ignore[override]

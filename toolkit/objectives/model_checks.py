@@ -30,7 +30,7 @@ NUM_TOKENS = 6
 """Length of each test text."""
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative difference between our loss and the model's: by chunks and by all logits, or an encoder-decoder's own. By the
-dtype that the model computes in: accelerate casts logits of autocast to fp32 (accelerator.py, convert_outputs_to_fp32)."""
+dtype that the model computes in."""
 
 
 @torch.no_grad()

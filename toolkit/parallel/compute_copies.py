@@ -1,5 +1,5 @@
 """Weights in the compute dtype under a single process and DDP, as FSDP gathers them in it: one copy of each for a forward and its
-backward, made block by block with one launch, in the place of autocast's cast at each operation."""
+backward, made block by block with one launch, in place of a cast at each operation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ComputeCopies:
             for key in {(p.dtype, p.requires_grad) for p in own}:
                 self._groups.append([p for p in own if (p.dtype, p.requires_grad) == key])
         self._places = [
-            (module._parameters, name, parameter)
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
+            (own, name, parameter)
+            for own in (private("_parameters", module) for module in model.modules())
+            for name, parameter in own.items()
             if id(parameter) in known
         ]
         self._of_forwards: list[Any] = []

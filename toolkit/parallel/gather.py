@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from toolkit.distributed.device import free_memory_bytes
 from toolkit.distributed.watchdog import heartbeat
 from toolkit.launch.accelerator import compute_dtype, cudnn_attention, fsdp_version
 from toolkit.models.freeze import aliases
-from toolkit.models.patches import chunked_loss, masks
+from toolkit.models.patches import chunked_loss, fused, masks
 from toolkit.models.quantized import dequantize_layers, dequantized, is_quantized
 from toolkit.models.tensor_reader import copy_on_meta
+from toolkit.parallel.compute_copies import cast_inputs
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean_name, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, forget_forwards
@@ -84,7 +85,7 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
     """The model in evaluation mode, and whether ranks must call it in step. Collective.
 
     `auto` makes one unsharded copy in the compute dtype, if it fits. Without it, every decoding step under FSDP would gather
-    every block again, with ranks waiting for each other, and every step under autocast would cast every weight. A quantized base
+    every block again, with ranks waiting for each other, and every step in bf16 would copy every weight. A quantized base
     is dequantized once in it, or, if only that fits, stays in codes.
     """
     sharded.model.eval()
@@ -116,10 +117,8 @@ def generation_ready(sharded: ShardedModel, model: nn.Module) -> Iterator[None]:
         stack.enter_context(cudnn_attention(False))
         if isinstance(model, FullyShardedDataParallel):
             stack.enter_context(FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False))
-        if isinstance(model, FullyShardedDataParallel) or (
-            model is sharded.unwrapped and fsdp_version(sharded.accelerator) is None
-        ):
-            stack.enter_context(sharded.accelerator.autocast())
+        if model is sharded.unwrapped:
+            stack.enter_context(sharded.computing())
         yield
 
 
@@ -140,17 +139,10 @@ def _replica(sharded: ShardedModel, replica: PreTrainedModel) -> PreTrainedModel
     assign_parameters(replica, weights)
     chunked_loss.install(replica, sharded.max_logits)
     masks.install(replica)
+    if sharded.max_logits is not None:  # a GPU
+        fused.install(replica)
     if dtype != torch.float32:
         # Buffers are not cast, so positions may be fp32 (M2M-100's are): cast each block's inputs, as FSDP2 does.
         for block in repeated_blocks(replica).values():
-            block.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
+            block.register_forward_pre_hook(functools.partial(cast_inputs, dtype), with_kwargs=True)
     return replica.to(device).eval()
-
-
-def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook that casts floating tensors to `dtype`, as FSDP2's mixed precision does before a shard unit."""
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}

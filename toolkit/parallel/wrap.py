@@ -7,6 +7,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,10 +34,11 @@ from toolkit.errors import UserError
 from toolkit.launch.accelerator import compute_dtype, fsdp_mesh, fsdp_version
 from toolkit.launch.environment import checkpoints_activations
 from toolkit.models.experts import expert_counts
-from toolkit.models.patches import chunked_loss, masks
-from toolkit.models.patches.experts import Route, leave_casts_to_autocast, routes_noted
+from toolkit.models.patches import chunked_loss, fused, masks
+from toolkit.models.patches.experts import Route, routes_noted
 from toolkit.models.tensor_reader import TensorReaders, allocate, copy_on_meta, fill_parameters
 from toolkit.parallel.blocks import checkpoint_activations, choose_checkpointing, compile_blocks, compiles
+from toolkit.parallel.compute_copies import ComputeCopies
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends, repeated_blocks
 from toolkit.private import VIEW_RETURNED, private
@@ -66,6 +68,12 @@ class ShardedModel:
     """Trainable parameters in bf16."""
     routes: dict[str, list[Route]]
     """Where blocks note the routes of their last forward, with an auxiliary loss."""
+    copies: ComputeCopies | None = None
+    """The weights that compute, where no FSDP gathers them in the compute dtype."""
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Context for a forward with its backward, or for calls of parts of the model."""
+        return self.copies.held() if self.copies is not None else contextlib.nullcontext()
 
 
 def check_wrap(accelerator: Accelerator, skeleton: nn.Module, checkpointing: Checkpointing) -> None:
@@ -117,6 +125,8 @@ def shard_model(
     max_logits = chunked_loss.max_logits_at_once(memory_bytes) if memory_bytes else None
     chunked_loss.install(model, max_logits)
     masks.install(model)
+    if memory_bytes:  # a GPU, or a planned one
+        fused.install(model)
     if version:
         check_ties(model, units)
     with routes_noted(model, repeated_blocks(model) if notes else {}) as routes:
@@ -139,14 +149,14 @@ def shard_model(
         wrapped = accelerator.prepare_model(model)
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.forward_sync_buffers = False  # training does not change buffers
-        if version is None and compute_dtype(accelerator) != torch.float32:
-            leave_casts_to_autocast(model)
     named = dict(skeleton.named_parameters())
     stored = {name: reader for name, reader in (readers or {}).items() if name not in named}
     rounded = [p for p in wrapped.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     for parameter in rounded:
         parameter.grad_dtype = None  # any
-    return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, rounded, routes)
+    dtype = compute_dtype(accelerator)
+    copies = ComputeCopies(model, repeated_blocks(model).values(), dtype) if version is None and dtype != torch.float32 else None
+    return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, rounded, routes, copies)
 
 
 @contextlib.contextmanager
@@ -166,7 +176,8 @@ def accumulating(sharded: ShardedModel, *, is_last: bool) -> Iterator[None]:
         model.set_requires_all_reduce(is_last or isinstance(plugin.cpu_offload, CPUOffloadPolicy))
         if not plugin.reshard_after_forward:
             model.set_reshard_after_backward(is_last)
-    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else contextlib.nullcontext():
+    defers = isinstance(model, DistributedDataParallel) and not is_last
+    with sharded.computing(), model.no_sync() if defers else contextlib.nullcontext():  # type: ignore[operator]
         yield
     if not is_last:  # torch and FSDP2 add the next one's in place
         for parameter in sharded.rounded:

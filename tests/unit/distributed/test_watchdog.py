@@ -42,7 +42,7 @@ def place(step: int | None = 4, **num_collectives: int) -> Place:
         ([place(a=5, b=2), place(a=4, b=3)], set()),  # each waits for the other
         ([place(a=5), place(a=5)], set()),
         ([place(a=5, b=1), place(a=5)], set()),  # a group of one part of the ranks
-        # A device that counts_cpu behind lets one rank run ahead; without counters there is nothing but steps.
+        # A device that works behind lets one rank run ahead; without counters there is nothing but steps.
         ([place(3), place(4), place(4)], {0}),
         ([place(3, a=6), place(4, a=5)], {1}),
         # Outside the loop there are no steps: who is before it, and who behind it, is not known.

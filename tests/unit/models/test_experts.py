@@ -25,8 +25,9 @@ from tests.support.tiny_models import build_causal
 from toolkit.models.experts import check_experts, expert_counts
 from toolkit.models.lora import check_adapter_config
 from toolkit.models.lora_files import base_name
-from toolkit.models.patches.experts import experts_by_token, leave_casts_to_autocast
-from toolkit.parallel.units import find_blocks
+from toolkit.models.patches.experts import experts_by_token
+from toolkit.parallel.compute_copies import ComputeCopies
+from toolkit.parallel.units import find_blocks, repeated_blocks
 
 SWITCH = T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 NLLB = {
@@ -210,8 +211,8 @@ def test_experts_inside_an_adapter_are_refused_as_a_wrap_class() -> None:
     assert sentence in refusal(find_blocks, plugin, adapt(build_causal("mixtral"), experts=True))
 
 
-def test_under_autocast_experts_compute_in_its_dtype_with_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a cast, fp32 products of groups would read their sizes on the host of a GPU."""
+def test_on_copies_in_bf16_experts_compute_in_it_with_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fp32 products of groups would read their sizes on the host of a GPU."""
     model, dtypes = build_causal("mixtral"), []
 
     def note(inputs: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -220,12 +221,9 @@ def test_under_autocast_experts_compute_in_its_dtype_with_gradients_in_fp32(monk
 
     grouped = moe._grouped_mm
     monkeypatch.setattr(moe, "_grouped_mm", note)
-    leave_casts_to_autocast(model)
-    with torch.autocast("cpu", torch.bfloat16):
+    copies = ComputeCopies(model, repeated_blocks(model).values(), torch.bfloat16)
+    with copies.held():
         model(**INPUTS, use_cache=False).logits.float().square().sum().backward()
     assert dtypes == [torch.bfloat16] * 4
     gradients = [p.grad for p in model.parameters() if p.ndim == 3]
     assert all(gradient is not None and gradient.dtype == torch.float32 and gradient.any() for gradient in gradients)
-    dtypes.clear()
-    model(**INPUTS, use_cache=False)
-    assert dtypes == [torch.float32] * 4

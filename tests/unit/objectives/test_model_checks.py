@@ -91,7 +91,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
 
 
 def test_the_tolerance_follows_what_the_model_computes_in(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate returns the logits of an autocast as fp32: a good model on a GPU was held to fp32's tolerance."""
+    """Whatever the dtype of the logits: a good model in bf16 was held to fp32's tolerance."""
     monkeypatch.setattr(chunked_loss, "_logits", lambda model, heads, hidden_nD: 1.1 * heads["lm_head"].forward(hidden_nD))
     check(model, mixed_precision="bf16")
     with pytest.raises(UserError, match="its loss by hidden states is"):

@@ -150,10 +150,7 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention import varlen
 
-    tensors = [tensor[0].transpose(0, 1) for tensor in (query_1HTD, key_1KTD, value_1KTD)]
-    if torch.is_autocast_enabled(query_1HTD.device.type):  # it casts for sdpa, but not for this kernel
-        tensors = [tensor.to(torch.get_autocast_dtype(query_1HTD.device.type)) for tensor in tensors]
-    query_THD, key_TKD, value_TKD = tensors
+    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query_1HTD, key_1KTD, value_1KTD))
     longest = max(documents.lengths)
     # The kernel's window is the number of tokens before a token; -1 is all of them.
     before = -1 if documents.window is None or documents.window >= longest else documents.window - 1

@@ -1,10 +1,10 @@
 """Experts and routers of mixtures.
 
-Replaces: the product that computes few tokens' experts; the forward of experts under autocast; the forward of routers, for an
-auxiliary loss, and of the blocks that hold them.
+Replaces: the product that computes few tokens' experts; the forward of routers, for an auxiliary loss, and of the blocks that
+hold them.
 Why: grouped products change last bits with the routing of other tokens, and read sizes on the host in fp32; transformers pools
 the layers' auxiliary losses, over the tokens of a micro-batch.
-Until: torch's autocast knows `grouped_mm` (2.13 does not); transformers' routers hand out scores (5.24 does not).
+Until: transformers' routers hand out scores (5.24 does not).
 """
 
 from __future__ import annotations
@@ -60,30 +60,6 @@ def router_scores(model: PreTrainedModel) -> dict[type, str]:
     are_logits = all(re.search(r"return \(?\s*\w*logits", source) and "skip" not in source for source in sources.values())
     is_known = are_logits and all(len(set(words)) == 1 for words in found.values())
     return {each: words[0] for each, words in found.items()} if is_known else {}
-
-
-def leave_casts_to_autocast(model: nn.Module) -> None:
-    """Make LoRA layers take bf16 inputs as they are: peft would cast each to fp32, its weights' dtype, and autocast back. DoRA
-    keeps the casts, because it computes norms.
-
-    Let experts compute in autocast's dtype, which does not know grouped products: on CUDA, those in fp32 read the sizes of the
-    groups on the host (ATen/native/GroupedMMUtils.h:124).
-    """
-
-    def cast(experts: nn.Module, forward: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device)
-        own = dict(experts.named_parameters())
-        if not torch.is_autocast_enabled(device) or all(parameter.dtype == dtype for parameter in own.values()):
-            return forward(hidden, *args)
-        weights = {name: parameter.to(dtype) for name, parameter in own.items()}
-        return torch.func.functional_call(experts, weights, (hidden, *args))
-
-    for module in model.modules():
-        if hasattr(module, "lora_A") and private("cast_input_dtype_enabled", module) and not private("lora_variant", module):
-            setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no field that mypy knows
-        if hasattr(module, "is_transposed") and not hasattr(module, "parameter_name"):
-            module.forward = functools.partial(cast, module, module.forward)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Replaces CPU kernels by stand-ins for CUDA's during a trace, because they keep other tensors for the backward.
 
-Fused attention keeps no scores, and dropout keeps a boolean mask.
+Fused attention keeps no scores, dropout a boolean mask, and a norm its input.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def kernels_of_cuda() -> Iterator[None]:
         mock.patch.object(documents, "attend_by_document", varlen_attention),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         mock.patch.object(F, "dropout", dropout),
+        mock.patch.object(F, "rms_norm", lambda hidden, _, weight, __: _Norm.apply(hidden, weight)),
     ):
         yield
 
@@ -47,8 +48,6 @@ def _fused_attention(
     *rest: Any,
     **_: Any,
 ) -> torch.Tensor:
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     if attn_mask is not None:
         is_bool = attn_mask.dtype == torch.bool
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if is_bool else attn_mask.to(query.dtype)
@@ -66,6 +65,20 @@ def _allocate(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> tup
 # One kernel for selective checkpointing, which knows sdpa's by their names.
 _kernel = torch.library.custom_op("toolkit_plan::_scaled_dot_product_stand_in", _allocate, mutates_args=())
 _kernel.register_fake(_allocate)
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps what the kernel of `torch.nn.functional.rms_norm` keeps: its input, and the inverse norm of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, torch.empty((*hidden.shape[:-1], 1), dtype=torch.float32, device=hidden.device))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 class _Attention(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Builds a memory plan: what a run needs on each rank, from running its own code on tensors without data.
 
-FSDP2 is traced (`trace`). A single process and DDP are traced as the plain model under autocast, with DDP's buckets by
+FSDP2 is traced (`trace`). A single process and DDP are traced as the plain model, with DDP's buckets by
 arithmetic. FSDP1 is derived from FSDP2's trace over the same units. Optimizer state, host memory and traffic are arithmetic.
 
 The plan itself traces the full model; `search` tries other micro-batches and presets on models with few blocks.
@@ -185,7 +185,6 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
         f"offload: gradients of {num} micro-batches are added on the host while the GPU waits; train.micro_batch_size_rows "
         f"{fits} fits too, and takes {num_micro_batches(subject, strategy, max(fits, rows))}"
     )
-    autocast = f"traced under autocast{'' if strategy.is_cpu else ', as the CPU has it'}; casts of weights count as activations"
     dense = warn_of_full_rows(subject.skeleton, subject.why_dense) or ""
     halved = "; the weights of converted Linears are gathered in half the bytes" * strategy.is_fsdp
     notes = {
@@ -193,7 +192,7 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
         "FSDP1: derived from a trace of FSDP2 over the same units, not traced itself": strategy.kind == "fsdp1",
         "processes on the CPU: its kernels, in the host's memory; the verdict takes each for a GPU": strategy.is_cpu,
         "DDP: derived, a trace of the plain model with gradients in DDP's buckets by arithmetic": strategy.kind == "ddp",
-        autocast: not strategy.is_fsdp,
+        "copies of weights in bf16 count as activations": not strategy.is_fsdp and strategy.compute_dtype.itemsize == 2,
         "flash or flex attention: planned as sdpa without a mask, whose kernels keep the same": subject.is_flash,
         dense: bool(dense),
         f"float8: planned as bf16{halved}": strategy.is_float8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from dataclasses import dataclass
@@ -138,15 +139,15 @@ def trace_rank(subject: Subject, strategy: Strategy, skeleton: PreTrainedModel, 
     vocab_size = subject.skeleton.config.get_text_config().vocab_size
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        is_autocast = not strategy.is_fsdp and strategy.compute_dtype == torch.bfloat16
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
-            return subject.objective.loss(model, batch)[0]  # label smoothing has the same peak
+        computing.enter_context(sharded.computing())  # up to the end of the backward
+        return subject.objective.loss(model, batch)[0]  # label smoothing has the same peak
 
     # transformers' own grouped products keep the same tensors as torch's, whose fake ones are in bf16 only. And `fully_shard`
     # need not cut the shards of the ranks that do not exist.
     grouped = replaced("_can_use_grouped_mm", lambda *_: False)
     own_shard = replaced("_chunk_with_empty", lambda tensor, num, dim: [tensor.narrow(dim, 0, -(-tensor.size(dim) // num))])
-    with warnings.catch_warnings(), private("FakeTensorMode")(allow_non_fake_inputs=True), grouped:
+    fake = private("FakeTensorMode")(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), fake, grouped, contextlib.ExitStack() as computing:
         warnings.filterwarnings("ignore", message=FAKE_POINTER_READ)
         # The sharded model; accumulated gradients exist if a step has several micro-batches.
         with own_shard:

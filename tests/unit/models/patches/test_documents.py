@@ -21,6 +21,8 @@ from tests.support.tiny_models import build_causal, build_rows
 from toolkit.data.collate import CausalCollator, move_to
 from toolkit.models.patches import chunked_loss, documents, masks
 from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.parallel.compute_copies import ComputeCopies
+from toolkit.parallel.units import repeated_blocks
 
 LENGTHS = (5, 9, 14, 1, 20, 3)
 """The windows of the families are 8 tokens; after a document of one token, positions start again without falling."""
@@ -79,7 +81,7 @@ def test_a_changed_document_changes_no_bit_of_the_others(family: str, dtype: tor
         row["labels"] = [-100] * len(row["labels"])
     model = build(family)
     # A gradient sums over tokens: those of the changed document, which has no label, add zeros.
-    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+    with ComputeCopies(model, repeated_blocks(model).values(), dtype).held():
         (loss, gradients), (loss_beside, gradients_beside) = (take_loss_and_gradients(model, [pack]) for pack in (rows, changed))
     assert rows[1]["input_ids"] != changed[1]["input_ids"]
     assert torch.equal(loss, loss_beside)
@@ -138,9 +140,6 @@ def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
         assert output.shape == (1, 20, 4, 8)
         output.sum().backward()
         assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in (query, key, value))
-        # As fp32 norms of queries leave them under autocast.
-        with torch.autocast("cpu", torch.bfloat16):
-            assert documents._varlen(query.float(), key.float(), value, located, 0.5).dtype == torch.bfloat16
     assert inspect.signature(plain_varlen_attn, eval_str=True) == inspect.signature(varlen.varlen_attn, eval_str=True)
 
 

@@ -25,7 +25,8 @@ from toolkit.models import load as models
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.models.tensor_reader import PIECE_BYTES
-from toolkit.parallel.units import describe_units
+from toolkit.parallel.compute_copies import ComputeCopies
+from toolkit.parallel.units import describe_units, repeated_blocks
 from toolkit.tools.plan.plan import USABLE_SHARE, Plan, _notes, build_plan, plan_as_dict, plan_as_text
 from toolkit.tools.plan.search import estimate_peak
 from toolkit.tools.plan.strategy import Strategy, load_strategy
@@ -348,20 +349,21 @@ def test_the_trace_is_what_a_real_micro_batch_allocates(
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *tensors))
     expected = at_start + _allocated_peak(model, batch, dtype)
-    assert sum(traced.peak.values()) - traced.peak[OPTIMIZER] == pytest.approx(expected, rel=0.002)
+    assert sum(traced.peak.values()) - traced.peak[OPTIMIZER] == pytest.approx(expected, rel=0.004)
 
 
 def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> int:
-    """Most bytes beyond those there before, as the CPU's allocator reports them, in a forward (autocast) and backward."""
+    """Most bytes beyond those there before, as the CPU's allocator reports them, in a forward and backward."""
+    copies = ComputeCopies(model, repeated_blocks(model).values(), dtype)
 
-    def forward() -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return summed_loss(model, batch)[0]
+    def step() -> None:
+        with copies.held():
+            summed_loss(model, batch)[0].backward()
 
-    forward().backward()  # lazily made things
+    step()  # lazily made things
     model.zero_grad(set_to_none=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        forward().backward()
+        step()
     now = peak = 0
     for event in profiler.profiler.kineto_results.events():
         now += event.nbytes() if event.name() == "[memory]" else 0

@@ -1,0 +1,83 @@
+"""Weights in bf16 for a forward and its backward: the numbers of a model in bf16, gradients in fp32, and few launches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.tiny_models import build_causal
+from toolkit.parallel.compute_copies import ComputeCopies, cast_inputs
+from toolkit.parallel.units import repeated_blocks
+
+IDS_BT = torch.tensor([[5, 9, 3, 2, 7, 1]])
+
+
+def copies_of(model: torch.nn.Module) -> ComputeCopies:
+    return ComputeCopies(model, repeated_blocks(model).values(), torch.bfloat16)
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    return model(input_ids=IDS_BT, use_cache=False).logits.float().square().mean()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_loss_and_gradients_are_those_of_a_model_in_bf16(family: str) -> None:
+    model: Any = build_causal(family).train()
+    in_bf16 = copy.deepcopy(model)
+    for parameter in in_bf16.parameters():  # buffers stay, as under FSDP
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for block in repeated_blocks(in_bf16).values():
+        block.register_forward_pre_hook(functools.partial(cast_inputs, torch.bfloat16), with_kwargs=True)
+    named = dict(model.named_parameters())
+    copies = copies_of(model)
+    with copies.held():
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        (loss := loss_of(model)).backward()
+    assert all(p is named[name] for name, p in model.named_parameters())
+    (expected := loss_of(in_bf16)).backward()
+    assert torch.equal(loss, expected)
+    for name, parameter in in_bf16.named_parameters():
+        assert named[name].grad is not None and named[name].grad.dtype == torch.float32
+        assert torch.equal(named[name].grad, parameter.grad.float()), name
+    # A forward by itself, and one with parts frozen.
+    with torch.no_grad():
+        assert torch.equal(loss_of(model), expected)
+    model.zero_grad()
+    frozen = [p for name, p in named.items() if "layers.0" in name or "h.0" in name]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    copies_of(again := copy.deepcopy(model))
+    loss_of(again).backward()
+    assert sum(p.grad is None for p in again.parameters()) == len(frozen)
+
+
+def test_an_error_in_a_forward_leaves_the_parameters_in_place() -> None:
+    model: Any = build_causal("llama")
+    before = [id(p) for p in model.parameters()]
+    copies_of(model)
+    with pytest.raises(ValueError, match="exactly one of input_ids"):
+        model(nonsense=1)
+    assert [id(p) for p in model.parameters()] == before
+    assert loss_of(model).dtype == torch.float32
+
+
+def test_a_block_is_one_launch_in_each_direction() -> None:
+    model: Any = build_causal("llama").train()
+    copies, launched = copies_of(model), []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "_foreach_copy_" in str(func):
+                launched.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Watching(), copies.held():
+        loss_of(model).backward()
+    num_blocks = len(repeated_blocks(model))
+    assert len(launched) == 2 * (num_blocks + 1) and sum(launched) == 2 * len(list(model.parameters()))
