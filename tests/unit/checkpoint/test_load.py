@@ -6,9 +6,11 @@ import json
 from dataclasses import asdict, astuple, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from torch import nn
 
 from tests.support.checkpoint_files import LOSS, make_checkpoint
 from tests.support.refusals import refusal
@@ -17,7 +19,7 @@ from toolkit.checkpoint import load as checkpoint
 from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.load import best_of_run, check_identity, check_settings, describe_versions, forget_unequal
 from toolkit.checkpoint.manifest import Checkpoint
-from toolkit.checkpoint.state import Identity, SkipHistory, TrainState
+from toolkit.checkpoint.state import Identity, SkipHistory, TrainState, model_tensors
 from toolkit.config.schema import LLMConfig
 from toolkit.errors import UserError
 from toolkit.launch.rank_consistency import installed_versions
@@ -188,3 +190,10 @@ def test_all_of_the_state_between_steps_comes_back() -> None:
     assert all(value != default for value, default in zip(astuple(skips), astuple(SkipHistory()), strict=True))
     manifest = {"step": state.step, "metrics": state.metrics, "state": state.in_manifest()}
     assert TrainState.from_manifest(json.loads(json.dumps(manifest))) == state
+
+
+def test_buffers_that_training_changes_are_saved_and_what_is_frozen_is_not() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False).requires_grad_(False), nn.BatchNorm1d(2))
+    sharded: Any = SimpleNamespace(model=model, unwrapped=model)
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert sorted(model_tensors(sharded)) == sorted(f"model.1.{name}" for name in names)
