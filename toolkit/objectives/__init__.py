@@ -66,6 +66,9 @@ def name_objective(config: RecipeConfig, given: Objective | None) -> tuple[Recip
         raise UserError(f"auto_class of objective {objective.name} is {objective.auto_class}, which transformers does not have")
     if objective.name in BUILT_IN and type(objective) is not type(built_in(objective.name)):
         raise UserError(f"objective is {type(given).__name__}, with the name {objective.name} of a built-in one: give it another")
+    if lacking := [limit for limit in objective.limits.values() if not hasattr(config.data, limit)]:
+        what = f"objective {objective.name} limits its rows by data.{lacking[0]}, and a {type(config).__name__} has none"
+        raise UserError(f"{what}: load the config as that of the other recipe")
     if config.packs and not objective.can_pack:
         if config.data.packing is True:
             raise UserError(f"data.packing is true, and objective {objective.name} takes rows one by one: leave it out")

@@ -58,5 +58,8 @@ def test_an_objective_of_a_users_own_is_never_found_by_its_name() -> None:
     Own.name, Own.auto_class = "os", "AutoModelForLetters"
     sentence = "auto_class of objective os is AutoModelForLetters, which transformers does not have"
     assert refusal(name_objective, config, Own()) == sentence
+    sentence = "objective os limits its rows by data.max_length_tokens, and a SummarizationConfig has none: load the config as"
+    Own.auto_class = "AutoModel"
+    assert refusal(name_objective, load_config("t5", overrides=REQUIRED), Own()).startswith(sentence)
     for given, shown in ((Own, "<class "), ("os", "'os'"), (Objective(), "Objective: give an object of a class that inherits")):
         assert refusal(name_objective, config, given).startswith(f"objective is {shown}")

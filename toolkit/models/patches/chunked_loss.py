@@ -67,7 +67,10 @@ def inside_forward(model: nn.Module, compute: Callable[..., Any], batch: dict[st
         model: as it is wrapped.
         compute: (an `Inside`, the batch by names) → tensors.
     """
-    return model(**batch, inside=compute, use_cache=False)
+    # FSDP casts floats that its root gets to the compute dtype, and so would a label that is a number.
+    floats = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.is_floating_point()}
+    others = {name: value for name, value in batch.items() if name not in floats}
+    return model(**others, inside=functools.partial(compute, **floats), use_cache=False)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from toolkit.loss import summed_cross_entropy
 from toolkit.models.patches import chunked_loss
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel import gather, wrap
+from toolkit.parallel.compute_copies import cast_inputs
 
 
 @pytest.mark.parametrize(("family", "smoothing"), [*((family, 0.0) for family in CAUSAL_FAMILIES), ("gemma2", 0.1)])
@@ -216,3 +218,13 @@ def watch_logits(model: Any) -> list[torch.Tensor]:
 
     model.lm_head.forward = watched
     return seen
+
+
+def test_numbers_of_a_batch_reach_the_loss_as_they_are() -> None:
+    """FSDP casts the floats that its root gets."""
+    model = build_causal("llama")
+    chunked_loss.install(model)
+    model.register_forward_pre_hook(functools.partial(cast_inputs, torch.bfloat16), with_kwargs=True)
+    batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([1234.567])}
+    labels = chunked_loss.inside_forward(model, lambda inside, labels, **inputs: labels, batch)
+    assert torch.equal(labels, batch["labels"])
