@@ -32,6 +32,8 @@ RECOMPILE_LIMIT = 64
 changing numbers of rows: beyond torch's limit of 8, blocks would run uncompiled, without an error."""
 PRODUCTS = ("mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 """Not the batched ones: they compute eager attention's scores, which take the most memory, and to which T5 adds in place."""
+LEAST_INNER_SHARE = 1 / 8
+"""Of a product's width: with a smaller inner size, as an adapter's second matrix has, it costs less than its result weighs."""
 ATTENTIONS = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward", "_varlen_attn", "_flash_attn_")
 """How the names of kernels begin: sdpa's, those inside torch's varlen call, and those of the package flash-attn."""
 
@@ -122,11 +124,14 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], contexts: Calla
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **inputs)
 
 
-def _keep_products(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+def _keep_products(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
     """Keep results of matrix products and attention. An attention that draws dropout is computed again: torch would take its kept
     result without drawing, and every later mask of the block would be another one."""
     name = operator.name().partition("::")[2].partition(".")[0]
-    keeps = name in PRODUCTS
+    keeps = False
+    if name in PRODUCTS:
+        inner_size = args[name == "addmm"].shape[-1]
+        keeps = inner_size >= LEAST_INNER_SHARE * context.op_output.shape[-1]
     if name.startswith(ATTENTIONS):
         signatures: Any = get_signature_for_torch_op(operator)  # one
         keeps = not signatures[0].bind(*args, **options).arguments.get("dropout_p")

@@ -80,6 +80,7 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
         # Older checkpoints are of adamw.
         ({}, {"optim.name": "adamw"}, None),
         ({}, {"optim.name": "lion"}, "optim.name is 'lion', but step-00000003 was made with 'adamw': set it back to resume"),
+        ({}, {"model.trained_dtype": "float32"}, None),
         ({"optim.name": "lion"}, {"optim.name": "adamw"}, "optim.name is 'adamw', but step-00000003 was made with 'lion'"),
         # A kind of file may follow from its ending, and the files of a mix may move.
         ({"data.source": "csv"}, {"data.source": ""}, None),

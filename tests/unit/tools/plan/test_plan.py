@@ -234,6 +234,9 @@ def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept
         return highest(trace(settings, one, arguments), ACTIVATIONS)
 
     assert kept(LLAMA, "full", *UNPACKED) < kept(LLAMA, "selective", *UNPACKED) < kept(LLAMA, "none", *UNPACKED)
+    # An adapter's second matrices are computed again: each would be kept beside what it is added to.
+    adapted = (*UNPACKED, "--adapter.method=lora", "--adapter.rank=8", "--adapter.target_modules=all-linear")
+    assert kept(LLAMA, "selective", *adapted) < 1.05 * kept(LLAMA, "selective", *UNPACKED)
     drawn, undrawn = (kept(T5, "selective", f"--model.dropout={rate}") for rate in (0.1, 0.0))
     assert kept(T5, "full") < drawn < undrawn
 
