@@ -5,7 +5,9 @@ Shapes: `B` rows, `T` positions (of routers: of all rows), `D` hidden size, `V` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,17 +52,38 @@ def chunked_cross_entropy(
         head: hidden states (n, D) → logits (n, V).
         max_logits: maximum number of elements in a chunk's logits.
     """
-    size = max(1, max_logits // vocab_size)
     loss_sum = torch.zeros((), device=hidden_ND.device)
     num_correct = torch.zeros((), device=hidden_ND.device, dtype=torch.int64)
-    chunks = list(zip(hidden_ND.split(size), labels_N.split(size), strict=True))
-    for place, (hidden_nD, labels_n) in enumerate(chunks):
-        if torch.is_grad_enabled() and place < len(chunks) - 1:
-            chunk_sum, chunk_correct = checkpoint(_chunk_loss, hidden_nD, labels_n, head, label_smoothing, use_reentrant=False)
-        else:
-            chunk_sum, chunk_correct = _chunk_loss(hidden_nD, labels_n, head, label_smoothing)
+    compute = functools.partial(_chunk_loss, head=head, label_smoothing=label_smoothing)
+    for chunk_sum, chunk_correct in _by_chunks(compute, hidden_ND, labels_N, max_logits // vocab_size):
         loss_sum, num_correct = loss_sum + chunk_sum, num_correct + chunk_correct
     return loss_sum, num_correct
+
+
+def chunked_log_probabilities(
+    hidden_ND: torch.Tensor,
+    labels_N: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    max_logits: int,
+) -> torch.Tensor:
+    """log p(label) of each label token, (N,) in fp32 nats, 0 where it is ignored; computed as `chunked_cross_entropy`."""
+
+    def compute(hidden_nD: torch.Tensor, labels_n: torch.Tensor) -> torch.Tensor:
+        return -F.cross_entropy(head(hidden_nD).float(), labels_n, ignore_index=IGNORED_LABEL, reduction="none")
+
+    return torch.cat(list(_by_chunks(compute, hidden_ND, labels_N, max_logits // vocab_size)))
+
+
+def _by_chunks(compute: Callable[..., Any], hidden_ND: torch.Tensor, labels_N: torch.Tensor, chunk_size: int) -> Iterator[Any]:
+    """What `compute` returns of each chunk's hidden states and labels; recomputed in backward, except that of the last chunk."""
+    size = max(1, chunk_size)
+    chunks = list(zip(hidden_ND.split(size), labels_N.split(size), strict=True))
+    for place, chunk in enumerate(chunks):
+        if torch.is_grad_enabled() and place < len(chunks) - 1:
+            yield checkpoint(compute, *chunk, use_reentrant=False)
+        else:
+            yield compute(*chunk)
 
 
 def scale_to_global_mean(loss_sum: torch.Tensor, num_label_tokens: int, world_size: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ RUN_CONFIGS = [
     "llm_chat_qlora",
     "llm_moe_lora",
     "llm_100b",
+    "dpo",
     "mnist_digits",
 ]
 """Each has a test below that runs it, made small by flags, or `test_readme.py` does."""
@@ -120,6 +122,21 @@ def test_chat_config_trains_an_adapter_on_codes(llm_workbench: Workbench, tmp_pa
     printed = run_on_chats(llm_workbench, tmp_path, "llm_chat_qlora", train__num_epochs=None)
     assert "\nbase        quantized to nf4 " in printed
     check_whole_run(llm_workbench, exports="adapter_model.safetensors")
+
+
+def test_pairs_config_trains_an_adapter_and_says_how_often_it_prefers_the_chosen_answer(
+    llm_workbench: Workbench, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": row["source"], "chosen": f" {row['target']}", "rejected": f" {row['source'][:20]}"} for row in make_rows(60)
+    ]
+    pairs = save_jsonl(tmp_path / "pairs.jsonl", rows)
+    flags = {"data__files": pairs, "train__num_epochs": None, "data__max_length_tokens": 96}
+    workbench = replace(llm_workbench, recipe="dpo")
+    workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo.yaml", model="llama", optim__warmup_ratio=0, **flags)
+    check_whole_run(workbench, generates=False, exports="adapter_model.safetensors")
+    figures = workbench.lines("run", "eval")[-1]
+    assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
 
 
 def test_moe_lora_config_trains_an_adapter_on_attention_and_experts(llm_workbench: Workbench, tmp_path: Path) -> None:

@@ -133,3 +133,31 @@ class LLMDataConfig(_Data):
     as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (Bloom, OPT)."""
     bucket_by_length: bool | None = None
     """Group rows of similar length into steps instead of drawing them at random. If unset, true without packing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceDataConfig(_Data):
+    """Which pairs of answers to read, and how to tokenize them."""
+
+    objective = "preference"
+    format, loss_on, messages_column, completion_column, text_column = "auto", "completions", None, None, None
+    source: str | None = stated(None, path="named")
+    mix: list[MixEntry] = stated(default_factory=list, path="entries")
+    """List of weighted sources, instead of `source` and `files`."""
+    prompt_column: str | None = None
+    """Column with the prompt, a text or a list of messages. If unset, `prompt` if there is one; else what both answers begin with
+    is the prompt."""
+    chosen_column: str | None = None
+    """Column with the better answer, a text or a list of messages. If unset, `chosen`."""
+    rejected_column: str | None = None
+    """Column with the worse answer. If unset, `rejected`."""
+    chat_template: str | None = stated(None, path="path")
+    """Jinja chat template, or a file with one. If unset, the tokenizer's own."""
+    max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
+    """Maximum tokens of a prompt with one answer; packed rows have twice as many. Both answers are truncated at their end, and
+    the share of tokens lost is printed."""
+    packing: bool | Literal["auto"] = "auto"
+    """Pack several pairs of a step into one row of the tensors. Their answers do not attend to each other, so the result is the
+    same as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (Bloom, OPT)."""
+    bucket_by_length: bool | None = None
+    """Group pairs of similar length into steps instead of drawing them at random. If unset, true without packing."""

@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 from jsonargparse.typing import (
     ClosedUnitInterval,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     restricted_number_type,
 )
 
-from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.data import DataConfig, LLMDataConfig, PreferenceDataConfig
 from toolkit.config.facts import stated
 from toolkit.optimizers import OptimizerSettings
 
@@ -293,8 +294,8 @@ class RecipeConfig:
     log_row_ids: bool = stated(False, resume=True)
     """Write the row ids of every micro-batch to `rows-<rank>.jsonl` in the run folder."""
     objective: str | None = stated(None, resume=True)
-    """Name of what the run trains for, which it writes itself: that of its recipe (`seq2seq`, `causal`), or one that Python code
-    has given to `finetune`."""
+    """Name of what the run trains for, which it writes itself: that of its recipe (`seq2seq`, `causal`, `preference`), or one
+    that Python code has given to `finetune`."""
 
     @property
     def has_own_objective(self) -> bool:
@@ -322,4 +323,30 @@ class LLMConfig(RecipeConfig):
 
     data: LLMDataConfig
     recipe: Literal["llm"] | None = stated(None, resume=True)
+    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossConfig:
+    """How a pair of answers becomes a loss."""
+
+    loss: str = "sigmoid"
+    """`sigmoid` (DPO), `robust`, `ipo`, or, without a reference, `simpo` and `orpo`; `toolkit/objectives/preference.py` has each
+    with its formula and paper. The reference is the model as it starts."""
+    beta: PositiveFloat = 0.1  # type: ignore[valid-type]
+    """Scale of the rewards; of `ipo` its tau, of `orpo` the weight of the odds ratio (lambda). SimPO's paper takes 2 to 2.5."""
+    label_smoothing: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
+    """Assumed share of pairs whose answers are the wrong way round, below 0.5: of `sigmoid` (conservative DPO), `robust` and
+    `simpo`."""
+    margin: NonNegativeFloat = 0.5  # type: ignore[valid-type]
+    """Margin that `simpo` asks for between the two rewards (its gamma)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(RecipeConfig):
+    """Config of `recipes/dpo.py`. Dropout is off unless `model.dropout` sets it."""
+
+    data: PreferenceDataConfig
+    preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+    recipe: Literal["dpo"] | None = stated(None, resume=True)
     """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class SummarizationCollator:
     """The model's own function from labels BT to decoder inputs BT, None: `shift_right`. mBART's puts the language, a row's last
     label, first."""
     one_row = False  # as in `CausalCollator`; without an annotation it is not a field
+    columns: ClassVar[tuple[str, ...]] = ("input_ids", "labels")
+    """That `collate` reads."""
     multiples: tuple[int, ...] = (1, 1)
     """Sources and targets are padded up to multiples of these,"""
     longest: tuple[int, ...] = (0, 0)
@@ -107,6 +109,8 @@ class CausalCollator:
     """Rows are padded up to multiples of this, except with `one_row`,"""
     longest: tuple[int, ...] = (0,)
     """but not beyond the longest row or pack."""
+    columns: ClassVar[tuple[str, ...]] = ("input_ids", "labels")
+    """That `collate` reads."""
     numbers_documents: bool = False
     """Also return `documents` BT: the 1-based document of each token, 0 for padding and in a dummy."""
 
@@ -201,7 +205,7 @@ def load_micro_batches(
 ) -> Iterator[tuple[MicroBatch, Batch]]:
     """Collate micro-batches in order; with `num_workers` above 0, ahead of their use."""
     loader = torch.utils.data.DataLoader(
-        _CollatedRows(rows.select_columns(["input_ids", "labels"]), collator),
+        _CollatedRows(rows.select_columns(list(collator.columns)), collator),
         sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys works
         batch_size=None,
         num_workers=num_workers,

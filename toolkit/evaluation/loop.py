@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -75,30 +75,37 @@ def evaluate(
 
 
 class _LossSums:
-    """The objective's two sums, labels and bytes of this rank's batches by set, on the device, without a host read per batch."""
+    """The objective's sums, labels and bytes of this rank's batches by set, on the device, without a host read per batch."""
 
     def __init__(self, data: EvaluationRows, device: torch.device) -> None:
         self.data, self.device = data, device
-        self.sums = torch.zeros(len(data.set_names), 4, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(data.set_names), 3 + data.objective.num_second_sums, dtype=torch.float64, device=device)
 
     def add(self, model: PreTrainedModel, indices: list[int]) -> None:
         """The batch of these rows; of none, a forward pass whose labels do not count. Collective under FSDP."""
         rows = [self.data.rows[i] for i in indices or [0]]
         batch = self.data.collator.collate([[row] for row in rows], is_dummy=not indices)
         set_totals = self.sums[self.data.places[(indices or [0])[0]]]  # all rows of a batch have the same set
-        for i, of_batch in enumerate(self.data.objective.loss(model, move_to(self.device, batch))):
-            set_totals[i] += of_batch
+        loss_sum, second_sums = self.data.objective.loss(model, move_to(self.device, batch))
+        set_totals[0] += loss_sum
+        set_totals[1:-2] += second_sums
         if indices:
-            set_totals[2] += sum(row["num_label_tokens"] for row in rows)
-            set_totals[3] += sum(row["target_bytes"] for row in rows)
+            set_totals[-2] += sum(row["num_label_tokens"] for row in rows)
+            set_totals[-1] += sum(row["target_bytes"] for row in rows)
 
     def figures(self) -> dict[str, float]:
         """Token-weighted over all ranks, of all rows and of each set. Collective."""
         totals = reduce_on_cpu(self.sums.to("cpu", copy=True), dist.ReduceOp.SUM)  # of all ranks, in one collective
-        figures = self.data.objective.metrics(*totals.sum(0).tolist())
+
+        def named(sums: list[float]) -> dict[str, float]:
+            loss_sum, *second_sums, num_labels, num_bytes = sums
+            second: Any = second_sums if len(second_sums) > 1 else second_sums[0]
+            return self.data.objective.metrics(loss_sum, second, num_labels, num_bytes)
+
+        figures = named(totals.sum(0).tolist())
         for name, set_totals in zip(self.data.set_names, totals.tolist(), strict=True):
             if name in self.data.sets:
-                figures |= {f"{name}/{key}": value for key, value in self.data.objective.metrics(*set_totals).items()}
+                figures |= {f"{name}/{key}": value for key, value in named(set_totals).items()}
         return figures
 
 

@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from toolkit.config.schema import RecipeConfig
     from toolkit.objectives.objective import Objective
 
-BUILT_IN = ("causal", "seq2seq")
+BUILT_IN = ("causal", "seq2seq", "preference")
 
 
-def built_in(name: str) -> Objective:
-    """The built-in objective of this name."""
+def built_in(name: str, config: RecipeConfig | None = None) -> Objective:
+    """The built-in objective of this name, with the settings of a config."""
     from toolkit.objectives.causal import Causal
+    from toolkit.objectives.preference import Preference
     from toolkit.objectives.seq2seq import Seq2Seq
 
-    return {"causal": Causal, "seq2seq": Seq2Seq}[name]()
+    return Preference(config) if name == "preference" else {"causal": Causal, "seq2seq": Seq2Seq}[name]()
 
 
 def objective_of(config: RecipeConfig) -> Objective:
     """The built-in objective of a run's config; a `UserError` for a run whose objective was given by code."""
     if config.has_own_objective:
         raise _given_by_code(config.objective)
-    return built_in(config.data.objective)
+    return built_in(config.data.objective, config)
 
 
 def check_run_folder(folder: Path) -> None:
@@ -73,4 +74,6 @@ def name_objective(config: RecipeConfig, given: Objective | None) -> tuple[Recip
         if config.data.packing is True:
             raise UserError(f"data.packing is true, and objective {objective.name} takes rows one by one: leave it out")
         config = replace(config, data=replace(config.data, packing=False))
+    if config.model.dropout is None and objective.default_dropout is not None:
+        config = replace(config, model=replace(config.model, dropout=objective.default_dropout))
     return replace(config, objective=objective.name), objective

@@ -154,7 +154,8 @@ def check_loss(sharded: ShardedModel, objective: Objective, collator: Collator, 
             batch = _on_device(sharded, collator.collate([[row]] * num_rows, is_dummy=is_dummy))
             sums = objective.loss(model, batch, smoothing)
             pair = [each for each in sums if isinstance(each, torch.Tensor)] if isinstance(sums, tuple) else []
-            if [(each.shape, each.device.type) for each in pair] != [((), device.type)] * 2:
+            shapes = [(), () if objective.num_second_sums == 1 else (objective.num_second_sums,)]
+            if [(each.shape, each.device.type) for each in pair] != [(shape, device.type) for shape in shapes]:
                 raise UserError(f"{what} is not two scalar tensors on {device}: return the sum over labels, and a second sum")
             return sums[0].item()
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from toolkit.data.tokens.prepare import TokenizedRows
+    from toolkit.evaluation.rows import EvaluationRows
+
 
 class Objective:
     """An objective; an object of a subclass. What is here is that of a number or the like for one text."""
@@ -57,6 +60,12 @@ class Objective:
     """Whether labels are the tokens of the rows, which n-grams can predict."""
     takes_chats: ClassVar[bool] = False
     """Whether a prompt may be a chat."""
+    num_documents: ClassVar[int] = 1
+    """Documents of a row, each within the limit; a pack holds as many times the tokens."""
+    num_second_sums: ClassVar[int] = 1
+    """How many sums `loss` returns beside the loss."""
+    default_dropout: ClassVar[float | None] = None
+    """Dropout where `model.dropout` is unset; None: the model's own."""
     continues_prompt: ClassVar[bool] = False
     """Whether a generated text takes the positions after its prompt."""
 
@@ -127,12 +136,13 @@ class Objective:
         return {"input_ids": [token] * num_tokens, "labels": [-100] * (num_tokens - num_labels) + [token] * num_labels}
 
     def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss summed over the labels of a collator's batch, on the device; and a second sum for `metrics`. Scalars.
-        Collective under FSDP."""
+        """The loss summed over the labels of a collator's batch, a scalar on the device; and a second sum for `metrics`, or
+        several in one tensor. Collective under FSDP."""
         return summed_loss(model, batch, label_smoothing)
 
-    def metrics(self, loss_sum: float, second_sum: float, num_labels: float, num_bytes: float, /) -> dict[str, float]:
-        """The figures of an evaluation, of the sums over all ranks of `loss`, labels and bytes of their text."""
+    def metrics(self, loss_sum: float, second_sum: Any, num_labels: float, num_bytes: float, /) -> dict[str, float]:
+        """The figures of an evaluation, of the sums over all ranks of `loss`, labels and bytes of their text. The second sum is a
+        float, or a list of `num_second_sums`."""
         return {"loss": loss_sum / num_labels}
 
     # --- Checks.
@@ -142,6 +152,20 @@ class Objective:
 
     def check_model(self, sharded: ShardedModel, collator: Collator, config: RecipeConfig) -> None:
         """Check the sharded model on short rows, before it trains. Collective."""
+
+    def complete_evaluation(
+        self,
+        config: RecipeConfig,
+        sharded: ShardedModel,
+        rows: TokenizedRows,
+        evaluation: EvaluationRows,
+        folder: Path,
+        *,
+        is_resumed: bool,
+    ) -> EvaluationRows:
+        """The evaluation rows, with a collator that knows what the model computes as it starts, before a checkpoint is loaded; of
+        a run that goes on, from the run folder if that has it. Collective."""
+        return evaluation
 
     # --- Generation, and what the tools must know.
 

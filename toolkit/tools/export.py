@@ -169,7 +169,8 @@ def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
 
     path = run_folder / "config.yaml"
     try:
-        keys = {*yaml.safe_load(path.read_text(encoding="utf-8"))["data"]}
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
+        keys = {*written["data"]}
     except FileNotFoundError:
         what = "has no config.yaml" if run_folder.is_dir() else "is not a folder"
         raise UserError(f"{run_folder} {what}: give the folder of a run, as in runs/t5_functions") from None
@@ -177,7 +178,8 @@ def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
         raise UserError(f"{path} is not what a run writes ({' '.join(str(error).split())}): give a run's folder") from None
     if "folder" in keys:
         raise UserError(f"{run_folder} is a run on images, which has no Hugging Face model: give one of recipes/t5.py or llm.py")
-    config_class: Any = CONFIGS["llm" if "max_length_tokens" in keys else "t5"]
+    recipe = "dpo" if "preference" in written else "llm" if "max_length_tokens" in keys else "t5"
+    config_class: Any = CONFIGS[recipe]
     config: RecipeConfig = load_config(config_class, [f"--config={path}", *flags])
     if config.model.attn_implementation in (None, "eager", "sdpa"):
         return config

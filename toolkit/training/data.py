@@ -62,7 +62,7 @@ def prepare_data(
         config.train,
         num_processes,
         bucket_by_length=not data.packing if data.bucket_by_length is None else data.bucket_by_length,
-        pack_length_tokens=data.max_length_tokens if data.packing else None,
+        pack_length_tokens=objective.num_documents * data.max_length_tokens if data.packing else None,
         mix=Mix(columns["source_index"][:], weights) if weights else None,
     )
     collator = objective.build_collator(skeleton, rows.tokenizer.pad_token_id)
@@ -111,6 +111,8 @@ def _check_rows(
         columns = part.with_format("numpy")
         of_sides = objective.lengths(columns["num_tokens"][:], columns["num_label_tokens"][:])
         lengths = dict(zip(objective.limits, of_sides, strict=True))
+        if "num_document_tokens" in part.column_names:
+            lengths["row"] = columns["num_document_tokens"][:]
         if "prompt_length" in part.column_names:
             lengths["prompt"] = columns["prompt_length"][:]
         for side, values in lengths.items():

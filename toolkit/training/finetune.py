@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -131,6 +131,10 @@ def finetune(
 
         # Model → frozen or adapted → shards → optimizer → checks of the model.
         sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
+
+        # What the model computes once as it starts, as the reference of pairs.
+        of_start: Any = {"folder": context.run_folder, "is_resumed": context.resume_from is not None}
+        evaluated = objective.complete_evaluation(config, sharded, rows, evaluated, **of_start)
 
         # Resume from this run's last checkpoint, if there is one; print what begins. Train: step, evaluate, save.
         run = start_run(config, context, rows, plan, evaluated, sharded, optimizer, identity)

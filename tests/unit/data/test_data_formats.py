@@ -12,7 +12,7 @@ import yaml
 from tests.support.chats import CHATML, build_chat_tokenizer
 from tests.support.launch import REPOSITORY
 from tests.support.rows import prepare_rows
-from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
+from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry, PreferenceDataConfig
 from toolkit.config.schema import ModelConfig
 
 PAGE = (REPOSITORY / "docs" / "data_formats.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_an_example_is_read_as_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings: dict[str, Any] = {}
-    is_base = is_llm = False
+    block, is_base, is_llm = "", False, False
     num_shown = 0
     for name, language, content in BLOCK.findall(SECTIONS[section]):
         if name:
@@ -45,25 +45,26 @@ def test_an_example_is_read_as_the_page_says(
             exec(content, {})
         elif language == "yaml":
             settings = yaml.safe_load(content)["data"]
-            is_llm, is_base = "llm.py" in content, "base model" in content
+            block, is_llm, is_base = content, "llm.py" in content, "base model" in content
         elif language == "text":
-            assert show(settings, models[not is_base], is_llm=is_llm, printed=capsys) == content
+            of = PreferenceDataConfig if "dpo.py" in block else LLMDataConfig if is_llm else DataConfig
+            assert show(settings, models[not is_base], of, printed=capsys) == content
             num_shown += 1
     assert num_shown
 
 
-def show(settings: dict[str, Any], model: str, *, is_llm: bool, printed: pytest.CaptureFixture[str]) -> str:
+def show(settings: dict[str, Any], model: str, of: Any, *, printed: pytest.CaptureFixture[str]) -> str:
     """What the run prints on reading, then each row as text; in an LLM's rows, `[[ ]]` is around what counts in the loss."""
     settings = {"eval_fraction": 0.0, "cache_dir": "cache", **settings}
     if "mix" in settings:
         settings["mix"] = [MixEntry(**entry) for entry in settings["mix"]]
-    rows = prepare_rows((LLMDataConfig if is_llm else DataConfig)(**settings), ModelConfig(name_or_path=model), 400)
+    rows = prepare_rows(of(**settings), ModelConfig(name_or_path=model), 400)
     lines = [line for line in printed.readouterr().out.splitlines() if ": read as " in line]
     lines += [remark for remark in rows.remarks if remark.startswith("skipped")]
     decode = rows.tokenizer.decode
     for row in rows.train:
         ids = row["input_ids"]
-        if not is_llm:
+        if of is DataConfig:
             lines += ["", f"{decode(ids)} -> {decode(row['labels'])}"]
             continue
         text, is_open = "", False

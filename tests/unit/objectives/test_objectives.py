@@ -36,7 +36,7 @@ def test_no_code_asks_which_objective_it_has() -> None:
         assert QUESTION.search(line)
 
 
-@pytest.mark.parametrize("recipe", ["t5", "llm"])
+@pytest.mark.parametrize("recipe", ["t5", "llm", "dpo"])
 def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(recipe: str) -> None:
     config = load_config(recipe, overrides=REQUIRED)
     objective = objective_of(config)

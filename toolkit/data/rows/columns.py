@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.rows.messages import TOOLS_COLUMN
@@ -44,6 +44,8 @@ KINDS = {
     "pair": Kind(("prompt", "completion"), "prompt_completion", (TOOLS_COLUMN,)),
     "chat": Kind(("chat",), "messages", ("system", TOOLS_COLUMN)),
     "text": Kind(("text",), "text"),
+    "preference": Kind(("prompt", "chosen", "rejected"), "pairs of answers", ("system", TOOLS_COLUMN)),
+    "preference_alone": Kind(("chosen", "rejected"), "pairs of answers that hold their prompt", ("system", TOOLS_COLUMN)),
     "sharegpt": Kind(("conversation",), "sharegpt", ("system", TOOLS_COLUMN)),
     "alpaca": _ALPACA,
     "alpaca_text": _ALPACA._replace(how=_ALPACA_TEXT),
@@ -118,6 +120,15 @@ def choose_seq2seq_columns(
     names = _name_two("source", config.source_column, "target", config.target_column)
     check_columns(where, existing, names)
     return Columns("seq2seq", names)
+
+
+def choose_preference_columns(where: object, existing: Sequence[str], config: Any, *, has_chat_template: bool = False) -> Columns:
+    """As `choose_columns`, of two answers and their prompt, if it is not in both."""
+    answers = _name_two("chosen", config.chosen_column, "rejected", config.rejected_column)
+    prompt = config.prompt_column or "prompt"
+    kind, names = ("preference", (prompt, *answers)) if prompt in existing else ("preference_alone", answers)
+    check_columns(where, existing, names)
+    return Columns(kind, names + tuple(name for name in KINDS[kind].optional if name in existing and name not in names))
 
 
 def _name_two(first: str, first_column: str | None, second: str, second_column: str | None) -> tuple[str, ...]:

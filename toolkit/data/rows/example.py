@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.rows.columns import KINDS, Columns
 from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat
+from toolkit.data.rows.pairs import read_pair
 from toolkit.data.sources.row import check_text, is_nan, read_optional_text
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Example:
     """Of a chat: assistant turns from this message on are trained on …"""
     weight_0: list[int] = field(default_factory=list)
     """… except for these."""
+    rejected: str | list[dict[str, Any]] | None = None
+    """The worse answer to the prompt, beside `completion`; of a chat, all its messages with that answer."""
     lead_text: str = ""
     """Text whose first sentence is the lead baseline."""
     group: str | None = None
@@ -58,7 +61,8 @@ class Example:
     def content(self) -> str:
         """Two rows with equal content are duplicates: they say and train the same, in whatever order keys are written."""
         chat = self.messages and json.dumps([self.messages, self.tools, self.trained_turns], sort_keys=True)
-        return "\0".join(map(str, (self.text, self.prompt, self.completion, chat)))
+        rejected = () if self.rejected is None else (json.dumps(self.rejected, sort_keys=True),)
+        return "\0".join(map(str, (self.text, self.prompt, self.completion, chat, *rejected)))
 
     @property
     def trained_turns(self) -> list[int]:
@@ -70,12 +74,13 @@ class Example:
     def texts(self) -> list[str]:
         """All texts that a tokenizer should be trained on."""
         if self.messages is not None:
-            return [message["content"] for message in self.messages]
-        return [text for text in (self.text, self.prompt, self.completion) if text is not None]
+            answer = self.rejected[self.first_trained :] if isinstance(self.rejected, list) else []
+            return [message["content"] for message in [*self.messages, *answer]]
+        return [text for text in (self.text, self.prompt, self.completion, self.rejected) if isinstance(text, str)]
 
 
-_STORED = ("prompt", "completion", "text", "messages", "tools", "first_trained", "weight_0", "lead_text")
-"""The fields of `Example` in the row files. `messages` and `tools` are JSON there, as their keys differ from row to row."""
+_STORED = ("prompt", "completion", "rejected", "text", "messages", "tools", "first_trained", "weight_0", "lead_text")
+"""The fields of `Example` in the row files. Messages and tools are JSON there, as their keys differ from row to row."""
 
 
 def build_example(
@@ -109,6 +114,8 @@ def build_example(
     elif kind == "sharegpt":
         row, tools = {**cells, **others}, others.get(TOOLS_COLUMN)
         fields = read_sharegpt(row, columns.names[0], tools, where, for_generation=for_generation)
+    elif kind in ("preference", "preference_alone") and not for_generation:
+        fields = read_pair(cells, others.get(TOOLS_COLUMN), read_optional_text(others, "system", where), where)
     elif kind == "chat" or (kind in ("pair", "prompt") and any(isinstance(value, list) for value in cells.values())):
         system = read_optional_text(others, "system", where)
         fields = read_chat(cells, others.get(TOOLS_COLUMN), where, system=system, for_generation=for_generation)
@@ -124,7 +131,7 @@ def build_example(
 
 def build_schema() -> pa.Schema:
     """The schema of the row files: `row_id` (position in the source, evaluation files first; unique over both splits),
-    `mix_entry` (the entry of `data.mix`; 0 without a mix), and fields of `Example`; `messages` and `tools` are JSON."""
+    `mix_entry` (the entry of `data.mix`; 0 without a mix), and fields of `Example`, those of chats as JSON."""
     import pyarrow as pa
 
     others = {"row_id": pa.int64(), "mix_entry": pa.int64(), "first_trained": pa.int64(), "weight_0": pa.list_(pa.int64())}
@@ -133,16 +140,17 @@ def build_schema() -> pa.Schema:
 
 def list_cells(row: Example) -> list[Any]:
     """The cells of an example in the row files."""
-    messages, tools = (None if value is None else json.dumps(value, ensure_ascii=False) for value in (row.messages, row.tools))
-    return [row.prompt, row.completion, row.text, messages, tools, row.first_trained, row.weight_0, row.lead_text]
+    cells = (row.prompt, row.completion, row.rejected, row.text, row.messages, row.tools)
+    texts = [json.dumps(cell, ensure_ascii=False) if isinstance(cell, list) else cell for cell in cells]
+    return [*texts, row.first_trained, row.weight_0, row.lead_text]
 
 
 def read_examples(rows: Mapping[str, Iterable[Any]]) -> list[Example]:
     """The examples in rows of the row files, given by column."""
-    examples = []
-    for cells in zip(*(rows[name] for name in _STORED), strict=True):
+    examples, none = [], [None] * len([*rows["prompt"]])  # older files have no column `rejected`
+    for cells in zip(*(rows.get(name, none) for name in _STORED), strict=True):
         fields = dict(zip(_STORED, cells, strict=True))
-        for name in ("messages", "tools"):
-            fields[name] = None if fields[name] is None else json.loads(fields[name])
+        of_chat = ("messages", "tools", "rejected") if fields["messages"] is not None else ()
+        fields |= {name: json.loads(fields[name]) for name in of_chat if fields[name] is not None}
         examples.append(Example(**fields))
     return examples

@@ -1,4 +1,5 @@
-"""Makes a model's forward return the summed loss, computed in chunks of label tokens without holding all logits.
+"""Makes a model's forward return the summed loss, or each label's log-probability, computed in chunks of label tokens without
+holding all logits.
 
 Replaces: the forward of a model in which `inside_forward` computes, and that of its head while the loss is computed.
 Why: under FSDP the head's weights are gathered only inside the forward of the root, so the loss is computed there. transformers
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.loss import chunked_cross_entropy
+from toolkit.loss import chunked_cross_entropy, chunked_log_probabilities
 
 MAX_LOGITS_AT_ONCE = 2**26
 """Most elements of one chunk's logits on a CPU: 256 MiB in fp32, or 512 tokens of a vocabulary of 128k."""
@@ -54,7 +55,14 @@ def summed_loss(model: nn.Module, batch: dict[str, Any], label_smoothing: float 
     Returns:
         Two scalars. The second is 0 while gradients are recorded, because training does not read it.
     """
-    return inside_forward(model, functools.partial(_summed_loss, label_smoothing=label_smoothing), batch)
+    over_chunks = functools.partial(chunked_cross_entropy, label_smoothing=label_smoothing)
+    return inside_forward(model, functools.partial(_of_labels, over_chunks=over_chunks), batch)
+
+
+def label_log_probabilities(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """log p of each label that counts, (N,) fp32 in the order of `labels`. Arguments as in `summed_loss`. Collective under
+    FSDP."""
+    return inside_forward(model, functools.partial(_of_labels, over_chunks=chunked_log_probabilities), batch)
 
 
 def inside_forward(model: nn.Module, compute: Callable[..., Any], batch: dict[str, Any]) -> Any:
@@ -147,14 +155,15 @@ def find_head(model: Any) -> dict[str, nn.Module]:
     return {name: child for name, child in model.named_children() if child is head}
 
 
-def _summed_loss(
-    within: Inside, label_positions: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0, **inputs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the loss over the label tokens, and the number predicted correctly; scalars.
+def _of_labels(
+    within: Inside, label_positions: torch.Tensor, labels: torch.Tensor, over_chunks: Callable[..., Any], **inputs: Any
+) -> Any:
+    """What `over_chunks` returns of the hidden states that predict labels.
 
     Args:
         label_positions: (N,) int64, indices into the flattened (B, T), or (B,) where a row has one label.
         labels: int64, (N,).
+        over_chunks: `chunked_cross_entropy`, or another function of its first five arguments.
         inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
     """
     model, heads, max_logits = within.model, within.heads, within.max_logits or MAX_LOGITS_AT_ONCE
@@ -166,11 +175,11 @@ def _summed_loss(
     states_NX = states_BTX.flatten(0, -2).index_select(0, label_positions)
     vocab_size = model.config.get_text_config().vocab_size
 
-    def loss(states_NX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return chunked_cross_entropy(states_NX, labels, logits, vocab_size, max_logits, label_smoothing)
+    def of_states(states_NX: torch.Tensor) -> Any:
+        return over_chunks(states_NX, labels, logits, vocab_size, max_logits)
 
     # FSDP gathers a head at its call, and frees it when the gradient of all states is there: one call for all chunks.
-    return getattr(model, next(iter(heads)))(states_NX, within=loss) if heads else loss(states_NX)
+    return getattr(model, next(iter(heads)))(states_NX, within=of_states) if heads else of_states(states_NX)
 
 
 def _forward_or_within(forward: Callable[..., Any], *args: Any, within: Callable[..., Any] | None = None, **inputs: Any) -> Any:

@@ -55,7 +55,7 @@ def test_a_fraction_that_holds_out_nothing(config):
     assert (len(rows.train), len(rows.evaluation), rows.remarks) == (400, 0, [])
     for side in (rows.train, rows.evaluation):  # of no rows too
         types = {name: feature.dtype for name, feature in side.features.items() if name != "weight_0"}
-        texts = dict.fromkeys(("prompt", "completion", "text", "messages", "tools", "lead_text"), "string")
+        texts = dict.fromkeys(("prompt", "completion", "rejected", "text", "messages", "tools", "lead_text"), "string")
         assert types == dict.fromkeys(("row_id", "mix_entry", "first_trained"), "int64") | texts
         assert side.features["weight_0"] == List(Value("int64"))
     remark = "data.eval_fraction 1e-09 holds out none of the 400 rows: there is nothing to evaluate on"

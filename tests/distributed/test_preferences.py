@@ -1,0 +1,89 @@
+"""Pairs of answers: the same curve however they are cut, packed and sharded, and a resume that needs no reference pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.test_llm_invariants import build_models
+from tests.support.launch import run_on_ranks
+from tests.support.small_run import check_curve, check_gradients, figures, run_recipes
+from toolkit.objectives.preference import REFERENCE_FILE
+
+PACKED = ["--data.packing", "true"]
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "single": ("single", ["--train.micro_batch_size_rows", "4"]),
+    "single-packed": ("single", [*PACKED, "--train.micro_batch_size_rows", "2"]),
+    "ddp-packed": ("ddp_cpu", [*PACKED, "--train.micro_batch_size_rows", "1"]),
+    "fsdp2": ("fsdp2_cpu", ["--train.micro_batch_size_rows", "3", "--eval.unshard", "never", "--eval.batch_size_rows", "3"]),
+    "fsdp2-packed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"]),
+    "resumed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", "1"]),
+}
+OF_EVALUATION = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "rewards/chosen")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    random = np.random.Generator(np.random.PCG64(0))
+    words = ["read", "write", "open", "close", "file", "path", "line", "text", "word", "count", "sort", "join"]
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in range(90):
+            texts = [" ".join(random.choice(words, int(random.integers(*most)))) for most in ((2, 11), (1, 6), (1, 6))]
+            pair = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+            pair["prompt"] = f"{row} {pair['prompt']} "
+            file.write(json.dumps(pair) + "\n")
+    run_on_ranks(build_models, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
+    return folder
+
+
+def flags_of(folder: Path, family: str = "gemma3") -> list[str]:
+    return [
+        "--model.name_or_path", str(folder / family), "--data.packing", "false", "--data.bucket_by_length", "false",
+        "--data.max_length_tokens", "96", "--preference.beta", "0.5", "--optim.schedule", "constant",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> dict[str, Any]:
+    runs: dict[str, dict[str, Any]] = {
+        name: {"preset": preset, "overrides": {}, "recipe": "dpo", "flags": [*flags_of(folder), *flags]}
+        for name, (preset, flags) in RUNS.items()
+    }
+    short = runs["resumed"] | {"flags": [*runs["resumed"]["flags"], "--train.max_steps", "3"]}
+    done = run_recipes(folder, runs | {"resumed": short})
+    before = (folder / "runs" / "resumed" / REFERENCE_FILE).stat().st_mtime_ns
+    return done | run_recipes(folder, {"resumed": runs["resumed"]}) | {"kept": before}
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("single", "resumed")])
+def test_a_curve_does_not_depend_on_how_pairs_are_cut(finished: dict[str, Any], name: str) -> None:
+    (lines, gradients), (expected, theirs) = finished[name], finished["single"]
+    check_curve(lines, expected)
+    check_gradients(gradients, theirs[0])
+    actual, wanted = figures(lines, "eval"), figures(expected, "eval")
+    for figure in OF_EVALUATION:
+        assert actual[figure] == pytest.approx(wanted[figure], rel=1e-4, abs=1e-5), figure
+
+
+def test_a_resume_is_bit_exact_and_takes_the_reference_from_the_run_folder(finished: dict[str, Any], folder: Path) -> None:
+    (resumed, _), (expected, _) = finished["resumed"], finished["fsdp2-packed"]
+    for kind, names in (("train", ("loss", "grad_norm")), ("eval", OF_EVALUATION)):
+        actual, wanted = figures(resumed, kind), figures(expected, kind)
+        for name in names:
+            assert (
+                actual[name].tolist()[-3:] == wanted[name].tolist()[-3:]
+                if kind == "train"
+                else actual[name][-1] == wanted[name][-1]
+            )
+    assert (folder / "runs" / "resumed" / REFERENCE_FILE).stat().st_mtime_ns == finished["kept"]
+
+
+def test_the_first_step_begins_at_the_reference(finished: dict[str, Any]) -> None:
+    for name in RUNS:
+        losses = figures(finished[name][0], "train")["loss"]
+        assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and losses[-1] < losses[0]

@@ -1,0 +1,91 @@
+"""Rows of pairs: the shapes that people have, and what is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.refusals import refusal
+from toolkit.config.data import PreferenceDataConfig
+from toolkit.data.rows.columns import choose_preference_columns
+from toolkit.data.rows.example import Example, build_example, list_cells, read_examples
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "Why?"), ("assistant", "So."), ("assistant", "No."))
+)
+SYSTEM, AGAIN = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Again?"}
+
+
+def read(row: dict[str, Any], **settings: Any) -> Example | str:
+    columns = choose_preference_columns("rows.jsonl", list(row), PreferenceDataConfig(files="rows.jsonl", **settings))
+    return build_example(row, columns, "rows.jsonl, row 1")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "Why? ", "chosen": "So.", "rejected": "No."}, ("Why? ", "So.", "No.")),
+        ({"chosen": "The sky is blue.", "rejected": "The sky is black."}, ("The sky is", " blue.", " black.")),
+        (
+            {"chosen": "\n\nHuman: Why?\n\nAssistant: So it is.", "rejected": "\n\nHuman: Why?\n\nAssistant: So not."},
+            ("\n\nHuman: Why?\n\nAssistant:", " So it is.", " So not."),
+        ),
+    ],
+)
+def test_texts_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any], expected: tuple[str, ...]) -> None:
+    example = read(row)
+    assert isinstance(example, Example)
+    assert (example.prompt, example.completion, example.rejected) == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "Why?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # UltraFeedback's
+        {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": "So.", "rejected": "No."},
+    ],
+)
+def test_messages_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any]) -> None:
+    example = read(row)
+    assert isinstance(example, Example)
+    assert (example.messages, example.rejected, example.first_trained) == ([USER, GOOD], [USER, BAD], 1)
+    cells = dict(zip(("prompt", "completion", "rejected", "text", "messages", "tools"), list_cells(example), strict=False))
+    others = {"first_trained": [1], "weight_0": [[]], "lead_text": [""]}
+    assert read_examples({name: [cell] for name, cell in cells.items()} | others) == [example]
+
+
+def test_earlier_turns_a_system_turn_and_tools_are_the_prompt() -> None:
+    turns = [USER, GOOD, AGAIN]
+    example = read({"chosen": [*turns, GOOD], "rejected": [*turns, BAD], "system": "Be brief.", "tools": [{"name": "look"}]})
+    assert isinstance(example, Example)
+    assert example.rejected == [SYSTEM, *turns, BAD] and example.tools == [{"name": "look"}]
+    assert example.trained_turns == [4]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "Why?", "chosen": "So.", "rejected": "So."}, "with two equal answers"),
+        ({"prompt": "Why?", "chosen": "So.", "rejected": " "}, "with an empty rejected"),
+        ({"chosen": "So.", "rejected": "So."}, "with two equal answers"),
+        ({"chosen": "So.", "rejected": "No."}, "whose answers begin differently, so that they have no prompt"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "with two equal answers"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "with an empty rejected"),
+        ({"chosen": [USER, GOOD], "rejected": [AGAIN, BAD]}, "whose chosen and rejected have different prompts"),
+        (
+            {"prompt": "Again?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "with a prompt that is not that of chosen and rejected",
+        ),
+    ],
+)
+def test_rows_without_a_preference_are_left_out(row: dict[str, Any], reason: str) -> None:
+    assert read(row) == reason
+
+
+def test_a_weight_in_an_answer_is_refused() -> None:
+    row = {"chosen": [USER, GOOD | {"weight": 0}, AGAIN, GOOD], "rejected": [USER, BAD]}
+    assert refusal(read, row).startswith("rows.jsonl, row 1: a turn of an answer has weight 0")
