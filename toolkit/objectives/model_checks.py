@@ -148,12 +148,17 @@ def check_loss(sharded: ShardedModel, objective: Objective, collator: Collator, 
         UserError: it is not two scalars on the device, a mean, not 0 of a dummy, or does not take `label_smoothing`.
     """
     what, device = f"the loss of objective {objective.name}", sharded.accelerator.device
-    with torch.compiler.set_stance("force_eager"), random_state_kept(), evaluation_model(sharded, "never") as (model, _):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        no_float8(sharded.unwrapped),
+        random_state_kept(),
+        evaluation_model(sharded, "never") as (model, _),
+    ):
 
         def loss(num_rows: int = 1, smoothing: float = 0.0, *, is_dummy: bool = False) -> float:
             batch = _on_device(sharded, collator.collate([[row]] * num_rows, is_dummy=is_dummy))
             sums = objective.loss(model, batch, smoothing)
-            pair = [each for each in sums if isinstance(each, torch.Tensor)] if isinstance(sums, tuple) else []
+            pair = [each for each in sums if isinstance(each, torch.Tensor)] if isinstance(sums, (tuple, list)) else []
             shapes = [(), () if objective.num_second_sums == 1 else (objective.num_second_sums,)]
             if [(each.shape, each.device.type) for each in pair] != [(shape, device.type) for shape in shapes]:
                 raise UserError(f"{what} is not two scalar tensors on {device}: return the sum over labels, and a second sum")
