@@ -145,6 +145,11 @@ class Objective:
         float, or a list of `num_second_sums`."""
         return {"loss": loss_sum / num_labels}
 
+    def name_metrics(self) -> list[str]:
+        """The names of `metrics`."""
+        num = self.num_second_sums
+        return [*self.metrics(1.0, 1.0 if num == 1 else [1.0] * num, 1.0, 1.0)]
+
     # --- Checks.
 
     def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:

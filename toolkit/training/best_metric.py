@@ -79,7 +79,7 @@ def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
         UserError: no row has a prompt to generate a text for, or a metric fails or lacks that figure; on every rank.
     """
     of_set, metric = split_metric(config.best_metric, data.set_names)
-    of_loss = (*data.objective.metrics(1.0, 1.0, 1.0, 1.0),)
+    of_loss = data.objective.name_metrics()
 
     def check(figures: Collection[str]) -> None:
         if of_set and of_set not in data.sets:

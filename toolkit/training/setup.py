@@ -63,8 +63,9 @@ def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> R
     # Of the config alone.
     check_trackers(config.tracking)
     check_hooks(config, hooks, objective)
-    of_loss = (*objective.metrics(1.0, 1.0, 1.0, 1.0),)
-    check_metric(config.eval, [*map(metric_name, config.eval.metrics), *hooks.metrics], list_sets(config.data), of_loss)
+    check_metric(
+        config.eval, [*map(metric_name, config.eval.metrics), *hooks.metrics], list_sets(config.data), objective.name_metrics()
+    )
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
     given = {
