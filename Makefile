@@ -13,7 +13,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container test-transformers4 $(TRACKERS:%=test-%) $(READERS:%=test-%) soak support bench bench-growth gpu gpu-small check docs clean
+.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container test-transformers4 $(TRACKERS:%=test-%) $(READERS:%=test-%) soak support families bench bench-growth gpu gpu-small check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -80,6 +80,11 @@ soak: $(VENV)/.installed-test
 # Every cell of docs/support.md, which this writes: families in full, with LoRA, in 4 bits, packed or not. 20 minutes; not in CI.
 support: $(VENV)/.installed-test
 	$(BIN)/python -m tests.families.table
+
+# Every kind that transformers maps to a causal model or an encoder-decoder, in full, packed and with LoRA, on one process: the last
+# table of docs/support.md. Hours on two cores; KINDS="bloom mamba" for some. Not in CI.
+families: $(VENV)/.installed-test
+	$(BIN)/python -m tests.families.survey $(KINDS)
 
 # Ours beside the peers: one table in benchmarks/results/. Nothing else may run on the machine. Not in CI.
 bench: $(VENV)/.installed-bench

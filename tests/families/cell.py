@@ -31,7 +31,7 @@ def run_cell(family: str, recipe: str, settings: dict[str, Any], folder: Path, k
     from toolkit.training import finetune
     from toolkit.training.run import leave
 
-    is_first, run = os.environ["RANK"] == "0", folder / "runs" / settings["run.name"]
+    is_first, run = os.environ.get("RANK", "0") == "0", folder / "runs" / settings["run.name"]
     with exit_on_user_error():
         start_logging()
         config = toolkit.load_config(recipe, overrides=settings)

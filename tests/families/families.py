@@ -58,10 +58,14 @@ def save_model(family: str, folder: Path) -> None:
         if parameter.requires_grad and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
     model.save_pretrained(folder)
+    save_tokenizer(family, folder, has_start=sizes.get("pad_token_id") == 1)
+
+
+def save_tokenizer(family: str, folder: Path, *, has_start: bool) -> None:
+    """Of these words. BART's kin have a token before a text."""
     if family in LANGUAGES:
         save_translation_tokenizer(family, WORDS, folder)
     else:
-        has_start = sizes.get("pad_token_id") == 1  # BART's kin
         _build_tokenizer(("<s>", "<pad>", "</s>") if has_start else ("<pad>", "</s>")).save_pretrained(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.families.families import CAUSAL, ENCODER_DECODERS, EXPERTS
+from tests.families.kinds import OTHERS
 
 PACKED = "-packed"
 YES, REFUSED = "yes", "refused: "
@@ -45,6 +46,9 @@ COLUMNS = {
     "nf4-packed": "4-bit, packed",
 }  # fmt: skip
 """Heads of the columns, by cell."""
+SURVEY_COLUMNS = ("full", "full-packed", "lora")
+"""Of the survey."""
+FAILS = "FAILS: "
 GROUPS = {"Encoder-decoders": ENCODER_DECODERS, "Causal models": CAUSAL, "Mixtures of experts": EXPERTS}
 HEADER = """# Which families are supported
 
@@ -65,10 +69,21 @@ in NF4 codes (`adapter.base_dtype: nf4`), compared with a plain model of the cod
 quantized here (`adapter.experts`: [adapters on experts](configuration.md#adapters-on-a-mixture-of-experts)).
 **packed** puts several rows into one sequence (`data.packing: true`).
 """
-NOTES = """LED trains, in full or with an adapter, with `model.freeze: ['.*_global.*']`, as no text uses its global attention.
+NOTES = """LED's global attention, which no text uses, is frozen and gets no adapter, as all that a text's loss does not reach.
 ProphetNet needs `disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend
 on the padding.
 [Guarantees](guarantees.md) names more families, and what else is proven.
+"""
+
+
+SURVEY_HEADER = """## Every kind of transformers
+
+`make families` tries the kinds (`model_type`) that transformers maps to a causal model or an encoder-decoder, on one process,
+with the same checks as above: a tiny model by rule (`tests/families/kinds.py`), which plain transformers must run first.
+{num_tried} of {num_kinds} have run here, with {versions}: {num_trained} of them train in full. Those that have not are
+{untried}.
+"""
+OTHERS_HEADER = """Not for text rows, and so not here: {others}.
 """
 
 
@@ -77,8 +92,8 @@ def is_known(outcome: str) -> bool:
     return outcome == YES or outcome.removeprefix(REFUSED) in REASONS
 
 
-def render(results: dict[str, Any]) -> str:
-    """The page in Markdown, from what `table.py` records."""
+def render(results: dict[str, Any], survey: dict[str, Any]) -> str:
+    """The page in Markdown, from what `table.py` and `survey.py` record."""
     cells, versions = results["cells"], results["versions"]
     outcomes = [outcome for of_family in cells.values() for outcome in of_family.values()]
     num_yes = outcomes.count(YES)
@@ -100,7 +115,30 @@ def render(results: dict[str, Any]) -> str:
     parts.append(NOTES)
     reasons = [f"| {name} | {outcomes.count(REFUSED + name)} | {meaning} |\n" for name, (_, meaning) in REASONS.items()]
     parts.append("## Reasons\n\n| refused | cells | because |\n| --- | --- | --- |\n" + "".join(reasons))
-    return "\n".join(parts)
+    return "\n".join([*parts, *_render_survey(survey)])
+
+
+def _render_survey(survey: dict[str, Any]) -> list[str]:
+    found, possible = survey["kinds"], survey["possible"]
+    by_reason: dict[str, list[str]] = {}
+    for kind, reason in OTHERS.items():
+        by_reason.setdefault(reason, []).append(kind)
+    header = SURVEY_HEADER.format(
+        num_tried=len(found),
+        num_kinds=len(possible),
+        versions=f"transformers {survey['versions']['transformers']}",
+        num_trained=sum(cells.get("full") == YES for cells in found.values()),
+        untried=", ".join(kind for kind in possible if kind not in found) or "none",
+    )
+    rows = [["kind", *(COLUMNS[column] for column in SURVEY_COLUMNS)], ["---"] * (1 + len(SURVEY_COLUMNS))]
+    for kind, cells in found.items():
+        missing = cells.get("plain", "-")
+        rows.append(
+            [kind, *(cells.get(column, missing).replace(FAILS, "fails: ").replace("|", "/") for column in SURVEY_COLUMNS)]
+        )
+    others = "; ".join(f"{reason} ({', '.join(kinds)})" for reason, kinds in by_reason.items())
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return [header, table, OTHERS_HEADER.format(others=others)]
 
 
 def _shown(outcome: str) -> str:

@@ -30,12 +30,13 @@ from tests.families.families import (
     save_model,
 )
 from tests.families.page import PACKED, REASONS, REFUSED, YES, is_known, render
-from tests.support.launch import REPOSITORY, run_on_ranks, start_on_ranks
+from tests.support.launch import REPOSITORY, TIMEOUT_S, run_on_ranks, start_on_ranks
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.translation_tokenizers import LANGUAGES
 from tests.support.workbench import FP32
 
 RESULTS = REPOSITORY / "tests" / "families" / "results.json"
+SURVEY = REPOSITORY / "tests" / "families" / "survey.json"
 PAGE = REPOSITORY / "docs" / "support.md"
 LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 4, "adapter.alpha": 8}
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "nf4": LORA | {"adapter.base_dtype": "nf4"}}
@@ -52,7 +53,7 @@ def cells_of(family: str) -> list[str]:
 
 def main() -> None:
     families = sys.argv[1:] or list(TITLES)
-    versions = {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
+    versions = library_versions()
     found: dict[str, dict[str, str]] = {}
     if families != list(TITLES):  # the rest stays as it was found
         before = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -71,10 +72,20 @@ def main() -> None:
                 "cells": {family: found[family] for family in TITLES if family in found},
             }
             RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(render(results), encoding="utf-8")
+    write_page()
     num_failed = sum(not is_known(outcome) for cells in found.values() for outcome in cells.values())
     print(f"{sum(map(len, found.values()))} cells, of which {num_failed} fail; {time.monotonic() - start:.0f} s")
     sys.exit(1 if num_failed else 0)
+
+
+def write_page() -> None:
+    """Of both tables."""
+    results, survey = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SURVEY))
+    PAGE.write_text(render(results, survey), encoding="utf-8")
+
+
+def library_versions() -> dict[str, str]:
+    return {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
 
 
 def run_family(family: str, cells: list[str] | None = None) -> dict[str, str]:
@@ -86,26 +97,35 @@ def run_family(family: str, cells: list[str] | None = None) -> dict[str, str]:
         run_on_ranks(prepare, preset="single", overrides=FP32, args=(folder, family))
         for cell in cells:
             start = time.monotonic()
-            outcomes[cell] = launch_cell(folder, family, cell)
+            outcomes[cell] = launch_cell(folder, family, cell, is_causal=family not in ENCODER_DECODERS)
             print(f"{family} {cell}: {outcomes[cell]} ({time.monotonic() - start:.1f} s)", flush=True)
     return outcomes
 
 
 def prepare(folder: Path, family: str) -> None:
     """Write the model and the rows."""
-    rows = make_rows(NUM_ROWS, seed=1)
-    if family not in ENCODER_DECODERS:
-        rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows]
-    save_jsonl(folder / "rows.jsonl", rows)
+    save_rows(folder, is_causal=family not in ENCODER_DECODERS)
     save_model(family, folder / "model")
 
 
-def launch_cell(folder: Path, family: str, cell: str) -> str:
-    """The outcome of one cell, on two ranks."""
-    recipe = "t5" if family in ENCODER_DECODERS else "llm"
-    args = (family, recipe, settings_of(folder, family, cell), folder, cell.removesuffix(PACKED))
-    with start_on_ranks(run_cell, preset="fsdp2_cpu", overrides=FP32, args=args) as running:
-        ended = running.wait()
+def save_rows(folder: Path, *, is_causal: bool) -> None:
+    rows = make_rows(NUM_ROWS, seed=1)
+    if is_causal:
+        rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows]
+    save_jsonl(folder / "rows.jsonl", rows)
+
+
+def launch_cell(
+    folder: Path, family: str, cell: str, *, is_causal: bool, preset: str = "fsdp2_cpu", timeout_s: float = TIMEOUT_S
+) -> str:
+    """The outcome of one cell, on two ranks, or on one for the preset `single`."""
+    settings = settings_of(folder, family, cell, is_causal=is_causal)
+    args = (family, "llm" if is_causal else "t5", settings, folder, cell.removesuffix(PACKED))
+    with start_on_ranks(run_cell, preset=preset, overrides=FP32, args=args) as running:
+        try:
+            ended = running.wait(timeout_s)
+        except AssertionError as error:
+            return f"FAILS: {error}"
         refusals = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
         if set(ended.returncodes) == {2} and refusals:
             reasons = [reason for reason, (words, _) in REASONS.items() if words in refusals[0]]
@@ -117,7 +137,7 @@ def launch_cell(folder: Path, family: str, cell: str) -> str:
     return f"FAILS: {wrong}" if wrong else YES
 
 
-def settings_of(folder: Path, family: str, cell: str) -> dict[str, Any]:
+def settings_of(folder: Path, family: str, cell: str, *, is_causal: bool) -> dict[str, Any]:
     """Of the run YAML, by their dotted keys."""
     kind = cell.removesuffix(PACKED)
     settings: dict[str, Any] = {
@@ -145,7 +165,7 @@ def settings_of(folder: Path, family: str, cell: str) -> dict[str, Any]:
         **KINDS[kind],
         **SETTINGS.get(family, {}),
     }
-    if family not in ENCODER_DECODERS:
+    if is_causal:
         settings |= {"data.packing": cell.endswith(PACKED), "data.max_length_tokens": 96}
     elif cell.endswith(PACKED):
         settings["data.packing"] = True

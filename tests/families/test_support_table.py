@@ -9,7 +9,8 @@ import pytest
 
 from tests.families.families import TITLES
 from tests.families.page import COLUMNS, GROUPS, REFUSED, is_known, render
-from tests.families.table import PAGE, RESULTS, cells_of, run_family
+from tests.families.survey import survey
+from tests.families.table import PAGE, RESULTS, SURVEY, cells_of, run_family
 
 CHOSEN: dict[str, list[str]] = {
     "bart": ["full", "full-packed"],
@@ -21,6 +22,10 @@ CHOSEN: dict[str, list[str]] = {
 """Cells by family: of each column and each group, and some that are refused."""
 
 
+SURVEYED = ("ernie4_5",)
+"""A kind of the survey that the first table does not have."""
+
+
 def recorded() -> dict[str, Any]:
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return results
@@ -30,6 +35,11 @@ def recorded() -> dict[str, Any]:
 def test_cells_come_out_as_recorded(family: str) -> None:
     cells = recorded()["cells"][family]
     assert run_family(family, CHOSEN[family]) == {cell: cells[cell] for cell in CHOSEN[family]}
+
+
+@pytest.mark.parametrize("kind", SURVEYED)
+def test_kinds_of_the_survey_come_out_as_recorded(kind: str) -> None:
+    assert survey(kind) == json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"][kind]
 
 
 def test_the_chosen_cells_are_of_every_column_and_group() -> None:
@@ -47,7 +57,7 @@ def test_the_page_has_every_family_and_no_silent_cell() -> None:
     }
     unknown = [outcome for cells in results["cells"].values() for outcome in cells.values() if not is_known(outcome)]
     assert not unknown and "FAILS" not in page
-    assert page == render(results)
+    assert page == render(results, json.loads(SURVEY.read_text(encoding="utf-8")))
     for title in TITLES.values():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
         cells = [cell.strip() for cell in row.strip("|").split("|")[1:]]

@@ -5,6 +5,7 @@ transformers 5 reads the same with them; what it would read otherwise is not wri
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -40,7 +41,10 @@ def spell_config(folder: Path, model: PreTrainedModel) -> list[str]:
         part |= own or {}
     before = _ropes(type(config).from_pretrained(folder))
     path.write_text(json.dumps(spelled), encoding="utf-8")
-    if _ropes(type(config).from_pretrained(folder)) == before and None not in old:
+    is_same = False
+    with contextlib.suppress(KeyError, ValueError):  # Gemma 4's config refuses what it makes of an old spelling
+        is_same = _ropes(type(config).from_pretrained(folder)) == before
+    if is_same and None not in old:
         settings = spelled
     else:
         remarks.append("Its rope_parameters have no older spelling: transformers 4, and tools that read as it does, miss them.")

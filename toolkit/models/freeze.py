@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from toolkit.config.schema import TrainedDtype
 from toolkit.errors import UserError
+from toolkit.models.patches.experts import experts_by_token
 from toolkit.models.quantized import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FEW_TOKENS, MANY_TOKENS = 8, 256
+"""The second is enough for the compressed blocks of sparse attention, of up to 128 tokens."""
 
 
 def aliases(model: nn.Module) -> dict[int, list[str]]:
@@ -29,6 +39,41 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         model.get_parameter(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"model.freeze {patterns} freezes every parameter: leave something to train")
+
+
+def find_unreached(model: PreTrainedModel) -> list[str]:
+    """The parameters that a text's loss never reaches by the code of the model: indexers of sparse attention, LED's global
+    attention, towers for images. Found by a forward and a backward on the meta device; empty where these fail.
+
+    Args:
+        model: on the meta device, without an adapter, nothing frozen.
+    """
+    found = _unreached_by(model, FEW_TOKENS)  # few are fast where a layer computes token after token
+    return [name for name in _unreached_by(model, MANY_TOKENS) if name in found] if found else []
+
+
+def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or num_tokens
+    tokens_BT = torch.zeros(1, min(limit, num_tokens), dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT} if model.config.is_encoder_decoder else {})
+    found: list[str] = []
+    was_training = model.training
+    model.eval()  # without a layer that is dropped at random
+    with contextlib.suppress(Exception), experts_by_token(model), _NothingIsMarked():
+        model(**inputs, use_cache=False).logits.sum().backward()
+        found = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    model.zero_grad()
+    model.train(was_training)
+    return found
+
+
+class _NothingIsMarked(TorchFunctionMode):
+    """Context in which a flag that is read from the meta device is false: no token is an image, or attends globally."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].is_meta and args[0].dtype is torch.bool:
+            return False
+        return function(*args, **(kwargs or {}))
 
 
 def find_frozen(model: nn.Module, patterns: list[str]) -> set[str]:

@@ -45,7 +45,7 @@ class RunContext:
     resume_from: Checkpoint | None
     """This run's checkpoint to resume from."""
     init_from: Path | None
-    """Another run's weights to start from; None if they are not needed."""
+    """Another run's weights to start from; None if a checkpoint has them."""
     metrics: tuple[TextMetric, ...]
     """`eval.metrics`, loaded, and the user's functions."""
     objective: Objective
@@ -94,9 +94,7 @@ def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> R
         del settings["data.packing"]
     enter_phase("choosing the checkpoint", counts_cpu=True)
     resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings, type(config))
-    # A checkpoint lacks frozen weights: with `model.freeze`, they come from `init_from` on a resume too.
-    needs_start = resume_from is None or bool(config.model.freeze)
-    init_from = find_weights(config.model.init_from) if config.model.init_from and needs_start else None
+    init_from = find_weights(config.model.init_from) if config.model.init_from and resume_from is None else None
     return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, objective, hooks)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
+from tests.families.kinds import tiny_config
 from tests.support.model_folders import GROUPED, SLIDING, T5_SIZES, _build_tokenizer
 from toolkit.export.old_spelling import spell_config, spell_tokenizer
 
@@ -78,6 +79,14 @@ def test_a_config_says_both_and_version_5_reads_the_same(tmp_path: Path, name: s
     inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False} | ({"decoder_input_ids": ids_BT} if is_t5 else {})
     with torch.no_grad():
         assert torch.equal(model_class.from_pretrained(tmp_path).eval()(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_config_that_refuses_its_old_spelling_keeps_its_own(tmp_path: Path) -> None:
+    """Gemma 4's full attention has proportional positions."""
+    model: Any = hf.AutoModelForCausalLM.from_config(tiny_config("gemma4_text"))
+    model.save_pretrained(tmp_path)
+    assert any(remark.startswith(NO_SPELLING) for remark in spell_config(tmp_path, model))
+    assert hf.AutoConfig.from_pretrained(tmp_path).rope_parameters == model.config.rope_parameters
 
 
 def test_a_tokenizer_has_the_names_of_version_4(tmp_path: Path) -> None:

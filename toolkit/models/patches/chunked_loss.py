@@ -90,6 +90,8 @@ class Inside:
     """transformers' own."""
     heads: dict[str, nn.Module]
     """As `find_head` found them before they were wrapped."""
+    takes_all: bool
+    """As `holds_all_logits` found it before."""
     max_logits: int | None
 
 
@@ -103,7 +105,7 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
     """
     if not hasattr(model, "config"):
         return
-    forward, heads = model.forward, find_head(model)
+    forward, heads, takes_all = model.forward, find_head(model), holds_all_logits(model)
     for head in heads.values():
         head.forward = functools.partial(_forward_or_within, head.forward)
 
@@ -111,7 +113,7 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
     def forward_or_inside(*args: Any, inside: Callable[..., Any] | None = None, **inputs: Any) -> Any:
         if inside is None:
             return forward(*args, **inputs)
-        return inside(Inside(model, forward, heads, max_logits), **inputs)
+        return inside(Inside(model, forward, heads, takes_all, max_logits), **inputs)
 
     if has_own_forward(model):  # it may hand down unnamed what `generate` makes only for a name, as positions; it gets all logits
         theirs: Any = next(cls for cls in type(model).__mro__ if _is_theirs(vars(cls).get("forward")))
@@ -123,11 +125,30 @@ def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
 
 def holds_all_logits(model: Any) -> bool:
     """Whether the loss is computed from all logits of a micro-batch: see `NO_CHUNKS`. True of a model that is not from
-    transformers, of one with a forward of the user's, of one whose head predicts no tokens, and of one whose backbone is not
-    where its class says (Llama 4 of text alone)."""
+    transformers, of one with a forward of the user's, of one whose head predicts no tokens, of one whose backbone is not where
+    its class says (Llama 4 of text alone), and of one whose forward reads more than hidden states."""
     is_listed = not hasattr(model, "config") or model.config.model_type in NO_CHUNKS
     is_listed = is_listed or not any(hasattr(model, name) for name in (model.base_model_prefix, "encoder"))
-    return is_listed or has_own_forward(model) or model.get_output_embeddings() is None
+    return is_listed or has_own_forward(model) or model.get_output_embeddings() is None or not _makes_logits(model)
+
+
+@torch.no_grad()
+def _makes_logits(model: PreTrainedModel) -> bool:
+    """Whether the model's forward runs around hidden states alone: tried on two of them, without its weights. The model may be on
+    the meta device, or sharded."""
+    heads = _own_heads(model)
+    widths = [getattr(head, "weight", torch.empty(0)).shape for head in heads.values()]
+    if not widths or len(widths[0]) != 2:  # a head inside another module
+        return True
+    without_weights = {"forward": lambda states_BTD: states_BTD @ states_BTD.new_zeros(*widths[0][::-1])}
+    stand_ins = {name: _StandIn(head, without_weights) for name, head in heads.items()}
+    try:
+        _logits(model, stand_ins, torch.zeros(2, widths[0][1]))
+    except (AttributeError, TypeError):
+        return False
+    except RuntimeError:  # a part on another device
+        pass
+    return True
 
 
 def has_own_forward(model: Any) -> bool:
@@ -151,7 +172,11 @@ def called_once(model: Any) -> list[nn.Module]:
 def find_head(model: Any) -> dict[str, nn.Module]:
     """The output head by its name, if the loss calls it once too: all chunks are computed within one call, so it may be a shard
     unit. Empty where the chunks call a module around it (BERT's), or the loss takes all logits."""
-    head: Any = None if holds_all_logits(model) else model.get_output_embeddings()
+    return {} if holds_all_logits(model) else _own_heads(model)
+
+
+def _own_heads(model: Any) -> dict[str, nn.Module]:
+    head = model.get_output_embeddings()
     return {name: child for name, child in model.named_children() if child is head}
 
 
@@ -167,10 +192,11 @@ def _of_labels(
         inputs: the forward's arguments; tensors of shape (B, T), and (B, S) for an encoder.
     """
     model, heads, max_logits = within.model, within.heads, within.max_logits or MAX_LOGITS_AT_ONCE
-    if not heads and holds_all_logits(model):
+    if within.takes_all:
         states_BTX, logits = within.forward(**inputs).logits, lambda logits_nV: logits_nV
     else:
-        states_BTX, logits = _hidden_states(model, **inputs), functools.partial(_logits, model, heads)
+        own = {name: _StandIn(head) for name, head in heads.items()}
+        states_BTX, logits = _hidden_states(model, **inputs), functools.partial(_logits, model, own)
     # The collator computes the positions: indexing by a mask would be a host sync.
     states_NX = states_BTX.flatten(0, -2).index_select(0, label_positions)
     vocab_size = model.config.get_text_config().vocab_size
@@ -201,15 +227,19 @@ def _hidden_states(model: Any, **inputs: Any) -> torch.Tensor:
     return model.decoder(encoder_attention_mask=padding_mask_BS, **decoder_inputs)[0]
 
 
-def _logits(model: PreTrainedModel, heads: dict[str, nn.Module], hidden_nD: torch.Tensor) -> torch.Tensor:
+def _logits(model: PreTrainedModel, heads: Mapping[str, _StandIn], hidden_nD: torch.Tensor) -> torch.Tensor:
     """The model's own logits (n, V) for hidden states (n, D): its class's forward around stacks that return these.
 
     Models scale, shift or cap their logits differently (Gemma 2 by tanh, Cohere and T5 by a factor, BART by a bias), so their
     own code must run.
     """
     stacks = ("encoder", "decoder") if _backbone(model) is None else (model.base_model_prefix,)
-    stand_ins = dict.fromkeys(stacks, _Outputs(hidden_nD[None])) | {name: _StandIn(head) for name, head in heads.items()}
-    return type(model).forward(_StandIn(model, stand_ins), input_ids=None, use_cache=False).logits[0]
+    stand_ins: dict[str, Any] = {name: _Outputs(hidden_nD[None], getattr(model, name)) for name in stacks}
+    forward = type(model).forward
+    # Gemma 4's reads the shape of its input.
+    name = "inputs_embeds" if "inputs_embeds" in inspect.signature(forward).parameters else "input_ids"
+    states: Any = {name: hidden_nD[None] if name == "inputs_embeds" else None}
+    return forward(_StandIn(model, {**stand_ins, **heads}), **states, use_cache=False).logits[0]
 
 
 class _StandIn:
@@ -222,14 +252,15 @@ class _StandIn:
         return self._replaced[name] if name in self._replaced else getattr(self._module, name)
 
     def __call__(self, *args: Any) -> Any:
-        return self._module.forward(*args)
+        return self.forward(*args)
 
 
 class _Outputs:
-    """Stands in for a stack and for its outputs, of whatever class: hidden states, and nothing else that a forward passes on."""
+    """Stands in for a stack and for its outputs, of whatever class: hidden states and numbers of the stack, but nothing else that
+    a forward passes on."""
 
-    def __init__(self, hidden_BTD: torch.Tensor) -> None:
-        self.last_hidden_state = hidden_BTD
+    def __init__(self, hidden_BTD: torch.Tensor, stack: Any) -> None:
+        self.last_hidden_state, self._stack = hidden_BTD, stack
 
     def __getitem__(self, place: int) -> torch.Tensor:
         return (self.last_hidden_state,)[place]
@@ -237,5 +268,8 @@ class _Outputs:
     def __call__(self, *args: Any, **inputs: Any) -> _Outputs:
         return self
 
-    def __getattr__(self, name: str) -> _Outputs | None:
-        return self if name == "decoder" else None  # OPT's forward calls the stack inside its backbone
+    def __getattr__(self, name: str) -> Any:
+        if name == "decoder":  # OPT's forward calls the stack inside its backbone
+            return self
+        value = getattr(self._stack, name, None)  # Falcon-H1's scales logits by a number of its backbone
+        return value if type(value) in (int, float) else None

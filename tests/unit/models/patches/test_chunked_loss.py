@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from tests.families.kinds import tiny_config
 from tests.support import seq2seq_families
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.tiny_models import LENGTHS, VOCAB_SIZE, build_causal, build_rows, one_process, take_gradients
@@ -63,6 +64,35 @@ def test_a_backbone_that_is_not_where_the_class_says_leaves_the_loss(family: str
         model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(vocab_size=VOCAB_SIZE, **LLAMA4)).eval()
     rows = build_rows()
     expected = loss_of_whole_logits(model, rows)
+    chunked_loss.install(model)
+    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "falcon_h1"])
+def test_a_forward_that_reads_more_than_hidden_states_gets_it(kind: str) -> None:
+    """Gemma 4's reads the shape of its input, Falcon-H1's a number of its backbone."""
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    rows = build_rows()
+    expected = loss_of_whole_logits(model, rows)
+    assert not chunked_loss.holds_all_logits(model)
+    chunked_loss.install(model)
+    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+def test_a_forward_that_reads_what_its_backbone_makes_beside_takes_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, theirs = build_causal("llama"), transformers.LlamaForCausalLM.forward
+    rows = build_rows()
+    expected = loss_of_whole_logits(model, rows)
+
+    def forward(self: Any, input_ids: Any = None, **inputs: Any) -> Any:
+        assert len(self.model.layers)
+        return theirs(self, input_ids=input_ids, **inputs)
+
+    forward.__module__ = theirs.__module__
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    assert chunked_loss.holds_all_logits(model)
     chunked_loss.install(model)
     loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)

@@ -1,0 +1,159 @@
+"""Tiny models of every kind that transformers maps to a causal model or an encoder-decoder, their configs shrunk by rule."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from tests.families.families import WEIGHT_SIZE, save_tokenizer
+from tests.support.seq2seq_families import IN_PROCESS
+
+SIZES: dict[str, Any] = {
+    # Widths; 8 a head.
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "model_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "mlp_dim"), 48),
+    **dict.fromkeys(("head_dim", "d_kv", "v_head_dim", "attention_head_dim", "global_head_dim", "swa_head_dim"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hidden_size_per_layer_input"), 8),
+    # Numbers.
+    **dict.fromkeys(
+        (
+            "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",
+            "num_decoder_layers",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
+            "num_encoder_attention_heads", "num_decoder_attention_heads", "linear_num_value_heads", "index_n_heads",
+        ),
+        4,
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "linear_num_key_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    # Recurrent layers.
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "state_size", "ssm_state_size", "mamba_d_state"), 8),
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "lru_width": 64, "mamba_n_groups": 1,
+    "n_groups": 1,
+    # Positions and tokens.
+    **dict.fromkeys(("sliding_window", "attention_window", "local_attention_window", "attention_window_size"), 8),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_encoder_position_embeddings",
+            "max_decoder_position_embeddings",
+        ),
+        128,
+    ),
+    **dict.fromkeys(
+        ("vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size", "vocab_size_per_layer_input"), 256
+    ),
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 0, "forced_eos_token_id": None,
+}  # fmt: skip
+"""What the rule sets, where a config has the name."""
+
+
+OTHERS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
+            "nemo_speechlm", "qwen2_audio", "qwen3_asr", "seamless_m4t", "seamless_m4t_v2", "vibevoice_asr", "voxtral",
+            "voxtral_realtime", "musicgen", "musicgen_melody", "phi4_multimodal", "whisper", "moshi", "speech_to_text_2",
+        ),
+        "speech or music",
+    ),
+    **dict.fromkeys(("git", "fuyu", "emu3", "trocr", "t5gemma2", "pix2struct_text_model", "gemma3n"), "images"),
+    **dict.fromkeys(
+        (
+            "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+            "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod", "reformer",
+            "xlm", "xlnet",
+        ),
+        "tokens that see later ones",
+    ),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for another model's cache"),
+}  # fmt: skip
+"""Kinds that are not in the table, with what they are for."""
+MORE: dict[str, tuple[dict[str, Any], str]] = {
+    **{kind: ({"bos_token_id": 2}, "takes no None") for kind in ("cwm", "mllama", "modernbert-decoder")},
+    "bamba": ({"attn_layer_indices": [1]}, "names its attention layers by their places"),
+    "blt": ({"encoder_hash_byte_group_vocab": 64}, "its tables of byte groups have half a million rows"),
+    "falcon": ({"head_dim": None}, "computes it"),
+    "falcon_h1": ({"mamba_d_ssm": 128}, "heads times their size is the width of the state"),
+    "gemma3n_text": ({"num_kv_shared_layers": 0}, "shares keys between more layers than there are"),
+    "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "names its layers by pairs"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"]}, "has no attention unless told"),
+    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, "names its attention layers by a period"),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "has no types unless told"),
+    "mamba2": ({"num_heads": 8, "head_dim": 16}, "heads times their size is twice the width"),
+    "prophetnet": ({"num_hidden_layers": None, "disable_ngram_loss": True}, "has two kinds of layers, and a second loss"),
+    "recurrent_gemma": ({"num_hidden_layers": 3}, "its third layer has attention"),
+    "longcat_flash": ({"head_dim": 8}, "the size of rotary positions"),
+    "qwen4_exp_text": (
+        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4},
+        "has no sizes of its indexer",
+    ),
+    "xlstm": ({"v_head_dim": None, "head_dim": None, "qk_dim_factor": 1.0}, "computes them"),
+    "zamba": ({"layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "num_hidden_layers": 6}, "two layers share weights"),
+    "zamba2": ({"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "num_mem_blocks": 1}, "has 54 layers"),
+    "zaya": ({"num_experts_per_tok": 1}, "takes no other number"),
+}
+"""What the rule cannot know: the config's settings, None where `SIZES` must not be used, and why."""
+
+
+def kinds() -> dict[str, str]:
+    """The kinds by name, with their auto class."""
+    from transformers.models.auto import modeling_auto
+
+    causal = dict.fromkeys(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM")
+    return causal | dict.fromkeys(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM")
+
+
+def shrink(config_class: Any) -> dict[str, Any]:
+    """What a tiny config of the class is built with: `SIZES`, one layer of each type, also of its parts."""
+    default = config_class()
+    names = set(dir(default)) | set(default.to_dict())
+    sizes = {name: value for name, value in SIZES.items() if name in names}
+    if "kv_lora_rank" in names:  # latent attention: each query head has a key, and rotary positions have a head size of their own
+        sizes.pop("head_dim", None)
+        sizes |= {"num_key_value_heads": 4} if "num_key_value_heads" in sizes else {}
+    if (types := getattr(default, "layer_types", None)) and "layer_types" in inspect.signature(config_class).parameters:
+        types = list(dict.fromkeys(types))
+        sizes["layer_types"] = types if len(types) > 1 else types * 2
+        sizes["num_hidden_layers"] = len(sizes["layer_types"])
+    for name in getattr(config_class, "sub_configs", {}):
+        if (part := getattr(default, name, None)) is not None:
+            sizes[name] = shrink(type(part)) | {"model_type": part.model_type}
+    more, _ = MORE.get(config_class.model_type, ({}, ""))
+    return {name: value for name, value in (sizes | more).items() if value is not None or name not in more}
+
+
+def tiny_config(kind: str) -> Any:
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[kind]
+    if kind in IN_PROCESS:
+        named = {} if kind in ("encoder-decoder", "fsmt") else {"vocab_size": 256}
+        return config_class(**named | IN_PROCESS[kind])
+    start = {"decoder_start_token_id": 0} if kinds()[kind] == "AutoModelForSeq2SeqLM" else {}
+    return config_class(**start | shrink(config_class))
+
+
+def save_kind(kind: str, folder: Path) -> Any:
+    """Write a tiny random model of a kind and its tokenizer; the model, in fp32."""
+    import torch
+    import transformers
+
+    config = tiny_config(kind)
+    torch.manual_seed(0)
+    model = getattr(transformers, kinds()[kind]).from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
+    model.save_pretrained(folder)
+    save_tokenizer(kind, folder, has_start=getattr(config, "pad_token_id", 0) == 1)
+    return model

@@ -1,0 +1,77 @@
+"""Try every kind of causal model and encoder-decoder that transformers has, and write the second table of docs/support.md:
+`make families`, or for some kinds only `python -m tests.families.survey bloom mamba`. It exits with 1 if one fails or was better.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from tests.families.kinds import OTHERS, kinds, save_kind
+from tests.families.page import FAILS, SURVEY_COLUMNS, YES
+from tests.families.table import SURVEY, launch_cell, library_versions, save_rows, write_page
+from tests.support.launch import run_on_ranks
+from tests.support.workbench import FP32
+
+TIMEOUT_S = 240.0
+"""Of a cell."""
+
+
+def main() -> None:
+    possible = [kind for kind in kinds() if kind not in OTHERS]
+    chosen = sys.argv[1:] or possible
+    before = json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"]
+    found, start = {kind: before[kind] for kind in before if sys.argv[1:]}, time.monotonic()
+    run_on_ranks(int, preset="single", overrides=FP32)  # starts the server that ranks are forked from, before threads
+    with ThreadPoolExecutor(2) as pool:
+        running = {pool.submit(survey, kind): kind for kind in chosen}
+        for future in as_completed(running):
+            found[running[future]] = future.result()
+            in_order = {kind: found[kind] for kind in possible if kind in found}
+            results = {"versions": library_versions(), "possible": possible, "kinds": in_order}
+            SURVEY.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_page()
+    cells = [(kind, cell, outcome) for kind in chosen for cell, outcome in found[kind].items()]
+    failed = [f"{kind} {cell}" for kind, cell, outcome in cells if outcome.startswith(FAILS)]
+    worse = [f"{kind} {cell}" for kind, cell, outcome in cells if outcome != YES == before.get(kind, {}).get(cell)]
+    print(f"{len(chosen)} kinds, {time.monotonic() - start:.0f} s; fail: {failed}; were better: {worse}")
+    sys.exit(1 if failed or worse else 0)
+
+
+def survey(kind: str) -> dict[str, str]:
+    """The outcome of each cell of a kind; one alone, `plain`, if plain transformers does not run it."""
+    outcomes, is_causal = {}, kinds()[kind] == "AutoModelForCausalLM"
+    with tempfile.TemporaryDirectory(prefix="survey-") as scratch:
+        folder = Path(scratch)
+        try:
+            run_on_ranks(save_and_try, preset="single", overrides=FP32, args=(folder, kind), timeout_s=TIMEOUT_S)
+        except Exception as error:
+            print(f"{kind} plain: {error!r}", flush=True)
+            return {"plain": f"plain transformers: {type(error).__name__}: {error}".splitlines()[0][:200]}
+        for cell in [column for column in SURVEY_COLUMNS if is_causal or "packed" not in column]:
+            start = time.monotonic()
+            outcome = launch_cell(folder, kind, cell, preset="single", is_causal=is_causal, timeout_s=TIMEOUT_S)
+            print(f"{kind} {cell}: {outcome} ({time.monotonic() - start:.1f} s)", flush=True)
+            errors = re.findall(r"^\w*Error: .*", outcome, re.MULTILINE)  # of a traceback, the last says what it was
+            short = errors[-1] if errors else outcome.removeprefix(FAILS).removeprefix("error: ").splitlines()[0]
+            outcomes[cell] = f"{FAILS}{short[:200]}" if outcome.startswith(FAILS) else outcome
+    return outcomes
+
+
+def save_and_try(folder: Path, kind: str) -> None:
+    """Write the tiny model and the rows, and run plain transformers forward and backward."""
+    import torch
+
+    save_rows(folder, is_causal=kinds()[kind] == "AutoModelForCausalLM")
+    model = save_kind(kind, folder / "model")
+    tokens = torch.randint(3, 256, (2, 12))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What a loss does not reach is found without weights, and is what real weights get no gradient for."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+
+from tests.families.kinds import kinds, tiny_config
+from toolkit.models.freeze import find_unreached
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("led", "query_global"),
+        ("deepseek_v32", "indexer.wk"),
+        ("deepseek_v4", "indexer."),
+        ("glm_moe_dsa", "indexer.wk"),
+        ("hy_v4", "indexer.wk"),
+        ("gemma3", "vision_tower"),
+        ("llama", ""),
+        ("mamba", ""),
+        ("bart", ""),
+    ],
+)
+def test_unreached_parameters_are_those_without_a_gradient(kind: str, part: str) -> None:
+    auto, config = getattr(transformers, kinds()[kind]), tiny_config(kind)
+    with torch.device("meta"):
+        found = find_unreached(auto.from_config(config))
+    model = auto.from_config(config).eval()
+    tokens = torch.randint(3, 256, (1, 64 if kind == "led" else 128))
+    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
+    model(**inputs, use_cache=False).logits.sum().backward()
+    assert found == [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert any(part in name for name in found) if part else not found
+
+
+def test_a_forward_that_fails_without_weights_finds_nothing() -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(tiny_config("llama"))
+    with patch.object(type(model), "forward", side_effect=RuntimeError):
+        assert find_unreached(model) == []
