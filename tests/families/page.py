@@ -27,10 +27,6 @@ REASONS: dict[str, tuple[str, str]] = {
         "experts as separate modules",
         "experts are modules of their own, of which a rank runs only those that its tokens are routed to",
     ),
-    "layers without a gradient": (
-        "the loss does not reach them",
-        "`all-linear` takes layers that a text's loss does not reach: name the others",
-    ),
     "not loaded in slices": (
         "can only be loaded in full",
         "transformers computes a weight that is in no file, and weights are quantized while they are read in slices",
