@@ -15,12 +15,18 @@ from tests.support.small_run import check_curve, check_gradients, figures, run_r
 from toolkit.objectives.preference import REFERENCE_FILE
 
 PACKED = ["--data.packing", "true"]
+LORA = ["--adapter.method", "lora", "--adapter.rank", "4"]
+NF4 = [*LORA, "--adapter.base_dtype", "nf4"]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "single": ("single", ["--train.micro_batch_size_rows", "4"]),
     "single-packed": ("single", [*PACKED, "--train.micro_batch_size_rows", "2"]),
     "ddp-packed": ("ddp_cpu", [*PACKED, "--train.micro_batch_size_rows", "1"]),
     "fsdp2": ("fsdp2_cpu", ["--train.micro_batch_size_rows", "3", "--eval.unshard", "never", "--eval.batch_size_rows", "3"]),
     "fsdp2-packed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1"]),
+    "lora-single": ("single", [*LORA, "--train.micro_batch_size_rows", "3"]),
+    "lora-fsdp2-packed": ("fsdp2_cpu", [*LORA, *PACKED, "--train.micro_batch_size_rows", "2"]),
+    "nf4-single": ("single", [*NF4, "--train.micro_batch_size_rows", "3"]),
+    "nf4-fsdp2-packed": ("fsdp2_cpu", [*NF4, *PACKED, "--train.micro_batch_size_rows", "2"]),
     "resumed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", "1"]),
 }
 OF_EVALUATION = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "rewards/chosen")
@@ -60,9 +66,10 @@ def finished(folder: Path) -> dict[str, Any]:
     return done | run_recipes(folder, {"resumed": runs["resumed"]}) | {"kept": before}
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("single", "resumed")])
+@pytest.mark.parametrize("name", [name for name in RUNS if name.split("-")[-1] != "single" and name != "resumed"])
 def test_a_curve_does_not_depend_on_how_pairs_are_cut(finished: dict[str, Any], name: str) -> None:
-    (lines, gradients), (expected, theirs) = finished[name], finished["single"]
+    of_adapter = f"{name.split('-')[0]}-single" if name.startswith(("lora", "nf4")) else "single"
+    (lines, gradients), (expected, theirs) = finished[name], finished[of_adapter]
     check_curve(lines, expected)
     check_gradients(gradients, theirs[0])
     actual, wanted = figures(lines, "eval"), figures(expected, "eval")

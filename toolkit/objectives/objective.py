@@ -60,6 +60,8 @@ class Objective:
     """Whether labels are the tokens of the rows, which n-grams can predict."""
     takes_chats: ClassVar[bool] = False
     """Whether a prompt may be a chat."""
+    counted: ClassVar[str] = "label token"
+    """What a step's loss is divided by the number of."""
     num_documents: ClassVar[int] = 1
     """Documents of a row, each within the limit; a pack holds as many times the tokens."""
     num_second_sums: ClassVar[int] = 1

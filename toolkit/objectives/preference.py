@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from toolkit.config.schema import PreferenceLossConfig
 from toolkit.data.collate import Batch, CausalCollator, Collator, Row, move_to
 from toolkit.data.rows.columns import choose_preference_columns
+from toolkit.data.rows.example import Example
 from toolkit.data.tokens import causal
 from toolkit.data.tokens.cuts import SIDES
 from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
@@ -173,6 +174,7 @@ class Preference(Causal):
     kind = "a causal model, of pairs of answers"
     counts_tokens = False
     num_second_sums = 6
+    counted = "pair"
     num_documents = 2
     default_dropout = 0.0
 
@@ -267,6 +269,13 @@ class Preference(Causal):
     def check_model(self, sharded: ShardedModel, collator: Any, config: RecipeConfig) -> None:
         plain = CausalCollator(collator.pad_token_id, one_row=collator.one_row)
         check_causal_model(sharded, plain, packing=config.packs)
+
+    def show_texts(self, example: Example, tokenizer: Any, config: Any, where: str) -> dict[str, str]:
+        is_chat = example.messages is not None
+        other: Any = {"messages": example.rejected} if is_chat else {"completion": example.rejected}
+        answers = example, dataclasses.replace(example, **other)
+        chosen, rejected = (super(Preference, self).show_texts(answer, tokenizer, config, where)["row"] for answer in answers)
+        return {"row": f"chosen:\n{chosen}\nrejected:\n{rejected}"}
 
     # --- The reference.
 

@@ -46,7 +46,7 @@ def test_the_rows_may_come_later_but_only_in_python() -> None:
         ("t5", {"optim.lrr": 1}, "^unknown flag --optim.lrr: did you mean --optim.lr?"),
         ("llm", {"train.max_steps": "many"}, "train.max_steps"),
         ("llm", {"data.source": "csv"}, "data.source csv needs data.files"),
-        ("bert", {}, "^recipe is 'bert': choose one of t5, llm$"),
+        ("bert", {}, "^recipe is 'bert': choose one of t5, llm, dpo$"),
     ],
 )
 def test_mistakes_have_the_same_sentences(recipe: Any, overrides: dict[str, Any], sentence: str) -> None:

@@ -133,7 +133,7 @@ def test_a_run_yaml_names_its_recipe(start: Callable[..., list[str]]) -> None:
     assert find_recipe(argv) == "t5" and find_recipe(argv, "llm") == "llm" and find_recipe([*argv, "--recipe=llm"]) == "llm"
     Path("run.yaml").write_text("recipe: t6\n")
     assert find_recipe(argv, "llm") == "llm"
-    with pytest.raises(UserError, match="^recipe is t6: write t5 or llm, or leave it out, and the model chooses$"):
+    with pytest.raises(UserError, match="^recipe is t6: write t5 or llm or dpo, or leave it out, and the model chooses$"):
         find_recipe(argv)
 
 

@@ -124,13 +124,14 @@ def view_row(objective: Objective, rows: TokenizedRows, config: Any, model: Mode
         texts = objective.show_texts(example, rows.tokenizer, config, where)
         if example.messages is not None:
             turns = _list_turns(example, config.loss_on, full["labels"], len(row["input_ids"]))
+    counted = sum(label != IGNORED_LABEL for label in row["labels"])
     return RowView(
         row_id=row_id,
         where=where,
         split=SIDES[name],
         sides=[_build_side(objective, rows.tokenizer, side, text, row, full, config) for side, text in texts.items()],
         num_tokens=row["num_tokens"],
-        num_label_tokens=row["num_label_tokens"],
+        num_label_tokens=row["num_label_tokens"] if objective.label_side else counted,
         turns=turns,
         piece=(row_id // ROW_IDS_OF_A_PIECE + 1, num_pieces) if num_pieces > 1 else None,
     )

@@ -53,6 +53,8 @@ class StepView:
     num_micro_batches: int
     num_tensor_rows: int
     packs: list[Pack]
+    counted: str = "label token"
+    """As in `Objective.counted`."""
 
     def find_pack(self, row_id: int) -> Pack | None:
         return next((pack for pack in self.packs if row_id in pack.row_ids), None)
@@ -89,7 +91,7 @@ def view_step(objective: Objective, plan: BatchPlan, rows: Dataset, collator: Co
     for kind, num in (part for pack in packs for part in pack.parts):
         positions[kind] += num
     counts = {"num_steps": num_steps, "num_micro_batches": len(of_ranks[0]), "num_tensor_rows": num_tensor_rows}
-    return StepView(plan=plan, positions=positions, packs=packs, **counts)
+    return StepView(plan=plan, positions=positions, packs=packs, counted=objective.counted, **counts)
 
 
 def _view_packs(
@@ -137,7 +139,7 @@ def describe_step(step: StepView) -> Iterator[Any]:
         rows = f"{plural(len(step.packs), 'pack')} in {rows}"
     yield Lines(
         [
-            f"{plural(len(first.rows), 'row')}; the loss is divided by N = {plural(first.num_label_tokens, 'label token')}",
+            f"{plural(len(first.rows), 'row')}; the loss is divided by N = {plural(first.num_label_tokens, step.counted)}",
             f"{plural(step.num_micro_batches, 'micro-batch')} on each of {plural(num_processes, 'process')}, {rows}; of "
             f"{total:,} positions {shares}",
         ]
