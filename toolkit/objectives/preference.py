@@ -191,6 +191,8 @@ class Preference(Causal):
             raise UserError(f"preference.label_smoothing is {share}, so most pairs would be wrong: give less than 0.5")
         if config is not None and config.optim.label_smoothing:
             raise UserError("optim.label_smoothing is that of cross-entropy over tokens: set preference.label_smoothing")
+        if config is not None and config.optim.router_aux_loss != "off":
+            raise UserError("optim.router_aux_loss knows no pairs, whose answers are documents of their own: leave it out")
 
     # --- From the columns of a row to features.
 

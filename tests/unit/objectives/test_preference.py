@@ -12,7 +12,7 @@ import torch
 
 from tests.support.preference_golden import BETA, FILE, MARGIN, PAIRS, SMOOTHING, build_model
 from tests.support.refusals import refusal
-from toolkit.config.schema import PreferenceLossConfig
+from toolkit.config.schema import OptimConfig, PreferenceLossConfig
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches import chunked_loss
 from toolkit.objectives.preference import LOSSES, Answers, PairCollator, Preference, answers_of
@@ -109,6 +109,10 @@ def test_a_dummy_has_no_loss_but_gradients_of_every_parameter() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        (
+            {"optim": OptimConfig(router_aux_loss="document")},
+            "optim.router_aux_loss knows no pairs, whose answers are documents of their own: leave it out",
+        ),
         ({"loss": "kto"}, "preference.loss is kto: choose one of sigmoid, robust, ipo, simpo, orpo"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "preference.label_smoothing is 0.1, but ipo has none: leave it out"),
         ({"label_smoothing": 0.5}, "preference.label_smoothing is 0.5, so most pairs would be wrong: give less than 0.5"),
@@ -116,6 +120,7 @@ def test_a_dummy_has_no_loss_but_gradients_of_every_parameter() -> None:
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], expected: str) -> None:
     class Config:
+        optim = settings.pop("optim", None)
         preference = PreferenceLossConfig(**settings)
 
     assert refusal(Preference, Config()) == expected
