@@ -74,14 +74,14 @@ def main(holds: str, recipe: str, *flags: str) -> None:
     """The recipe as it stands, except for the holds."""
 
     def hold_in_step(phase: str, who: int, way: str) -> None:
-        at = Watchdog.at
+        enter_phase = Watchdog.enter_phase
 
-        def at_and_hold(watchdog: Watchdog, entered: str, step: int | None, **how: bool) -> None:
-            at(watchdog, entered, step, **how)
+        def enter_and_hold(watchdog: Watchdog, entered: str, step: int | None, **how: bool) -> None:
+            enter_phase(watchdog, entered, step, **how)
             if (entered, step, rank()) == (phase, STEP, who):
                 WAYS[way]()
 
-        Watchdog.at = at_and_hold  # type: ignore[method-assign]
+        Watchdog.enter_phase = enter_and_hold  # type: ignore[method-assign]
 
     def hold(place: str, who: int, way: str) -> None:
         calls: list[bool] = []
