@@ -167,8 +167,7 @@ class Objective:
         rows: TokenizedRows,
         evaluation: EvaluationRows,
         folder: Path,
-        *,
-        is_resumed: bool,
+        goes_on: bool,
     ) -> EvaluationRows:
         """The evaluation rows, with a collator that knows what the model computes as it starts, before a checkpoint is loaded; of
         a run that goes on, from the run folder if that has it. Collective."""

@@ -1,7 +1,7 @@
 """Pairs of answers by a causal model: of two answers to a prompt, the chosen one is to become the likelier one.
 
 A row is a pair: two documents, prompt and chosen answer, prompt and rejected answer. What it counts is the pair, so a step's loss
-is divided by the pairs of the global batch. An added loss is a function here and its name in `LOSSES`.
+is divided by the pairs of the global batch. The losses are in `preference_losses.py`.
 
 Shapes: `P` pairs, with the chosen answer before the rejected one where a 2 follows; `N` tokens of all answers.
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from toolkit.config.schema import PreferenceLossConfig
 from toolkit.data.collate import Batch, CausalCollator, Collator, Row, move_to
@@ -36,6 +35,7 @@ from toolkit.models.patches.chunked_loss import label_log_probabilities
 from toolkit.models.patches.documents import attends_by_document
 from toolkit.objectives.causal import Causal
 from toolkit.objectives.model_checks import check_causal_model
+from toolkit.objectives.preference_losses import LOSSES, SMOOTHED, WITHOUT_REFERENCE, Answers, difference
 from toolkit.parallel.gather import evaluation_model
 
 if TYPE_CHECKING:
@@ -49,82 +49,6 @@ if TYPE_CHECKING:
     from toolkit.parallel.wrap import ShardedModel
 
 REFERENCE_FILE = "reference.safetensors"
-
-
-class Answers(NamedTuple):
-    """What a loss is computed from."""
-
-    logps_P2: torch.Tensor
-    """log p(answer | prompt), summed over its tokens."""
-    reference_P2: torch.Tensor
-    """The same of the reference; zeros for a loss without one."""
-    lengths_P2: torch.Tensor
-    """Tokens of each answer, its end token included."""
-
-    @property
-    def ratios_P2(self) -> torch.Tensor:
-        return self.logps_P2 - self.reference_P2
-
-    @property
-    def means_P2(self) -> torch.Tensor:
-        return self.logps_P2 / self.lengths_P2
-
-
-Loss = Callable[[Answers, PreferenceLossConfig], torch.Tensor]
-"""→ the loss of each pair, (P,)."""
-
-
-def sigmoid(answers: Answers, settings: PreferenceLossConfig) -> torch.Tensor:
-    """DPO (Rafailov et al., arXiv:2305.18290, equation 7), with label smoothing its conservative form (Mitchell, 2023).
-
-    TRL's `DPOTrainer` has this without smoothing as `sigmoid`; its version 1 smooths only `robust` and others.
-    """
-    return _smoothed(settings.beta * _difference(answers.ratios_P2), settings.label_smoothing)
-
-
-def robust(answers: Answers, settings: PreferenceLossConfig) -> torch.Tensor:
-    """Robust DPO (Chowdhury et al., arXiv:2403.00409, equation 9): unbiased where that share of pairs is the wrong way round."""
-    margins_P, share = settings.beta * _difference(answers.ratios_P2), settings.label_smoothing
-    return (share * F.logsigmoid(-margins_P) - (1 - share) * F.logsigmoid(margins_P)) / (1 - 2 * share)
-
-
-def ipo(answers: Answers, settings: PreferenceLossConfig) -> torch.Tensor:
-    """IPO (Azar et al., arXiv:2310.12036, equation 17), of ratios per token, as in TRL: the paper does not speak of lengths, and
-    its authors have confirmed to TRL that its results are those of this form."""
-    return (_difference(answers.ratios_P2 / answers.lengths_P2) - 1 / (2 * settings.beta)) ** 2
-
-
-def simpo(answers: Answers, settings: PreferenceLossConfig) -> torch.Tensor:
-    """SimPO (Meng et al., arXiv:2405.14734, equation 6): rewards per token, without a reference, that differ by a margin.
-
-    TRL has it as `CPOTrainer` with `loss_type simpo` and `cpo_alpha 0`.
-    """
-    return _smoothed(settings.beta * _difference(answers.means_P2) - settings.margin, settings.label_smoothing)
-
-
-def orpo(answers: Answers, settings: PreferenceLossConfig) -> torch.Tensor:
-    """ORPO (Hong et al., arXiv:2403.07691, equations 6 and 7): cross-entropy of the chosen answer, mean of its tokens, and the
-    odds ratio of both answers.
-
-    As in the paper, the cross-entropy counts the answer. TRL's counts the tokens of the prompt too, and takes the mean over the
-    tokens of a micro-batch, so that its loss depends on that.
-    """
-    means_P2 = answers.means_P2
-    log_odds_P2 = means_P2 - torch.log1p(-torch.exp(means_P2.clamp(max=-1e-6)))
-    return -means_P2[:, 0] - settings.beta * F.logsigmoid(_difference(log_odds_P2))
-
-
-LOSSES: dict[str, Loss] = {"sigmoid": sigmoid, "robust": robust, "ipo": ipo, "simpo": simpo, "orpo": orpo}
-WITHOUT_REFERENCE = ("simpo", "orpo")
-SMOOTHED = ("sigmoid", "robust", "simpo")
-
-
-def _difference(values_P2: torch.Tensor) -> torch.Tensor:
-    return values_P2[:, 0] - values_P2[:, 1]
-
-
-def _smoothed(margins_P: torch.Tensor, share: float) -> torch.Tensor:
-    return -(1 - share) * F.logsigmoid(margins_P) - share * F.logsigmoid(-margins_P)
 
 
 @dataclass(frozen=True)
@@ -258,7 +182,7 @@ class Preference(Causal):
             is_alone = self.settings.loss in WITHOUT_REFERENCE
             logps_P2 = answers.means_P2 if is_alone else answers.logps_P2
             rewards_P2 = self.settings.beta * (logps_P2 if is_alone else answers.ratios_P2)
-            margins_P = _difference(rewards_P2)
+            margins_P = difference(rewards_P2)
             sums = [rewards_P2.sum(0), torch.stack([(margins_P > 0).sum(), margins_P.sum()]), logps_P2.sum(0)]
         return losses_P.sum(), torch.cat(sums)
 
@@ -288,8 +212,7 @@ class Preference(Causal):
         rows: TokenizedRows,
         evaluation: EvaluationRows,
         folder: Path,
-        *,
-        is_resumed: bool,
+        goes_on: bool,
     ) -> EvaluationRows:
         """Put the reference's log-probabilities into the collator: those that the run folder keeps, else those of the model as it
         starts, its dropout off."""
@@ -297,9 +220,9 @@ class Preference(Causal):
             return evaluation
         digest = hashlib.sha256(json.dumps([rows.fingerprint, evaluation.fingerprint]).encode()).hexdigest()
         path = folder / REFERENCE_FILE
-        known = on_all_ranks(lambda: _read_reference(path, digest)) if is_resumed else None
+        known = on_all_ranks(lambda: _read_reference(path, digest)) if goes_on else None
         if known is None:
-            if is_resumed and config.model.init_from:
+            if goes_on and config.model.init_from:
                 raise UserError(
                     f"{path} is missing or of other rows, and the reference, model.init_from {config.model.init_from}, is not "
                     "loaded on a resume: put the file back, or begin a run with another run.name"

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -133,8 +133,8 @@ def finetune(
         sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
 
         # What the model computes once as it starts, as the reference of pairs.
-        of_start: Any = {"folder": context.run_folder, "is_resumed": context.resume_from is not None}
-        evaluated = objective.complete_evaluation(config, sharded, rows, evaluated, **of_start)
+        goes_on = context.resume_from is not None
+        evaluated = objective.complete_evaluation(config, sharded, rows, evaluated, context.run_folder, goes_on)
 
         # Resume from this run's last checkpoint, if there is one; print what begins. Train: step, evaluate, save.
         run = start_run(config, context, rows, plan, evaluated, sharded, optimizer, identity)

@@ -15,7 +15,8 @@ from tests.support.refusals import refusal
 from toolkit.config.schema import OptimConfig, PreferenceLossConfig
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches import chunked_loss
-from toolkit.objectives.preference import LOSSES, Answers, PairCollator, Preference, answers_of
+from toolkit.objectives.preference import PairCollator, Preference, answers_of
+from toolkit.objectives.preference_losses import LOSSES, Answers
 
 LOGPS, REFERENCE, LENGTHS = ((-4.0, -5.0), (-9.0, -2.0)), ((-4.5, -4.0), (-8.0, -3.0)), ((3, 5), (6, 1))
 
