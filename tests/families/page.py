@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.families.families import CAUSAL, ENCODER_DECODERS, EXPERTS
@@ -104,10 +105,10 @@ def render(results: dict[str, Any], survey: dict[str, Any]) -> str:
     ]
     for group, titles in GROUPS.items():
         columns = [column for column in COLUMNS if any(column in cells.get(family, {}) for family in titles)]
-        table = [["family", *(COLUMNS[column] for column in columns)], ["---"] * (1 + len(columns))]
-        for family, title in titles.items():
-            table.append([title, *(_shown(cells.get(family, {}).get(column, "FAILS")) for column in columns)])
-        parts.append(f"## {group}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in table))
+        found = {
+            title: [_shown(cells.get(family, {}).get(column, "FAILS")) for column in columns] for family, title in titles.items()
+        }
+        parts.append(f"## {group}\n\n{_render_table('families', columns, found)}")
     parts.append(NOTES)
     reasons = [f"| {name} | {outcomes.count(REFUSED + name)} | {meaning} |\n" for name, (_, meaning) in REASONS.items()]
     parts.append("## Reasons\n\n| refused | cells | because |\n| --- | --- | --- |\n" + "".join(reasons))
@@ -126,15 +127,22 @@ def _render_survey(survey: dict[str, Any]) -> list[str]:
         num_trained=sum(cells.get("full") == YES for cells in found.values()),
         untried=", ".join(kind for kind in possible if kind not in found) or "none",
     )
-    rows = [["kind", *(COLUMNS[column] for column in SURVEY_COLUMNS)], ["---"] * (1 + len(SURVEY_COLUMNS))]
-    for kind, cells in found.items():
-        missing = cells.get("plain", "-")
-        rows.append(
-            [kind, *(cells.get(column, missing).replace(FAILS, "fails: ").replace("|", "/") for column in SURVEY_COLUMNS)]
-        )
+    found_in = {
+        kind: [cells.get(column, cells.get("plain", "-")).replace(FAILS, "fails: ") for column in SURVEY_COLUMNS]
+        for kind, cells in found.items()
+    }
     others = "; ".join(f"{reason} ({', '.join(kinds)})" for reason, kinds in by_reason.items())
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return [header, table, OTHERS_HEADER.format(others=others)]
+    return [header, _render_table("kinds", SURVEY_COLUMNS, found_in), OTHERS_HEADER.format(others=others)]
+
+
+def _render_table(head: str, columns: Sequence[str], outcomes: dict[str, list[str]]) -> str:
+    """A row for all that have the same outcomes, in the order of the first of them."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, row in outcomes.items():
+        names.setdefault(tuple(row), []).append(name)
+    rows = [[head, *(COLUMNS[column] for column in columns)], ["---"] * (1 + len(columns))]
+    rows += [[", ".join(named), *(cell.replace("|", "/") for cell in row)] for row, named in names.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _shown(outcome: str) -> str:

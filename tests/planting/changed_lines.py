@@ -107,7 +107,7 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
         "toolkit.training.parameter_checks:ReductionWatch.check",
         ("most != least", "most < least"),
     ),
-    # --- Bugs that other trainers had; docs/verify.md has the table, and `field_faults.py` more of them.
+    # --- Bugs that other trainers had; README.md has the table, and `field_faults.py` more of them.
     # The loss is divided by one more token a row, the first, which nothing predicts.
     "divisor_counts_first_labels": (
         "toolkit.data.batch_plan:BatchPlan.step",

@@ -1,4 +1,4 @@
-"""Faults of bugs that other trainers had, with their mechanism in our lines; docs/verify.md has the table."""
+"""Faults of bugs that other trainers had, with their mechanism in our lines; README.md has the table."""
 
 from __future__ import annotations
 
