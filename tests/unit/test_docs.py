@@ -33,7 +33,8 @@ from toolkit.tools.compare.runs import load_preset
 from toolkit.tools.export import may_change
 
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "benchmarks/README.md", "accelerate_configs/README.md"]
-PAGES += ["toolkit/config/migrating.md", "tests/planting/README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
+PAGES += ["toolkit/config/migrating.md", "tests/planting/README.md"]
+PAGES += sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))
 
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
