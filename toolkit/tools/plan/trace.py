@@ -145,7 +145,8 @@ class _Tracker(_DispatchMode):
             return NotImplemented  # the call comes again with the local tensors
         if func is torch.ops.aten.add.Tensor and _in_backward() and all(isinstance(of, torch.Tensor) for of in args):
             first, second = args
-            if first.shape == second.shape and torch.promote_types(first.dtype, second.dtype) == first.dtype:
+            is_alike = first.shape == second.shape and torch.promote_types(first.dtype, second.dtype) == first.dtype
+            if is_alike and not first._is_view():  # whose base has the storage too (input_buffer.cpp, can_accumulate_inplace)
                 return first  # autograd accumulates a gradient in place, but not for fake tensors
         result = func(*args, **(kwargs or {}))
         # Collectives: their buffers and traffic.
