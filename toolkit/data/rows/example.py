@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows.columns import KINDS, Columns
 from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
-from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat
+from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat, read_tools
 from toolkit.data.rows.pairs import read_pair
 from toolkit.data.sources.row import check_text, is_nan, read_optional_text
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -105,6 +106,16 @@ def build_example(
             return f"with an empty {what}"
         if is_nan(value):
             return f"with a missing {what} (NA, NaN, None)"
+    has_messages = any(isinstance(value, list) for value in cells.values())
+    if kind in ("prompt", "pair", "preference", "preference_alone") and not has_messages:
+        of_chats = {
+            "system": read_optional_text(others, "system", where),
+            TOOLS_COLUMN: read_tools(others.get(TOOLS_COLUMN), where),
+        }
+        for name, value in of_chats.items():
+            if value:
+                trouble = f"column {name} is not empty, but {' and '.join(cells)} hold texts, which have none"
+                raise UserError(f"{where}: {trouble}: write them as lists of messages, or take the column {name} out")
     fields: dict[str, Any] | str | None = None
     if kind in ("alpaca", "alpaca_text"):
         given = {"output": ""} if for_generation else {}
@@ -116,7 +127,7 @@ def build_example(
         fields = read_sharegpt(row, columns.names[0], tools, where, for_generation=for_generation)
     elif kind in ("preference", "preference_alone") and not for_generation:
         fields = read_pair(cells, others.get(TOOLS_COLUMN), read_optional_text(others, "system", where), where)
-    elif kind == "chat" or (kind in ("pair", "prompt") and any(isinstance(value, list) for value in cells.values())):
+    elif kind == "chat" or (kind in ("pair", "prompt") and has_messages):
         system = read_optional_text(others, "system", where)
         fields = read_chat(cells, others.get(TOOLS_COLUMN), where, system=system, for_generation=for_generation)
     if fields is not None:

@@ -231,6 +231,12 @@ def test_chats_that_are_put_together_wrongly_are_refused_by_row_and_message(mess
         ("chat", {"messages": say("a", "b"), "tools": ["add"]}, "x, tool 1: not JSON"),
         ("chat", {"messages": say("a", "b"), "tools": [{"name": "add"}, 3]}, "x, tool 2: 3 is not a tool"),
         ("chat", {"messages": BRIEF, "system": "be long"}, f"x: {TWO_TEXTS}"),
+        (
+            "pair",
+            {"prompt": "a", "completion": "b", "tools": '[{"name": "add"}]'},
+            "x: column tools is not empty, but prompt and completion hold texts",
+        ),
+        ("preference", {"p": "a", "chosen": "b", "rejected": "c", "system": "be long"}, "x: column system is not empty"),
         ("sharegpt", {"conversations": BRIEF, "system": "be long"}, f"x: {TWO_TEXTS}"),
     ],
 )
