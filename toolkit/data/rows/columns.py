@@ -45,6 +45,9 @@ KINDS = {
     "chat": Kind(("chat",), "messages", ("system", TOOLS_COLUMN)),
     "text": Kind(("text",), "text"),
     "preference": Kind(("prompt", "chosen", "rejected"), "pairs of answers", ("system", TOOLS_COLUMN)),
+    "preference_chat": Kind(
+        ("prompt", "chosen", "rejected"), "pairs of answers, as chats for the chat template", ("system", TOOLS_COLUMN)
+    ),
     "preference_alone": Kind(("chosen", "rejected"), "pairs of answers that hold their prompt", ("system", TOOLS_COLUMN)),
     "sharegpt": Kind(("conversation",), "sharegpt", ("system", TOOLS_COLUMN)),
     "alpaca": _ALPACA,
@@ -123,12 +126,16 @@ def choose_seq2seq_columns(
 
 
 def choose_preference_columns(where: object, existing: Sequence[str], config: Any, *, has_chat_template: bool = False) -> Columns:
-    """As `choose_columns`, of two answers and their prompt, if it is not in both."""
+    """As `choose_columns`, of two answers and their prompt, if it is not in both. Beside a column of system turns or tools, texts
+    are chats where there `has_chat_template`."""
     answers = _name_two("chosen", config.chosen_column, "rejected", config.rejected_column)
     prompt = config.prompt_column or "prompt"
     kind, names = ("preference", (prompt, *answers)) if prompt in existing else ("preference_alone", answers)
     check_columns(where, existing, names)
-    return Columns(kind, names + tuple(name for name in KINDS[kind].optional if name in existing and name not in names))
+    of_chats = [name for name in KINDS[kind].optional if name in existing and name not in names]
+    if kind == "preference" and of_chats and has_chat_template:
+        kind = "preference_chat"
+    return Columns(kind, (*names, *of_chats))
 
 
 def _name_two(first: str, first_column: str | None, second: str, second_column: str | None) -> tuple[str, ...]:

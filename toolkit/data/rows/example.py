@@ -125,8 +125,9 @@ def build_example(
     elif kind == "sharegpt":
         row, tools = {**cells, **others}, others.get(TOOLS_COLUMN)
         fields = read_sharegpt(row, columns.names[0], tools, where, for_generation=for_generation)
-    elif kind in ("preference", "preference_alone") and not for_generation:
-        fields = read_pair(cells, others.get(TOOLS_COLUMN), read_optional_text(others, "system", where), where)
+    elif kind.startswith("preference") and not for_generation:
+        system, is_chat = read_optional_text(others, "system", where), has_messages or kind == "preference_chat"
+        fields = read_pair(cells, others.get(TOOLS_COLUMN), system, where, is_chat=is_chat)
     elif kind == "chat" or (kind in ("pair", "prompt") and has_messages):
         system = read_optional_text(others, "system", where)
         fields = read_chat(cells, others.get(TOOLS_COLUMN), where, system=system, for_generation=for_generation)

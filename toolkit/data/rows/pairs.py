@@ -16,7 +16,7 @@ _TURN_OF_TEXT = "\n\nAssistant:"
 """Begins the answers in the texts of HH-RLHF."""
 
 
-def read_pair(cells: Mapping[str, Any], tools: Any, system: str, where: str) -> dict[str, Any] | str:
+def read_pair(cells: Mapping[str, Any], tools: Any, system: str, where: str, *, is_chat: bool) -> dict[str, Any] | str:
     """The fields of a pair's `Example`, or the reason to skip it. Malformed messages are a `UserError`.
 
     Of lists that begin with the same messages, these are the prompt; so is the common beginning of two texts, up to its last
@@ -25,10 +25,11 @@ def read_pair(cells: Mapping[str, Any], tools: Any, system: str, where: str) -> 
     Args:
         cells: by column: the prompt, if it has one, then the chosen and the rejected answer.
         where: file and row, for messages.
+        is_chat: texts among the cells are turns.
     """
     *given, chosen, rejected = cells.values()
     names = list(cells)[-2:]
-    if not any(isinstance(value, list) for value in cells.values()):
+    if not is_chat:
         for name, value in cells.items():
             check_text(value, f"{where}, column {name}")
         prompt = given[0] if given else _common_beginning(chosen, rejected)

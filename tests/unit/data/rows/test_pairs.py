@@ -17,8 +17,9 @@ USER, GOOD, BAD = (
 SYSTEM, AGAIN = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Again?"}
 
 
-def read(row: dict[str, Any], **settings: Any) -> Example | str:
-    columns = choose_preference_columns("rows.jsonl", list(row), PreferenceDataConfig(files="rows.jsonl", **settings))
+def read(row: dict[str, Any], *, has_chat_template: bool = False, **settings: Any) -> Example | str:
+    config = PreferenceDataConfig(files="rows.jsonl", **settings)
+    columns = choose_preference_columns("rows.jsonl", list(row), config, has_chat_template=has_chat_template)
     return build_example(row, columns, "rows.jsonl, row 1")
 
 
@@ -64,6 +65,14 @@ def test_earlier_turns_a_system_turn_and_tools_are_the_prompt() -> None:
     assert isinstance(example, Example)
     assert example.rejected == [SYSTEM, *turns, BAD] and example.tools == [{"name": "look"}]
     assert example.trained_turns == [4]
+
+
+@pytest.mark.parametrize("system", ["Be brief.", ""])
+def test_texts_beside_a_column_of_system_turns_are_chats(system: str) -> None:
+    example = read({"system": system, "prompt": "Why?", "chosen": "So.", "rejected": "No."}, has_chat_template=True)
+    assert isinstance(example, Example)
+    turns = [SYSTEM, USER] if system else [USER]
+    assert (example.messages, example.rejected) == ([*turns, GOOD], [*turns, BAD])
 
 
 @pytest.mark.parametrize(
