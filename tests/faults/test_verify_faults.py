@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import pytest
 from tests.distributed.test_quantized_base import build_models
 from tests.planting.faults import FAULTS
 from tests.planting.plant import planted
-from tests.support.launch import REPOSITORY, Running, run_on_ranks
-from tests.support.rank import SERVER_ENVIRONMENT, run_script
+from tests.support.launch import REPOSITORY, launch_logged, run_on_ranks
+from tests.support.rank import SERVER_ENVIRONMENT
 from tests.support.workbench import Workbench, new_bench
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.forks import take_signals
@@ -151,22 +150,13 @@ def run_part(
         box = build_box(run_arguments, use_cpu=True, output=output, **{"num_processes": 2} | settings)
         plans = plan_runs(box)
         runs = {name: replace(plan, failure="") for name, plan in plans.items()}
-        launched = launch_all(box, {name: plan for name, plan in plans.items() if name in names}, launch, launch)
+        launched = launch_all(box, {name: plan for name, plan in plans.items() if name in names}, launch_logged, launch_logged)
         runs |= {run.name: run for run in launched}
         proofs = compare(box, runs, DEFAULT_TOLERANCE)
     return [proof for proof in proofs if proof.is_reached]
 
 
-def launch(preset: Path, command: list[str], log_path: Path) -> int:
-    """As `forks.launch`, by the tests' server."""
-    with Running(lambda _: partial(run_script, command), preset=preset) as running:
-        result = running.wait()
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    log_path.write_text(result.stdout + result.stderr)
-    return next((code for code in result.returncodes if code), 0)
-
-
-HERE: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "launch": launch}
+HERE: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "launch": launch_logged}
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Commands as a user types them, each a process of its own: `train`, `compare`, `preview`, the notebook, the script for SLURM."""
+"""`compare`, `preview`, the notebook, the script for SLURM. `train` starts a run in `test_wheel.py`."""
 
 from __future__ import annotations
 
@@ -11,41 +11,33 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import REPOSITORY, TIMEOUT_S
+from tests.support.launch import REPOSITORY, TIMEOUT_S, launch_logged, run_on_ranks
 from tests.support.previews import call_preview
 from tests.support.rank import SERVER_ENVIRONMENT
-from tests.support.workbench import Workbench, new_bench
+from tests.support.workbench import Workbench, call_toolkit, new_bench, output_of
 from toolkit.files.json_lines import load_json_lines
+from toolkit.tools.compare import runs
 from toolkit.tools.preview.preview import collect
 
 ENVIRONMENT = os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
 
 
-def run_python(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
-
-
-def test_train_starts_a_run_by_the_line_that_it_prints(bench: Workbench, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("recipe: t5\noptim:\n  lr: 1.0e-3\n")
-    done = run_python("-m", "toolkit", "train", "run.yaml", *bench.flags("trained"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
-    preset, recipe = REPOSITORY / "accelerate_configs/single_cpu.yaml", REPOSITORY / "recipes/t5.py"
-    assert f"\naccelerate launch --config_file {preset} --quiet {recipe} " in done.stdout
-    assert [line["step"] for line in bench.lines("trained", "train")] == [1, 2, 3]
-
-
-def test_compare_shows_one_preset_that_trains_and_one_that_cannot(tmp_path: Path) -> None:
-    done = run_python(
-        *("-m", "toolkit", "compare", "--presets", "fsdp2_cpu,fsdp2_size_wrap:fsdp_offload_params=true"),
+def test_compare_shows_one_preset_that_trains_and_one_that_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its runs are forks; `tests/unit/tools/test_preset_runs.py` has the launcher."""
+    monkeypatch.setattr(runs, "launch", launch_logged)
+    monkeypatch.chdir(REPOSITORY)
+    code = call_toolkit(
+        *("compare", "--presets", "fsdp2_cpu,fsdp2_size_wrap:fsdp_offload_params=true"),
         *("--use-cpu", "--num-processes", "2", "--steps", "6", "--warmup-steps", "2", "--output", tmp_path / "compared"),
-        *("--", "recipes/mnist.py", "--config", "recipes/configs/mnist_digits.yaml"),
-        cwd=REPOSITORY,
+        *("--", REPOSITORY / "recipes/mnist.py", "--config", REPOSITORY / "recipes/configs/mnist_digits.yaml"),
     )
-    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "Traceback" not in done.stderr
+    printed = capsys.readouterr()
+    assert code == 1, printed
+    assert "Traceback" not in printed.err
     reason = "no repeated block found in Sequential: name one in fsdp_transformer_layer_cls_to_wrap"
-    assert f"1/2 fsdp2_cpu: failed: {reason}" in done.stdout
+    assert f"failed: {reason}" in printed.out
     plain = json.loads((tmp_path / "compared" / "comparison.json").read_text())
     failed, ran = plain["presets"]
     assert failed["figures"] is None and failed["failure"].startswith(reason)
@@ -99,13 +91,21 @@ def test_the_notebook_runs_offline_and_its_model_learns(tmp_path: Path) -> None:
     assert not any(cell["outputs"] for cell in cells), "the notebook is kept without outputs"
     checks = "assert losses[-1][1] < 0.6 * losses[0][1] and result.metrics['first_digit'] > 30, (losses, result)\n"
     checks += "assert text == row['prompt'] + row['completion'] and result.metrics['exact_match'] > 90, (text, row, result)"
-    script = tmp_path / "notebook.py"
-    script.write_text("\n\n".join(["".join(cell["source"]) for cell in cells] + [checks]))
-    ran = run_python(script, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
-    assert "Creating parquet" not in ran.stderr, "a library's progress bar"
-    assert "data        train-" in ran.stdout, "data given in Python has a name"
-    assert "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" in ran.stdout
+    script = "\n\n".join(["".join(cell["source"]) for cell in cells] + [checks])
+    [printed] = run_on_ranks(run_without_launcher, preset="single_cpu", args=(script, tmp_path))
+    assert "Creating parquet" not in printed, "a library's progress bar"
+    assert "data        train-" in printed, "data given in Python has a name"
+    assert "yours trains, which holds all logits of a micro-batch; cross-entropy evaluates" in printed
+
+
+def run_without_launcher(script: str, folder: Path) -> str:
+    """What it prints, run in the folder by a process that no launcher has started."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_"))]:
+        del os.environ[name]
+    os.chdir(folder)
+    with output_of() as printed:
+        exec(compile(script, "notebook", "exec"), {"__name__": "__main__"})
+    return printed[0]
 
 
 @pytest.mark.parametrize(("exit_code", "calls"), [(75, "requeue 4711\n"), (0, ""), (2, "")])

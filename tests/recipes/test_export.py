@@ -9,9 +9,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,9 +20,9 @@ import yaml
 
 from tests.recipes.test_best_weights import WORSENING
 from tests.support.hub_server import hub_server
-from tests.support.launch import REPOSITORY, TIMEOUT_S, run_on_ranks, start
-from tests.support.rank import SERVER_ENVIRONMENT
-from tests.support.workbench import FP32, Workbench, new_bench, step_name
+from tests.support.launch import REPOSITORY, run_on_ranks, start
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import FP32, Workbench, new_bench, output_of, step_name
 
 FROZEN = re.compile(r"encoder\.block\.0\..*")
 Ended = tuple[int, str, str]
@@ -96,30 +95,37 @@ def held(run: Path) -> Iterator[None]:
         yield
 
 
+def with_hub(url: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call it where the client finds this hub; it reads its endpoint when it is imported."""
+    from huggingface_hub import constants
+
+    os.environ["HF_TOKEN"] = "hf_good"
+    with patch.multiple(constants, ENDPOINT=url, HF_HUB_OFFLINE=False, HF_HUB_DISABLE_XET=True):
+        return function(*args)
+
+
+def print_run(flags: list[str]) -> str:
+    """On a rank: what it printed."""
+    with output_of() as printed:
+        run_in_this_process("t5", flags)
+    return printed[0]
+
+
 def test_a_run_whose_upload_fails_ends_well_and_the_command_uploads_its_export(bench: Workbench, tmp_path: Path) -> None:
-    """On two ranks; each is a process of its own, as the client reads its endpoint and its token when it is imported."""
-    given = {"HF_TOKEN": "hf_good", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "ACCELERATE_USE_CPU": "true"}
     flags = bench.flags("pushed", train__max_steps=1, export__push_to_hub="mine/pushed", eval__generate=False)
-    launch = ["accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2_cpu.yaml", "recipes/t5.py", *flags]
     run = bench.runs / "pushed"
-
-    def call(module: str, *words: object) -> str:
-        command = [sys.executable, "-m", module, *map(str, words)]
-        environment = os.environ | SERVER_ENVIRONMENT | given | {"HF_ENDPOINT": hub.url}
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "hf_good" not in done.stdout + done.stderr
-        return done.stdout + done.stderr
-
+    command = ["export", str(run), "--to", str(tmp_path / "out"), "--push-to-hub", "mine/run", "--private"]
     with hub_server() as hub:
         hub.fails_at = "/commit/"
-        printed = call(*launch)
+        printed = "".join(run_on_ranks(with_hub, preset="fsdp2_cpu", overrides=FP32, args=(hub.url, print_run, flags)))
         assert f"the export will be uploaded to {hub.url}/mine/pushed, which is private\n" in printed
         assert f"type hf upload mine/pushed {run}/export --private\n" in printed and "share it" not in printed
+        assert "hf_good" not in printed
         assert not hub.repositories["mine/pushed"] and hub.private == {"mine/pushed"}
         hub.fails_at = ""
-        printed = call("toolkit", "export", run, "--to", tmp_path / "out", "--push-to-hub", "mine/run", "--private")
-        assert printed.count(f"uploaded to {hub.url}/mine/run\n") == 1 and hub.private == {"mine/pushed", "mine/run"}
+        [[(code, out, err)]] = run_on_ranks(with_hub, preset="single", overrides=FP32, args=(hub.url, call_all, [command]))
+        assert code == 0 and out.count(f"uploaded to {hub.url}/mine/run\n") == 1, (out, err)
+        assert "hf_good" not in out + err and hub.private == {"mine/pushed", "mine/run"}
         assert hub.repositories["mine/run"] == contents(tmp_path / "out")
         assert hub.repositories["mine/run"]["model.safetensors"] == (run / "export" / "model.safetensors").read_bytes()
 

@@ -15,12 +15,13 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 from tests.support.model_folders import make_rows, save_jsonl
+from toolkit.files.json_lines import load_json_lines
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = [
     "--train.max_steps", "2", "--eval.every_steps", "2", "--eval.num_rows", "4", "--optim.warmup_steps", "0",
     "--data.source", "jsonl", "--data.files", "rows.jsonl", "--data.eval_fraction", "0.2",
-    "--train.global_batch_size_rows", "8", "--train.micro_batch_size_rows", "8",
+    "--train.global_batch_size_rows", "8", "--train.micro_batch_size_rows", "8", "--log_every_steps", "1",
 ]  # fmt: skip
 """On a few rows: reading the functions of everything installed takes longer than all the rest."""
 
@@ -87,6 +88,8 @@ def test_a_project_trains_away_from_the_checkout(run: Command, tmp_path: Path) -
     assert trained.returncode == 0, trained.stdout + trained.stderr
     start = "accelerate launch --config_file accelerate_configs/single_cpu.yaml --quiet recipes/t5.py"
     assert start in trained.stdout, trained.stdout
+    lines = load_json_lines(project / "runs/t5_functions/metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2]
     text = run("shardtune", "generate", "runs/t5_functions", "--text", "def add(a, b): return a + b", cwd=project)
     assert text.returncode == 0, text.stderr
 

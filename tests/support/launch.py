@@ -103,6 +103,15 @@ def start(script: Path | str, argv: list[str], **where: Any) -> Running:
     return Running(lambda _: partial(run_script, [str(Path(script).resolve()), *argv]), **where)
 
 
+def launch_logged(preset: Path, command: list[str], log_path: Path) -> int:
+    """As `toolkit.tools.preset_runs.launch`, by the tests' server: its exit status, and its output in `log_path`."""
+    with Running(lambda _: partial(run_script, command), preset=preset) as running:
+        result = running.wait()
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.write_text(result.stdout + result.stderr)
+    return next((code for code in result.returncodes if code), 0)
+
+
 def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, **where: Any) -> list[Any]:
     """Call a module-level `function(*args)` on every rank and return the results in rank order.
 
