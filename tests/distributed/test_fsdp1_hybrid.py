@@ -33,8 +33,6 @@ AS_TWO_MACHINES: dict[str, Any] = {
     "num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4,
 }  # fmt: skip
 SAVED_STEP = 3
-RESUMED = [("single", "hybrid"), ("hybrid", "hybrid")]
-"""Whose checkpoint, and where a run goes on from it."""
 
 
 def with_two_devices(function: Callable[..., Any], *args: Any) -> Any:
@@ -71,36 +69,29 @@ def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half() -> None:
         assert report["whole_gathered_bytes"] == whole_bytes
 
 
-def test_it_trains_as_one_process_and_its_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_it_trains_as_one_process_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """From checkpoints of other strategies: `tests/faults/test_elastic.py`."""
     write_inputs(tmp_path)
     flags = [
         *("--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true"),
         *("--train.micro_batch_size_rows", "2", "--checkpoint.every_steps", str(SAVED_STEP), "--eval.generate", "false"),
     ]
-    where: dict[str, dict[str, Any]] = {
-        "hybrid": {"preset": "fsdp1_hybrid_shard", "overrides": AS_TWO_MACHINES, "function": train_with_two_devices},
-        "single": {"preset": "single", "overrides": {}},
-    }
-    runs = run_recipes(tmp_path, {name: {"flags": flags, **how} for name, how in where.items()})
+    how: dict[str, Any] = {"preset": "fsdp1_hybrid_shard", "overrides": AS_TWO_MACHINES, "function": train_with_two_devices}
+    single: dict[str, Any] = {"preset": "single", "overrides": {}}
+    runs = run_recipes(tmp_path, {"hybrid": how | {"flags": flags}, "single": single | {"flags": flags}})
     check_gradients(runs["hybrid"][1], runs["single"][1][0])
-    # Each run goes on from the other's checkpoint, and from its own.
-    resumed = {f"{source}-to-{target}": (source, target) for source, target in RESUMED}
-    for name, (source, _) in resumed.items():
-        copy_until_saved_step(tmp_path / "runs" / source, tmp_path / "runs" / name)
-    runs |= run_recipes(tmp_path, {name: {"flags": flags, **where[target]} for name, (_, target) in resumed.items()})
-    for name, (source, _) in resumed.items():
-        own, whole = (figures(runs[run][0], "train")["step_time_s"] for run in (name, source))
-        assert (own[:SAVED_STEP] == whole[:SAVED_STEP]).all() and (own[SAVED_STEP:] != whole[SAVED_STEP:]).all(), "not resumed"
+    # As if all ranks had died in the step after the saved one.
+    later = shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export")
+    whole, resumed = (tmp_path / "runs" / name for name in ("hybrid", "resumed"))
+    shutil.copytree(whole, resumed, ignore=later)
+    runs |= run_recipes(tmp_path, {"resumed": how | {"flags": flags}})
+    own, first = (figures(runs[name][0], "train")["step_time_s"] for name in ("resumed", "hybrid"))
+    assert (own[:SAVED_STEP] == first[:SAVED_STEP]).all() and (own[SAVED_STEP:] != first[SAVED_STEP:]).all(), "not resumed"
     for lines, _ in runs.values():
         check_curve(lines, runs["single"][0])
-    weights = [exported_weights(tmp_path / "runs" / name) for name in ("hybrid", "hybrid-to-hybrid")]
+    weights = [exported_weights(run) for run in (whole, resumed)]
     assert weights[0].keys() == weights[1].keys() and len(weights[0]) > 10
     assert all(np.array_equal(weights[0][key], weights[1][key]) for key in weights[0])
-
-
-def copy_until_saved_step(source: Path, target: Path) -> None:
-    """As if all ranks had died in the step after the saved one."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export"))
 
 
 def exported_weights(run: Path) -> dict[str, np.ndarray]:
