@@ -34,7 +34,7 @@ from toolkit.models.safetensors_index import ShardedReadUnsupported
 from toolkit.objectives import objective_of
 from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import ShardedModel, shard_model
-from toolkit.training.model import build_skeleton, identity_of, load_model
+from toolkit.training.model import begin_identity, build_skeleton, load_model
 from toolkit.training.optim import build_optimizer
 from toolkit.training.setup import RunContext
 
@@ -56,8 +56,9 @@ def main() -> None:
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
         model, readers = load_model(config, context, model_config, skeleton)
-        identity_of(context, model_config, "", model, readers)
+        complete_identity = begin_identity(context, model_config, "", model, readers)
         sharded = shard_model(accelerator, model, readers)
+        complete_identity()
     seconds = time.monotonic() - started
     gc.collect()
     figures = {

@@ -237,7 +237,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     printed, warned = list[str](), list[str]()
     with patch.multiple(stages.logger, info=printed.append, warning=warned.append):
         model, readers = stages.load_model(config, context, model_config, skeleton)
-    identity = stages.identity_of(context, model_config, "", model, readers)
+    complete_identity = stages.begin_identity(context, model_config, "", model, readers)
     assert all(parameter.is_meta for parameter in model.parameters())
     reads: list[int] = []
     sharded = sharding.shard_model(accelerator, model, counted(readers, reads))
@@ -247,10 +247,10 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "placed": {name: (str(p.placements), p.requires_grad, str(p.device)) for name, p in named.items()},
         "aliases": {name: sorted(other for other, q in named.items() if q is p) for name, p in named.items()},
-        "frozen_hashes": identity.frozen_hashes,
+        "frozen_hashes": complete_identity().frozen_hashes,
         "others": {
             "config": model.config.to_dict(),
-            "model_config_hash": identity.model_config_hash,
+            "model_config_hash": complete_identity().model_config_hash,
             "generation_config": model.generation_config.to_dict(),
             "name": model.name_or_path,
             "training": model.training,

@@ -135,7 +135,17 @@ def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> str:
 
 def hash_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> str:
     """`hash_tensor` of a tensor on the CPU that is given in parts, in memory order."""
-    digest = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
+    begun = begin_hash(dtype, shape)
     for part in parts:
-        digest.update(part.to(dtype).contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        update_hash(begun, part, dtype)
+    return begun.hexdigest()
+
+
+def begin_hash(dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    """The sha256 of `hash_parts` before the first part."""
+    return hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
+
+
+def update_hash(begun: Any, part: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add the next part."""
+    begun.update(part.to(dtype).contiguous().view(torch.uint8).numpy().data)

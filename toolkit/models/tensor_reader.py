@@ -1,7 +1,7 @@
 """Readers of tensors, by which values reach a model's parameters: each gives any part of one.
 
-Over files and seeds nothing is in host memory but pieces of at most `PIECE_BYTES`, whatever the size of a tensor, so that no rank
-holds the full model. Over a state dict each rank holds all of it, until a parameter has its values.
+Over files and seeds nothing is in host memory but pieces of at most `PIECE_BYTES`, one a thread, whatever the size of a tensor,
+so that no rank holds the full model. Over a state dict each rank holds all of it, until a parameter has its values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
 from toolkit.distributed.progress import Phase
-from toolkit.models.freeze import hash_parts
+from toolkit.models.freeze import begin_hash, hash_parts, update_hash
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -80,18 +80,14 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         torch.utils.swap_tensors(parameter, empty)
 
 
-@torch.no_grad()
 def fill_parameters(model: nn.Module, readers: TensorReaders) -> None:
-    """Read this rank's shard of every parameter in place; all of one that is not sharded. Its reader is taken out of `readers`,
-    and with it what the reader holds. A file that cannot be read is a `UserError` on every rank. Collective."""
-    num_bytes = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
-    with Phase("loading the weights", num_bytes, "B") as loading:
-        on_all_ranks(lambda: _fill_parameters(model, readers, loading))
-
-
-def _fill_parameters(model: nn.Module, readers: TensorReaders, loading: Phase) -> None:
+    """Read this rank's shard of every parameter in place, in threads; all of one that is not sharded. Its reader is taken out of
+    `readers`, and with it what the reader holds. A file that cannot be read is a `UserError` on every rank. Collective."""
+    named = sorted(model.named_parameters(), key=lambda pair: -pair[1].numel())  # the largest first
     place_of = private("compute_local_shape_and_global_offset")
-    for name, parameter in model.named_parameters():
+
+    @torch.no_grad()  # of this thread
+    def fill(name: str, parameter: nn.Parameter) -> int:
         reader = readers.pop(name)
         assert reader.shape == tuple(parameter.shape), f"{name} is {tuple(parameter.shape)}, its reader {reader.shape}"
         local, shape, offset = parameter.data, parameter.shape, (0,) * parameter.ndim
@@ -102,7 +98,38 @@ def _fill_parameters(model: nn.Module, readers: TensorReaders, loading: Phase) -
         for piece in pieces(tuple(local.shape)):
             box = tuple(slice(begin + p.start, begin + p.stop) for begin, p in zip(offset, piece, strict=True))
             local[piece].copy_(reader.read(box))
-            loading.add(local[piece].nbytes)
+        return local.nbytes
+
+    def fill_all() -> None:
+        for num_read in threads.map(fill, *zip(*named, strict=True)):
+            loading.add(num_read)
+
+    num_bytes = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for _, p in named)
+    # Reading, hashing and copying release the GIL.
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads, Phase("loading the weights", num_bytes, "B") as loading:
+        on_all_ranks(fill_all)
+
+
+class PassingHash:
+    """`freeze.hash_tensor` of what a reader gives, made while its one user reads all of it, piece by piece in memory order."""
+
+    def __init__(self, reader: TensorReader, dtype: torch.dtype) -> None:
+        self._source: TensorReader | None = reader
+        self._dtype, self._left = dtype, list(pieces(reader.shape))
+        self._digest = begin_hash(dtype, reader.shape)
+        self.reader = replace(reader, read=self._read)
+
+    def _read(self, box: TensorSlice) -> torch.Tensor:
+        assert self._source is not None and box == self._left.pop(0), "not read in memory order"
+        part = self._source.read(box)
+        update_hash(self._digest, part, self._dtype)
+        if not self._left:
+            self._source = None  # and what it holds
+        return part
+
+    def hexdigest(self) -> str:
+        assert not self._left, "not all has been read"
+        return self._digest.hexdigest()
 
 
 def hash_readers(readers: TensorReaders, dtypes: dict[str, torch.dtype], *, on_each_rank: bool = False) -> dict[str, str]:

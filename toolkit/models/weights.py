@@ -26,6 +26,7 @@ from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_
 from toolkit.models.quantized import QuantizedLinear, QuantizedWeight, dequantize, find_scales, quantize, weight_name
 from toolkit.models.safetensors_index import Match, ShardedReadUnsupported, check_loaded, match_files, open_files, untie_differing
 from toolkit.models.tensor_reader import (
+    PassingHash,
     TensorReader,
     TensorReaders,
     TensorSlice,
@@ -189,13 +190,22 @@ def draw_new(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     return values
 
 
-def hash_frozen(model: nn.Module, readers: TensorReaders, *, on_each_rank: bool = False) -> dict[str, str]:
+def hash_frozen(
+    model: nn.Module, readers: TensorReaders, *, on_each_rank: bool = False, while_read: bool = False
+) -> Callable[[], dict[str, str]]:
     """`freeze.hash_tensor` of each frozen parameter in its own dtype, which checkpoints record instead of its values, and
-    `lora_files.hash_weight` of each weight that is quantized; as `hash_readers`. Collective."""
+    `lora_files.hash_weight` of each weight that is quantized; as `hash_readers`. Call what this returns for them. Collective.
+
+    With `while_read`, what a rank reads in full of `readers`, in `fill_parameters`, is hashed there: they are known after it.
+    """
     dtypes = dict.fromkeys(readers, torch.bfloat16) | {name: p.dtype for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: dtype for name, dtype in dtypes.items() if name not in trained}
-    return hash_readers(readers, frozen, on_each_rank=on_each_rank)
+    read = [name for name, _ in model.named_parameters() if while_read and name in frozen]
+    passing = {name: PassingHash(readers[name], frozen.pop(name)) for name in read}
+    readers |= {name: each.reader for name, each in passing.items()}
+    hashes = hash_readers(readers, frozen, on_each_rank=on_each_rank)
+    return lambda: dict(sorted((hashes | {name: each.hexdigest() for name, each in passing.items()}).items()))
 
 
 def _check_fits(model: PreTrainedModel, exported: Path, wrong: list[list[str]]) -> None:

@@ -40,7 +40,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.parallel.wrap import shard_model
 from toolkit.tools.report.facts import read_runs
 from toolkit.training.best_metric import best_metric_of
-from toolkit.training.model import build_skeleton, identity_of, load_model
+from toolkit.training.model import begin_identity, build_skeleton, load_model
 from toolkit.training.run import release
 from toolkit.training.setup import RunContext
 
@@ -129,9 +129,10 @@ def _export(options: Options, config: RecipeConfig, objective: Objective) -> Pat
     # The checkpoint's weights in the model.
     model, readers = load_model(config, context, model_config, skeleton)
     objective.start_generation(model, tokenizer, collator)
-    identity = identity_of(context, model_config, data.fingerprint, model, readers)
-    on_rank_0(lambda: check_identity(checkpoint, identity, "give the run's own model as --model.name_or_path"))
+    complete_identity = begin_identity(context, model_config, data.fingerprint, model, readers)
     sharded = shard_model(accelerator, model, readers)
+    identity = complete_identity()
+    on_rank_0(lambda: check_identity(checkpoint, identity, "give the run's own model as --model.name_or_path"))
     load_weights(checkpoint.folder, sharded)
 
     # The folder, and what to do with it.

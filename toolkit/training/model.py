@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +128,10 @@ def build_model(
         logger.info(f"nf4 is dequantized by {choose_kernel(context.accelerator.device)}")
     model, readers = load_model(config, context, model_config, skeleton)
     context.objective.start_generation(model, rows.tokenizer, evaluation.collator)
-    identity = identity_of(context, model_config, rows.fingerprint, model, readers)
+    complete_identity = begin_identity(context, model_config, rows.fingerprint, model, readers)
     notes, checkpointing = config.optim.router_aux_loss != "off", config.train.activation_checkpointing
     sharded = shard_model(context.accelerator, model, readers, notes=notes, checkpointing=checkpointing)
+    identity = complete_identity()
     optimizer = build_optimizer(config.optim, sharded.model, config.train.seed)
     context.objective.check_model(sharded, evaluation.collator, config)
     if config.has_own_objective and context.hooks.loss is None:
@@ -185,16 +187,23 @@ def load_model(
     return model, complete_readers(model, weights, config.adapter, config.model, seed)
 
 
-def identity_of(
+def begin_identity(
     context: RunContext, model_config: PretrainedConfig, data_fingerprint: str, model: PreTrainedModel, readers: TensorReaders
-) -> Identity:
-    """What a resume must find unchanged; `model` and `readers` are those of `load_model`, before sharding. Collective."""
+) -> Callable[[], Identity]:
+    """What a resume must find unchanged: call what this returns when `shard_model` has taken `readers`. These and `model` are
+    those of `load_model`. Both are collective."""
     enter_phase("hashing frozen weights", counts_cpu=True)
-    # Ranks that read all of the weights may have read their own.
-    reads_all = fsdp_version(context.accelerator) != 2 or any(reader.is_held for reader in readers.values())
-    frozen_hashes = hash_frozen(model, readers, on_each_rank=reads_all)
-    compare_ranks({f"the frozen {name}": digest for name, digest in frozen_hashes.items()})
-    return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, frozen_hashes)
+    # Ranks that read all of the weights may have read their own, and hash them as they do.
+    fills_all = fsdp_version(context.accelerator) != 2 or world_size() == 1
+    reads_all = fills_all or any(reader.is_held for reader in readers.values())
+    frozen_hashes = hash_frozen(model, readers, on_each_rank=reads_all, while_read=fills_all)
+
+    def complete() -> Identity:
+        hashes = frozen_hashes()
+        compare_ranks({f"the frozen {name}": digest for name, digest in hashes.items()})
+        return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, hashes)
+
+    return complete
 
 
 def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, frozen_dtype: torch.dtype, optimizer: str) -> None:

@@ -173,7 +173,7 @@ def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bas
     cast_frozen(model, torch.bfloat16)
     in_fp32 = model.get_submodule("model.norm")
     in_fp32.to(torch.float32)  # as a LayerNorm is kept
-    hashes, gathered = hash_frozen(model, state_readers(model.state_dict())), []
+    hashes, gathered = hash_frozen(model, state_readers(model.state_dict()))(), []
     with (
         patch.object(write, "hash_weight", wraps=write.hash_weight) as hash_weight,
         patch.object(Phase, "add", lambda _, num_bytes: gathered.append(num_bytes)),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +28,8 @@ from toolkit.models.safetensors_index import (
     open_files,
     untie_differing,
 )
-from toolkit.models.tensor_reader import hash_readers, pieces
+from toolkit.models.tensor_reader import TensorReader, fill_parameters, hash_readers, pieces, state_readers
+from toolkit.models.weights import hash_frozen
 
 SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
@@ -163,3 +167,26 @@ def test_a_head_of_its_own_is_untied_under_whichever_name_the_embedding_is_store
     untie_differing(model, files, match_names(model, files))
     assert sorted(aliases(model).values()) == sorted(aliases(expected).values())
     assert ["lm_head.weight"] in aliases(model).values()
+
+
+def test_what_is_read_once_is_hashed_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 1024)
+    model = nn.Sequential(nn.Linear(300, 20), nn.Linear(20, 3)).bfloat16()
+    model[0].requires_grad_(False)
+    empty, num_read = copy.deepcopy(model), list[int]()
+    for parameter in empty.parameters():
+        parameter.data.zero_()
+
+    def read(reader: TensorReader, box: Any) -> torch.Tensor:
+        num_read.append(reader.read(box).numel())
+        return reader.read(box)
+
+    plain = state_readers(model.state_dict())
+    readers = {name: dataclasses.replace(reader, read=partial(read, reader)) for name, reader in plain.items()}
+    hashes = hash_frozen(empty, readers, while_read=True)
+    with pytest.raises(AssertionError, match="not all has been read"):
+        hashes()
+    fill_parameters(empty, readers)
+    assert hashes() == hash_frozen(model, plain)() and sorted(hashes()) == ["0.bias", "0.weight"]
+    assert len(num_read) > 20 and sum(num_read) == sum(parameter.numel() for parameter in model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(empty.parameters(), model.parameters(), strict=True))
