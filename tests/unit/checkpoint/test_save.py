@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest.mock import patch
+from unittest.mock import ANY, MagicMock, call, patch
 
 import pytest
 import torch
@@ -49,43 +48,20 @@ def test_later_copies_build_no_tensors_again() -> None:
 
 
 def test_later_copies_run_beside_training_and_the_next_update_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Event:
-        def synchronize(self) -> None:
-            calls.append("the host waits for the copy")
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __enter__(self) -> None:
-            calls.append("copies begin")
-
-        def __exit__(self, *_: object) -> None:
-            calls.append("copies end")
-
-        def wait_stream(self, other: Stream) -> None:
-            calls.append(f"{self.name} waits for {other.name}")
-
-        def wait_event(self, event: Event) -> None:
-            calls.append(f"{self.name} waits for the copy")
-
-        def record_event(self) -> Event:
-            return Event()
-
-    training: Any = Stream("training")
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: training)
+    streams = MagicMock()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams.training)
     copier, tensors = HostCopier(torch.device("cpu")), {"weight": torch.arange(8.0)}
-    copier.stream = Stream("the copier")  # type: ignore[assignment]
+    copier.stream = streams.copier
     copier.copy(tensors)
     copier.make_device_wait()
-    assert calls == [], "the first copy is complete"
+    assert streams.mock_calls == [], "the first copy is complete"
     tensors["weight"] += 1
     later = copier.copy(tensors)
     assert torch.equal(later["weight"], tensors["weight"])
-    assert calls == ["the copier waits for training", "copies begin", "copies end"], "the host waits for nothing"
+    begins = [call.copier.wait_stream(streams.training), ANY, call.copier.__enter__()]  # ANY: whether it is there
+    assert streams.mock_calls == [*begins, ANY, call.copier.record_event()], "the host waits for nothing"
     copier.make_device_wait()
     copier.wait()
-    assert calls[3:] == ["training waits for the copy", "the host waits for the copy"]
+    copied = streams.copier.record_event()
+    assert streams.mock_calls[5:7] == [call.training.wait_event(copied), call.copier.record_event().synchronize()]
     copier.close()

@@ -28,16 +28,8 @@ def test_rows_are_padded_to_the_longest() -> None:
     assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
     assert labels_at_positions(batch, batch["decoder_input_ids"]).tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
 
-
-def test_a_padding_id_inside_a_source_still_counts() -> None:
     batch = COLLATOR.collate([[{"input_ids": [0, 0, 1], "labels": [1]}]])
-    assert batch["attention_mask"].tolist() == [[1, 1, 1]]
-
-
-def test_rows_that_do_not_count_have_no_label() -> None:
-    batch = COLLATOR.collate(PACKS, is_dummy=True)
-    assert batch["labels"].tolist() == [IGNORED_LABEL] and batch["label_positions"].tolist() == [0]
-    assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1]], "a padding id inside a source counts"
 
 
 def test_shift_is_that_of_transformers() -> None:
@@ -68,26 +60,26 @@ def causal_row(token_ids: list[int], prompt_length: int) -> dict:
 CAUSAL_ROWS = [causal_row([5, 6, 7, 8], 2), causal_row([9, 4], 1), causal_row([3, 2, 1], 1)]
 
 
-def test_packed_rows_start_again_at_position_0_and_predict_no_neighbour() -> None:
-    batch = CausalCollator(0).collate([CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]])
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4], [3, 2, 1, 0, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]]
-    assert batch["label_positions"].tolist() == [1, 2, 4, 6, 7]
-    assert batch["labels"].tolist() == [7, 8, 4, 2, 1]
-    assert "attention_mask" not in batch
+def test_packed_rows_start_again_at_position_0_and_predict_no_neighbour_and_unpacked_ones_have_the_same_labels() -> None:
+    unpacked, packs = [[row] for row in CAUSAL_ROWS], [CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]]
+    in_one_row = [[5, 6, 7, 8, 9, 4, 3, 2, 1]]  # as flash attention gets packs, without padding
+    for rows, one_row, ids, positions, places in (
+        (unpacked, False, [[5, 6, 7, 8], [9, 4, 0, 0], [3, 2, 1, 0]], None, [1, 2, 4, 8, 9]),
+        (packs, False, [[5, 6, 7, 8, 9, 4], [3, 2, 1, 0, 0, 0]], [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]], [1, 2, 4, 6, 7]),
+        (packs, True, in_one_row, [[0, 1, 2, 3, 0, 1, 0, 1, 2]], [1, 2, 4, 6, 7]),
+    ):
+        batch = CausalCollator(0, one_row=one_row).collate(rows)
+        assert batch["input_ids"].tolist() == ids and batch["labels"].tolist() == [7, 8, 4, 2, 1]
+        assert batch["label_positions"].tolist() == places and "attention_mask" not in batch
+        assert (batch["position_ids"].tolist() if "position_ids" in batch else None) == positions
+    assert CausalCollator(0, one_row=True).collate(unpacked)["input_ids"].shape == (3, 4)
 
 
-def test_unpacked_rows_have_the_same_labels_and_no_positions() -> None:
-    batch = CausalCollator(0).collate([[row] for row in CAUSAL_ROWS])
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 4, 0, 0], [3, 2, 1, 0]]
-    assert batch["label_positions"].tolist() == [1, 2, 4, 8, 9]
-    assert batch["labels"].tolist() == [7, 8, 4, 2, 1]
-    assert "position_ids" not in batch
-
-
-def test_causal_rows_that_do_not_count_have_one_ignored_label() -> None:
-    batch = CausalCollator(0).collate([CAUSAL_ROWS], is_dummy=True)
-    assert batch["labels"].tolist() == [IGNORED_LABEL] and batch["label_positions"].tolist() == [0]
+def test_rows_that_do_not_count_have_one_ignored_label() -> None:
+    batch = COLLATOR.collate(PACKS, is_dummy=True)
+    assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
+    for dummy in (batch, CausalCollator(0).collate([CAUSAL_ROWS], is_dummy=True)):
+        assert dummy["labels"].tolist() == [IGNORED_LABEL] and dummy["label_positions"].tolist() == [0]
 
 
 def test_prompts_are_padded_at_their_start() -> None:
@@ -96,16 +88,6 @@ def test_prompts_are_padded_at_their_start() -> None:
     assert prompts["input_ids"].tolist() == [[5, 6], [0, 9]]
     assert prompts["attention_mask"].tolist() == [[1, 1], [0, 1]]
     assert collator.new_tokens(torch.tensor([[5, 6, 11, 12], [0, 9, 13, 0]]), prompts).tolist() == [[11, 12], [13, 0]]
-
-
-def test_flash_attention_gets_packs_in_one_row_without_padding() -> None:
-    collator = CausalCollator(0, one_row=True)
-    batch = collator.collate([CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]])
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 3, 2, 1]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
-    assert batch["labels"].tolist() == [7, 8, 4, 2, 1] and batch["label_positions"].tolist() == [1, 2, 4, 6, 7]
-    unpacked = [[row] for row in CAUSAL_ROWS]
-    assert collator.collate(unpacked)["input_ids"].shape == (3, 4)
 
 
 @pytest.mark.parametrize("one_row", [False, True])

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.refusals import refusal
-from toolkit.config.data import DataConfig, LLMDataConfig
-from toolkit.data.rows.columns import choose_columns, choose_seq2seq_columns, describe_columns
+from toolkit.config.data import LLMDataConfig
+from toolkit.data.rows.columns import choose_columns
 
 CONFIG = LLMDataConfig(source="jsonl")
 
@@ -67,13 +67,3 @@ def test_columns_are_the_named_ones_or_those_with_the_usual_names(existing, sett
 )  # fmt: skip
 def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, settings, sentence):
     assert refusal(choose_columns, "a.csv", existing, replace(CONFIG, **settings)).removeprefix("a.csv ").startswith(sentence)
-
-
-def test_the_line_has_the_reading_and_every_column():
-    columns = choose_columns("a.csv", ALPACA, CONFIG, has_chat_template=True)
-    expected = "alpaca, as chats for the chat template, from instruction, output, input and history; not read: id"
-    assert describe_columns(columns, ALPACA) == expected
-    assert describe_columns(choose_columns("a.csv", ["text"], CONFIG), ["text"]) == "text, from text; no other columns"
-    t5 = choose_seq2seq_columns("a.csv", ["source", "target", "id"], DataConfig())
-    assert describe_columns(t5, ["source", "target", "id"]) == "a source with its target, from source and target; not read: id"
-    assert "Alpaca's own words" in describe_columns(choose_columns("a.csv", ALPACA, CONFIG), ALPACA)

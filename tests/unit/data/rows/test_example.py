@@ -52,9 +52,11 @@ def test_a_chat_may_be_json_text_with_tools_as_text_or_lists():
 
 
 OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+PARTS = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]  # as OpenAI's chats may have a text
 
 
-def test_nulls_empty_lists_and_calls_of_older_chats_are_read_as_messages():
+def test_nulls_empty_lists_text_in_parts_and_calls_of_older_chats_are_read_as_messages():
+    assert read([{"role": "user", "content": PARTS}, *say("", "2")[1:]]).messages == say("1 + 1?", "2")
     messages = [{"role": "user", "content": "hi", "tool_calls": None}, CALL | {"content": None, "name": None}]
     messages += [{"role": "tool", "content": ""}, {"role": "assistant", "content": "one", "tool_calls": []}]
     expected = [say("hi")[0], CALL | {"content": ""}, messages[2], say("", "one")[1]]
@@ -98,15 +100,13 @@ def test_a_column_of_system_texts_becomes_the_first_turn():
         assert build("chat", messages=with_system, system=system) == read(with_system)
 
 
-def test_pairs_and_text_are_grouped_by_what_comes_first():
+def test_pairs_and_text_are_grouped_by_what_comes_first_and_a_pair_of_message_lists_is_a_chat_trained_on_its_completion():
     pair = build("pair", q="why", a=" because")
     assert pair == Example(prompt="why", completion=" because", lead_text="why") and pair.opening == "why"
     assert build("seq2seq", article="long", headline="short") == Example(prompt="long", completion="short", lead_text="long")
     text = build_example({"text": "once"}, Columns("text", ("text",)), "x", group="module", held_out=True)
     assert text == Example(text="once", group="module", held_out=True) and text.opening == "once"
 
-
-def test_a_pair_of_message_lists_is_a_chat_trained_on_its_completion():
     example = build("pair", prompt=say("hello", "one", "two"), completion=say("x", "three")[1:])
     assert example.messages == say("hello", "one", "two", "three")
     assert (example.first_trained, example.opening) == (3, "hello")
@@ -154,14 +154,6 @@ def test_rows_with_nothing_to_learn_come_with_their_reason(kind, cells, reason):
     assert build(kind, **dict(zip("ab", cells, strict=False))) == reason
 
 
-PARTS = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
-
-
-def test_text_in_parts_is_one_text():
-    """As OpenAI's chats may have it."""
-    assert read([{"role": "user", "content": PARTS}, *say("", "2")[1:]]).messages == say("1 + 1?", "2")
-
-
 TWO_TEXTS = "the column system and the system turn are different texts: leave one of them out"
 
 
@@ -185,10 +177,7 @@ def answer(**keys):
         (say("a"), "column messages: no assistant turn, so there is nothing to train on: leave the row out"),
         (answer(content=["b"]), "message 2, content: 'b' is not a part of type text"),
         *(
-            (
-                answer(content=[*PARTS, part]),
-                f"message 2, content: {part} is not a part of type text: leave the part or the row out",
-            )
+            (answer(content=[*PARTS, part]), f"message 2, content: {part} is not a part of type text: leave the part or the row")
             for part in ({"type": "image", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"})
         ),
         (answer(content="b\ud83d"), "message 2, content: character 2 is half a surrogate pair"),
@@ -197,10 +186,9 @@ def answer(**keys):
         (answer(**CALL | {"role": "user"}), "message 2: tool calls of role user"),
         (answer(tool_calls="add"), "message 2: tool_calls 'add' is not a list of calls"),
         (answer(tool_calls=[{"function": {}}]), "message 2: a tool call without a name"),
-        (answer(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "message 2, arguments of f: not JSON"),
-        (
-            answer(tool_calls=[{"function": {"name": "f", "arguments": '{"x": 1, "x": 2}'}}]),
-            "message 2, arguments of f: not JSON (the",
+        *(
+            (answer(tool_calls=[{"function": {"name": "f", "arguments": wrong}}]), f"message 2, arguments of f: not JSON ({why}")
+            for wrong, why in (("{", ""), ('{"x": 1, "x": 2}', "the"))
         ),
         (answer(**OLD_CALL | CALL), "message 2 has function_call and tool_calls: leave one of them out"),
         (answer(**OLD_CALL | {"function_call": "add"}), "message 2: a tool call without a name"),

@@ -1,6 +1,5 @@
 """The split, the fingerprint, the cache, and what settings may go together."""
 
-import json
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from datasets import Dataset, List, Value
 
 from tests.support.chats import say
+from tests.support.model_folders import save_jsonl
 from tests.support.refusals import refusal
 from tests.support.rows import load_rows
 from toolkit.config.data import DataConfig, LLMDataConfig
@@ -20,10 +20,6 @@ from toolkit.data.rows.load import Splitter
 
 def write(name, *pairs):
     Path(name).write_text("source,target\n" + "".join(f"{source},{target}\n" for source, target in pairs))
-
-
-def write_chats(name, chats):
-    Path(name).write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
 
 @pytest.fixture
@@ -86,8 +82,8 @@ def test_questions_about_one_document_are_rows_of_their_own(config):
     """With the document as system turn or first, and a question that is the same for all documents."""
     chats = [say("what is it?", f"answer {i}", system=f"document {i}") for i in range(100)]
     chats += [say(f"question {i}", "yes", system="the document") for i in range(100)]
-    write_chats("rows.jsonl", chats)
-    write_chats("eval.jsonl", (chats[3], chats[103]))
+    save_jsonl(Path("rows.jsonl"), [{"messages": chat} for chat in chats])
+    save_jsonl(Path("eval.jsonl"), [{"messages": chats[number]} for number in (3, 103)])
     config = LLMDataConfig(files="rows.jsonl", cache_dir="cache", eval_fraction=0.2)
     assert 15 <= len(load_rows(config).evaluation) <= 65  # 40 expected of 200 groups, standard deviation 6
     rows = load(config, eval_files="eval.jsonl")
@@ -205,7 +201,7 @@ def test_fingerprints_of_rows_are_those_of_this_version_of_the_reader(config):
     `READER_VERSION` before these change."""
     Path("a.csv").write_text("source,target,id\n" + "".join(f"text {i},t {i},{i}\n" for i in range(20)))
     rows = [{"messages": say("hi", "one"), "tools": [{"name": "add"}], "id": i} for i in range(3)]
-    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_jsonl(Path("a.jsonl"), rows)
     Path("own.py").write_text(
         'def load(config):\n    yield {"prompt": "a", "completion": "b"}\ndef identify(config): return "1"\n'
     )

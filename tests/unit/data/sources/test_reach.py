@@ -67,30 +67,21 @@ def test_a_kind_of_file_is_no_dataset(opened: list[str], name: str) -> None:
 
 
 SOURCES = "csv, tsv, json, jsonl, parquet, arrow, txt"
-NO_DATASET = "is a kind of file, not a dataset: give one of"
 
 
 @pytest.mark.parametrize(
-    ("load", "sentence"),
+    ("load", "key", "name", "kinds"),
     [
-        (
-            lambda: llm(mix=[MixEntry(source="Parquet")]),
-            f"data.mix[0].source Parquet {NO_DATASET} {SOURCES}, a hub id as in user/Parquet, or ./Parquet for a folder",
-        ),
-        (
-            lambda: llm(source="text"),
-            f"data.source text {NO_DATASET} {SOURCES}, a hub id as in user/text, or ./text for a folder",
-        ),
-        (lambda: llm(source=""), f"data.source is empty: give one of {SOURCES}, a hub id, or a folder"),
-        (
-            lambda: load_digits("imagefolder"),
-            f"data.source imagefolder {NO_DATASET} digits, idx, a hub id as in user/imagefolder, or ./imagefolder for a folder",
-        ),
+        (lambda: llm(mix=[MixEntry(source="Parquet")]), "data.mix[0].source", "Parquet", SOURCES),
+        (lambda: llm(source="text"), "data.source", "text", SOURCES),
+        (lambda: load_digits("imagefolder"), "data.source", "imagefolder", "digits, idx"),
     ],
 )
-def test_the_sentence_names_what_there_is(load: Any, sentence: str) -> None:
+def test_the_sentence_names_what_there_is(load: Any, key: str, name: str, kinds: str) -> None:
     Path("text").mkdir()
-    assert refusal(load) == sentence
+    kind = "is a kind of file, not a dataset: give one of"
+    assert refusal(load) == f"{key} {name} {kind} {kinds}, a hub id as in user/{name}, or ./{name} for a folder"
+    assert refusal(llm, source="") == f"data.source is empty: give one of {SOURCES}, a hub id, or a folder"
 
 
 @pytest.mark.parametrize("source", ["./text", "text/", "{here}/text"])

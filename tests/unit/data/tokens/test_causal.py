@@ -128,15 +128,6 @@ def test_the_prompt_is_what_generation_gets_from_the_template(prepare, template)
         assert prompt_of(rows, place) == expected
 
 
-def test_tools_calls_and_answers(prepare):
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
-    messages = [*say("2 + 2"), call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "it is four"}]
-    rows = prepare(chats(messages, tools=[{"name": "add"}]))
-    assert rows.tokenizer.decode(rows.train[0]["input_ids"]).startswith('<|im_start|>system\nTools: {"name": "add"}<|im_end|>')
-    assert counted(rows) == ['<tool_call>add {"a": 2}</tool_call><|im_end|>', "it is four<|im_end|>"]
-    assert rows.train[0]["lead_text"] == "2 + 2"
-
-
 def test_all_tokens_count_if_asked_for(prepare):
     rows = prepare(chats(CHATS[0]), loss_on="all")
     row = rows.train[0]

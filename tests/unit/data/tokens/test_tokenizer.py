@@ -50,15 +50,11 @@ def test_byte_level_tokenizer_writes_every_text_and_is_the_same_each_time(tmp_pa
     assert hash_tokenizer(tokenizer) != hash_tokenizer(train_byte_level_tokenizer(TEXTS, vocab_size=299))
 
 
-def test_without_a_padding_token_the_end_token_pads(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>"), vocab_size=3)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
-
-
-def test_new_tokens_are_special_and_those_that_are_there_stay_as_they_are(tmp_path: Path) -> None:
+def test_new_tokens_are_special_those_that_are_there_stay_and_without_a_padding_token_the_end_token_pads(tmp_path: Path) -> None:
     config = replace(write_tokenizer(tmp_path, eos_token="</s>"), add_tokens=["<|im_start|>", "</s>", "<|im_end|>"])
     tokenizer = load_tokenizer(config)
     assert tokenizer.convert_tokens_to_ids(config.add_tokens) == [3, 1, 4]
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
     ids = tokenizer("<|im_start|>oar<|im_end|>")["input_ids"]
     assert ids == [3, 2, 4] and tokenizer.decode(ids, skip_special_tokens=True) == "oar"
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -69,12 +65,7 @@ def test_new_tokens_are_special_and_those_that_are_there_stay_as_they_are(tmp_pa
 @pytest.mark.parametrize(
     ("end", "added", "vocab_size", "sentence"),
     [
-        (
-            None,
-            [],
-            3,
-            "the tokenizer of {} has neither a padding nor an end token: set pad_token or eos_token in its ",
-        ),
+        (None, [], 3, "the tokenizer of {} has neither a padding nor an end token: set pad_token or eos_token in its "),
         ("</s>", [], 2, "the tokenizer of {} has 3 tokens, but the model only 2 embeddings: take the tokenizer that belongs to "),
         ("</s>", ["<|a|>", " "], None, "model.add_tokens[1] is ' ', which is empty: give a text, as <|im_start|>"),
         ("</s>", ["<|a|>", "<|a|>"], None, "model.add_tokens[1] is '<|a|>', for the second time: name each token once"),

@@ -47,52 +47,26 @@ def loss_of_whole_logits(model: Any, rows: list[Any], smoothing: float = 0.0) ->
     return torch.stack(losses).sum()
 
 
-LLAMA4 = {
-    "hidden_size": 16, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 4,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", ["opt", "llama4"])
-def test_a_backbone_that_is_not_where_the_class_says_leaves_the_loss(family: str) -> None:
+@pytest.mark.parametrize("kind", ["opt", "llama4_text", "gemma4_text", "falcon_h1", "llama"])
+def test_a_backbone_elsewhere_and_a_forward_that_reads_more_than_hidden_states_leave_the_loss(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OPT's forward calls the stack inside its backbone, as those of decoders of BART's kin do. Llama 4's of text alone is at
-    `model`, and `base_model_prefix` says `language_model`."""
-    model: Any
-    if family == "opt":
-        model = build_causal(family)
-    else:
-        model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(vocab_size=VOCAB_SIZE, **LLAMA4)).eval()
+    `model`, and `base_model_prefix` says `language_model`. Gemma 4's reads the shape of its input, Falcon-H1's a number of its
+    backbone. One that reads what its backbone makes beside takes all logits."""
+    model: Any = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
     rows = build_rows()
     expected = loss_of_whole_logits(model, rows)
-    chunked_loss.install(model)
-    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    if kind == "llama":
+        theirs = transformers.LlamaForCausalLM.forward
 
+        def forward(self: Any, input_ids: Any = None, **inputs: Any) -> Any:
+            assert len(self.model.layers)
+            return theirs(self, input_ids=input_ids, **inputs)
 
-@pytest.mark.parametrize("kind", ["gemma4_text", "falcon_h1"])
-def test_a_forward_that_reads_more_than_hidden_states_gets_it(kind: str) -> None:
-    """Gemma 4's reads the shape of its input, Falcon-H1's a number of its backbone."""
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
-    rows = build_rows()
-    expected = loss_of_whole_logits(model, rows)
-    assert not chunked_loss.holds_all_logits(model)
-    chunked_loss.install(model)
-    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-
-
-def test_a_forward_that_reads_what_its_backbone_makes_beside_takes_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, theirs = build_causal("llama"), transformers.LlamaForCausalLM.forward
-    rows = build_rows()
-    expected = loss_of_whole_logits(model, rows)
-
-    def forward(self: Any, input_ids: Any = None, **inputs: Any) -> Any:
-        assert len(self.model.layers)
-        return theirs(self, input_ids=input_ids, **inputs)
-
-    forward.__module__ = theirs.__module__
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
-    assert chunked_loss.holds_all_logits(model)
+        forward.__module__ = theirs.__module__
+        monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    assert chunked_loss.holds_all_logits(model) == (kind in ("llama4_text", "llama"))
     chunked_loss.install(model)
     loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)

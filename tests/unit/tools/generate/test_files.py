@@ -6,15 +6,19 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.chats import say
+from tests.support.refusals import refusal
 from toolkit.data.rows.example import Example
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage
@@ -47,7 +51,6 @@ def test_the_runs_own_column_is_read_and_the_others_are_named(tmp_path: Path) ->
     assert how == "prompts, from body; not read: id, source"
 
 
-PARTS = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
 TOOL = {"type": "function", "function": {"name": "add"}}
 
 
@@ -55,14 +58,9 @@ TOOL = {"type": "function", "function": {"name": "add"}}
     ("row", "messages", "how"),
     [
         (
-            # As JSON text, with content in parts, with nulls as parquet has them, and without OpenAI's weights.
-            {
-                "messages": json.dumps(
-                    [{"role": "user", "content": PARTS, "name": None}, {"role": "assistant", "content": "2", "weight": 0}]
-                ),
-                "tools": json.dumps([TOOL]),
-            },
-            [("user", "1 + 1?")],
+            # As JSON text, and without OpenAI's weights.
+            {"messages": json.dumps([*say("2?"), say("", "2")[1] | {"weight": 0}]), "tools": json.dumps([TOOL])},
+            [("user", "2?")],
             "messages, from messages and tools; no other columns",
         ),
         (
@@ -108,12 +106,7 @@ def test_what_only_a_file_has_is_refused_for_standard_input_which_has_a_text_a_l
         ("a.csv", "text\n", None, r"has no rows"),
         ("a.jsonl", '{"text": "a"}\n{"text": ""}\n', None, r"a.jsonl, row 2 is a row with an empty prompt, which has nothing"),
         ("a.jsonl", '{"text": "a"}\n[1]\n', "text", r"a.jsonl, line 2: \[1\] is not a JSON object"),
-        (
-            "a.jsonl",
-            '{"messages": [{"role": "assistant", "content": "a"}]}\n',
-            None,
-            r"row 1, message 1: roles out of order, the assistant",
-        ),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', None, r"row 1, message 1: roles out of order"),
         ("a.jsonl", '{"conversations": [{"from": "gpt", "value": "a"}]}', None, r"row 1 is a row in which the assistant speaks"),
         ("a.csv", "text\nNaN\n", None, r"row 1 is a row with a missing prompt"),
     ],
@@ -125,12 +118,10 @@ def test_a_file_without_texts_is_refused(tmp_path: Path, name: str, text: str, c
 
 def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(
-        UserError, match="without an export: let the run end, or give the folder that .*toolkit export .*/run writes"
-    ):
-        find_folder(str(tmp_path / "run"))
-    with pytest.raises(UserError, match="a.csv is a file: give a run folder, an export or a model folder"):
-        find_folder(write(tmp_path, "a.csv", "text\na\n"))
+    said = refusal(find_folder, str(tmp_path / "run"))
+    assert "without an export: let the run end, or give the folder that " in said and "/run writes" in said
+    file = write(tmp_path, "a.csv", "text\na\n")
+    assert "a.csv is a file: give a run folder, an export or a model folder" in refusal(find_folder, file)
 
 
 def test_a_file_need_not_be_written_as_the_runs_was(tmp_path: Path) -> None:
@@ -144,37 +135,13 @@ def test_a_file_need_not_be_written_as_the_runs_was(tmp_path: Path) -> None:
     [(_, row)], how = read_rows(file, usage=usage)
     assert row.prompt == "Müller" and how.endswith("from text; not read: id")
     file = write(tmp_path, "b.csv", "text,id\nMüller,1\n")
-    with pytest.raises(UserError, match=r"its header has commas between names: set --csv-delimiter ','"):
-        read_rows(file, usage=usage)
+    assert "its header has commas between names: set --csv-delimiter ','" in refusal(read_rows, file, usage=usage)
     assert read_rows(file, usage=usage, csv_delimiter=",")[0][0][1].prompt == "Müller"
-    with pytest.raises(UserError, match="--encoding is 'utf-9', which Python does not know"):
-        read_rows(file, usage=usage, encoding="utf-9")
+    assert "--encoding is 'utf-9', which Python does not know" in refusal(read_rows, file, usage=usage, encoding="utf-9")
 
 
-NUM_TEXTS = 300
-WRITER = """
-import sys
-from pathlib import Path
-from tests.unit.tools.generate.test_files import NUM_TEXTS, options, text
-from toolkit.tools.generate.files import append_texts, begin_output, end_output
-from toolkit.errors import UserError
-
-output, how = Path(sys.argv[1]), sys.argv[2]
-try:
-    done = begin_output(options(output))
-    print("started", flush=True)
-    if how == "full disk":
-        import resource
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    for first in range(done, NUM_TEXTS, 5):
-        append_texts(output, first, [text(row) for row in range(first, min(first + 5, NUM_TEXTS))], "")
-        print("written", flush=True)
-        if how == "waits":
-            sys.stdin.readline()
-    end_output(output)
-except UserError as error:
-    sys.exit(str(error))
-"""
+NUM_TEXTS, PATIENCE_S = 300, 600
+UNFINISHED = "is not what this command left unfinished"
 
 
 def options(output: Path, **given: Any) -> Options:
@@ -186,9 +153,45 @@ def text(row: int) -> str:
     return f"text {row} " * 20
 
 
-def writer(output: Path, how: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(output), how]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def write_all(output: Path, how: str, pipe: Any) -> None:
+    """As a process of `generate` does; the pipe gets each moment, and the sentence of a refusal."""
+    try:
+        done = begin_output(options(output))
+        pipe.send("started")
+        if how == "full disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        for first in range(done, NUM_TEXTS, 5):
+            append_texts(output, first, [text(row) for row in range(first, min(first + 5, NUM_TEXTS))], "")
+            pipe.send("written")
+            if how == "waits":
+                pipe.recv()
+        end_output(output)
+    except UserError as error:
+        pipe.send(str(error))
+        os._exit(1)
+
+
+@contextmanager
+def writer(output: Path, how: str = "") -> Iterator[tuple[Any, Any]]:
+    """A process that writes all texts, a fork of this one, and its pipe."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=write_all, args=(output, how, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+        process.join(PATIENCE_S)
+    finally:
+        process.kill()
+        process.join()
+
+
+def told(pipe: Any) -> Iterator[str]:
+    """All that a writer sends, until it has ended."""
+    with suppress(EOFError):
+        while True:
+            yield pipe.recv()
 
 
 def rows(output: Path) -> list[tuple[int, str]]:
@@ -198,18 +201,17 @@ def rows(output: Path) -> list[tuple[int, str]]:
 def test_of_two_starts_one_writes(tmp_path: Path) -> None:
     """Both used to, each all of its texts, and ended with status 0."""
     output = tmp_path / "out.jsonl"
-    with writer(output, "waits") as first:
-        assert first.stdout is not None and first.stdout.readline() == "started\n"
-        with writer(output) as second:
-            _, said = second.communicate()
-        assert second.returncode == 1
-        assert said == f"another process is writing --output {output}: wait for its end, or name another file\n"
-        first.communicate("\n" * NUM_TEXTS)
-    assert first.returncode == 0
+    with writer(output, "waits") as (first, pipe):
+        assert pipe.recv() == "started"
+        with writer(output) as (second, said):
+            assert said.recv() == f"another process is writing --output {output}: wait for its end, or name another file"
+        assert second.exitcode == 1
+        for _ in range(NUM_TEXTS // 5):
+            pipe.send("go on")
+    assert first.exitcode == 0
     assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
     assert os.listdir(tmp_path) == ["out.jsonl"]
-    with pytest.raises(UserError, match="exists, and is not what this command left unfinished: name another file$"):
-        begin_output(options(output))
+    assert refusal(begin_output, options(output)) == f"--output {output} exists, and {UNFINISHED}: name another file"
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
@@ -218,12 +220,11 @@ def test_no_text_is_lost_by_kills_at_any_moment(tmp_path: Path) -> None:
     output, moments = tmp_path / "out.jsonl", random.Random(0)
     num_kills, size, status = 0, 0, None
     while status != 0:
-        with writer(output) as process:
-            assert process.stdout is not None
-            for _ in range(moments.randint(2, 30)):
-                process.stdout.readline()
+        with writer(output) as (process, pipe):
+            for _ in zip(range(moments.randint(2, 30)), told(pipe), strict=False):
+                pass
             process.kill()
-        status = process.returncode
+        status = process.exitcode
         num_kills += status != 0
         if moments.random() < 0.5 and status != 0:
             with output.open("ab") as file:
@@ -246,8 +247,7 @@ def test_what_is_there_is_never_written_again_and_an_output_that_is_removed_does
     append_texts(output, 2, ["three"], "")
     assert rows(output)[0] == (1, "one") and output.read_bytes().startswith(before)
     output.unlink()
-    with pytest.raises(UserError, match="No such file or directory"):
-        append_texts(output, 3, ["four"], "")
+    assert "No such file or directory" in refusal(append_texts, output, 3, ["four"], "")
     assert not output.exists() and begin_output(options(output)) == 0
     end_output(output)
     assert not any(tmp_path.glob("*.unfinished"))
@@ -285,20 +285,19 @@ def test_only_the_same_texts_are_continued(tmp_path: Path, changed: str) -> None
     else:
         with (model / changed).open("a") as file:
             file.write(" ")
-    with pytest.raises(UserError, match="is not what this command left unfinished"):
-        begin_output(again)
+    assert UNFINISHED in refusal(begin_output, again)
     assert sorted(os.listdir(tmp_path)) == ["model", "out.jsonl", "out.jsonl.unfinished"]
 
 
 def test_a_full_disk_keeps_what_was_written(tmp_path: Path) -> None:
     """A limit of the file's size stands in for it: the write that reaches it tears a line."""
     output = tmp_path / "out.jsonl"
-    with writer(output, "full disk") as process:
-        _, said = process.communicate()
-    assert said == f"--output {output} cannot be written (File too large): make room, and give the same command again\n"
+    with writer(output, "full disk") as (_, pipe):
+        *_, said = told(pipe)
+    assert said == f"--output {output} cannot be written (File too large): make room, and give the same command again"
     torn = output.read_bytes()
     assert len(torn) == 10_000 and not torn.endswith(b"\n")
-    with writer(output) as process:
-        process.communicate()
+    with writer(output):
+        pass
     assert output.read_bytes().startswith(torn[: torn.rfind(b"\n") + 1])
     assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
