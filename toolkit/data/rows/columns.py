@@ -49,6 +49,7 @@ KINDS = {
         ("prompt", "chosen", "rejected"), "pairs of answers, as chats for the chat template", ("system", TOOLS_COLUMN)
     ),
     "preference_alone": Kind(("chosen", "rejected"), "pairs of answers that hold their prompt", ("system", TOOLS_COLUMN)),
+    "preference_beside": Kind(("chosen", "rejected"), "pairs of answers that hold their prompt", ("system", TOOLS_COLUMN)),
     "sharegpt": Kind(("conversation",), "sharegpt", ("system", TOOLS_COLUMN)),
     "alpaca": _ALPACA,
     "alpaca_text": _ALPACA._replace(how=_ALPACA_TEXT),
@@ -127,14 +128,16 @@ def choose_seq2seq_columns(
 
 def choose_preference_columns(where: object, existing: Sequence[str], config: Any, *, has_chat_template: bool = False) -> Columns:
     """As `choose_columns`, of two answers and their prompt, if it is not in both. Beside a column of system turns or tools, texts
-    are chats where there `has_chat_template`."""
+    are chats where there `has_chat_template`; beside other columns, a prompt in both texts is not guessed."""
     answers = _name_two("chosen", config.chosen_column, "rejected", config.rejected_column)
-    prompt = config.prompt_column or "prompt"
+    prompt = config.prompt_column or next((name for name in ("prompt", "conversations") if name in existing), "prompt")
     kind, names = ("preference", (prompt, *answers)) if prompt in existing else ("preference_alone", answers)
     check_columns(where, existing, names)
     of_chats = [name for name in KINDS[kind].optional if name in existing and name not in names]
     if kind == "preference" and of_chats and has_chat_template:
         kind = "preference_chat"
+    if kind == "preference_alone" and any(name not in (*names, *of_chats) and "." not in name for name in existing):
+        kind = "preference_beside"
     return Columns(kind, (*names, *of_chats))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.rows.columns import KINDS, Columns
 from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat, read_tools
-from toolkit.data.rows.pairs import read_pair
+from toolkit.data.rows.pairs import read_pair, read_turns
 from toolkit.data.sources.row import check_text, is_nan, read_optional_text
 from toolkit.errors import UserError
 
@@ -106,8 +106,10 @@ def build_example(
             return f"with an empty {what}"
         if is_nan(value):
             return f"with a missing {what} (NA, NaN, None)"
+    if kind.startswith("preference"):
+        cells = {name: read_turns(value, f"{where}, column {name}") for name, value in cells.items()}
     has_messages = any(isinstance(value, list) for value in cells.values())
-    if kind in ("prompt", "pair", "preference", "preference_alone") and not has_messages:
+    if kind in ("prompt", "pair", "preference", "preference_alone", "preference_beside") and not has_messages:
         of_chats = {
             "system": read_optional_text(others, "system", where),
             TOOLS_COLUMN: read_tools(others.get(TOOLS_COLUMN), where),
@@ -127,7 +129,8 @@ def build_example(
         fields = read_sharegpt(row, columns.names[0], tools, where, for_generation=for_generation)
     elif kind.startswith("preference") and not for_generation:
         system, is_chat = read_optional_text(others, "system", where), has_messages or kind == "preference_chat"
-        fields = read_pair(cells, others.get(TOOLS_COLUMN), system, where, is_chat=is_chat)
+        may_guess = kind == "preference_alone"
+        fields = read_pair(cells, others.get(TOOLS_COLUMN), system, where, is_chat=is_chat, may_guess=may_guess)
     elif kind == "chat" or (kind in ("pair", "prompt") and has_messages):
         system = read_optional_text(others, "system", where)
         fields = read_chat(cells, others.get(TOOLS_COLUMN), where, system=system, for_generation=for_generation)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
+from toolkit.data.rows.instructions import read_turn
 from toolkit.data.rows.messages import read_chat
 from toolkit.data.sources.row import check_text
 from toolkit.errors import UserError
+from toolkit.files.json_lines import DECODER
 
 _TURN_OF_TEXT = "\n\nAssistant:"
 """Begins the answers in the texts of HH-RLHF."""
 
 
-def read_pair(cells: Mapping[str, Any], tools: Any, system: str, where: str, *, is_chat: bool) -> dict[str, Any] | str:
+def read_pair(
+    cells: Mapping[str, Any], tools: Any, system: str, where: str, *, is_chat: bool, may_guess: bool
+) -> dict[str, Any] | str:
     """The fields of a pair's `Example`, or the reason to skip it. Malformed messages are a `UserError`.
 
     Of lists that begin with the same messages, these are the prompt; so is the common beginning of two texts, up to its last
@@ -26,6 +31,7 @@ def read_pair(cells: Mapping[str, Any], tools: Any, system: str, where: str, *, 
         cells: by column: the prompt, if it has one, then the chosen and the rejected answer.
         where: file and row, for messages.
         is_chat: texts among the cells are turns.
+        may_guess: two texts without a prompt or an `Assistant:` line may begin with one.
     """
     *given, chosen, rejected = cells.values()
     names = list(cells)[-2:]
@@ -33,6 +39,9 @@ def read_pair(cells: Mapping[str, Any], tools: Any, system: str, where: str, *, 
         for name, value in cells.items():
             check_text(value, f"{where}, column {name}")
         prompt = given[0] if given else _common_beginning(chosen, rejected)
+        if not given and not may_guess and not prompt.endswith(_TURN_OF_TEXT):
+            trouble = f"columns {names[0]} and {names[1]} do not begin with a prompt that ends in {_TURN_OF_TEXT.strip()!r}"
+            raise UserError(f"{where}: {trouble}: set data.prompt_column to the column that has the prompt")
         texts = [chosen, rejected] if given else [chosen[len(prompt) :], rejected[len(prompt) :]]
         if reason := _find_fault(texts, names, is_empty=lambda text: not text.strip()):
             return reason
@@ -66,6 +75,22 @@ def read_pair(cells: Mapping[str, Any], tools: Any, system: str, where: str, *, 
             raise UserError(f"{where}: a turn of an answer has weight 0, but answers count as a whole: leave the weight out")
     first, second = (of_answer for of_answer in read if not isinstance(of_answer, str))
     return {**first, "weight_0": [], "rejected": second["messages"]}
+
+
+def read_turns(value: Any, where: str) -> Any:
+    """A cell with one or several messages, or ShareGPT's turns, also as JSON text, as a list of messages; others as they are."""
+    turns = value
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            turns = DECODER.decode(value)
+    turns = [turns] if isinstance(turns, dict) else turns
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return value
+    if isinstance(value, str) and not all(
+        {"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys() for turn in turns
+    ):
+        return value  # an answer that is JSON
+    return [read_turn(turn, f"{where}, turn {number}") if "from" in turn else turn for number, turn in enumerate(turns, start=1)]
 
 
 def _find_fault(answers: list[Any], names: list[str], is_empty: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def test_texts_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any], expect
         {"prompt": "Why?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # UltraFeedback's
         {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": [USER], "chosen": "So.", "rejected": "No."},
+        {"prompt": "Why?", "chosen": GOOD, "rejected": BAD},
+        {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
+        {
+            "conversations": [{"from": "human", "value": "Why?"}],
+            "chosen": {"from": "gpt", "value": "So."},
+            "rejected": {"from": "gpt", "value": "No."},
+        },
     ],
 )
 def test_messages_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any]) -> None:
@@ -98,3 +106,12 @@ def test_rows_without_a_preference_are_left_out(row: dict[str, Any], reason: str
 def test_a_weight_in_an_answer_is_refused() -> None:
     row = {"chosen": [USER, GOOD | {"weight": 0}, AGAIN, GOOD], "rejected": [USER, BAD]}
     assert refusal(read, row).startswith("rows.jsonl, row 1: a turn of an answer has weight 0")
+
+
+def test_json_may_be_an_answer_and_a_prompt_is_not_guessed_beside_other_columns() -> None:
+    example = read({"prompt": "Why?", "chosen": '[{"a": 1}]', "rejected": '{"role": "b"}'})
+    assert isinstance(example, Example) and (example.completion, example.rejected) == ('[{"a": 1}]', '{"role": "b"}')
+    row = {"question": "Which?", "chosen": "The sky is blue.", "rejected": "The sky is black."}
+    assert "set data.prompt_column to the column that has the prompt" in refusal(read, row)
+    example = read({"id": 1, "chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."})
+    assert isinstance(example, Example) and example.completion == " So."
