@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -269,8 +270,8 @@ def _read_part(file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int
         return torch.empty(end - first, *shape[1:], dtype=dtype)
     # Anonymous memory goes back to the system when freed; malloc would keep such buffers, separately for every thread.
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if advice := getattr(mmap, "MADV_HUGEPAGE", None):  # Linux: a page fault for 2 MiB, not 4 KiB, a third of the time
-        buffer.madvise(advice)
+    with suppress(AttributeError, OSError):  # Linux, if it has them: a page fault for 2 MiB, not 4 KiB, a third of the time
+        buffer.madvise(mmap.MADV_HUGEPAGE)
     unread, place = memoryview(buffer), offset + first * num_row_bytes
     while unread:
         try:
