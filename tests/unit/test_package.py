@@ -32,8 +32,13 @@ sys.modules["fcntl"] = sys.modules["resource"] = None  # their import fails
 """
 
 
-@pytest.mark.parametrize(("platform", "system"), [("darwin", "macOS"), ("win32", "Windows"), ("freebsd14", "freebsd14")])
-@pytest.mark.parametrize("program", ["toolkit train run.yaml", "recipes/llm.py --help", "toolkit.training.finetune"])
+@pytest.mark.parametrize(
+    ("program", "platform", "system"),
+    [
+        *((program, "darwin", "macOS") for program in ("toolkit train run.yaml", "recipes/llm.py --help")),
+        *(("toolkit.training.finetune", *named) for named in (("win32", "Windows"), ("freebsd14", "freebsd14"))),
+    ],
+)
 def test_another_system_than_linux_gets_one_sentence(program: str, platform: str, system: str) -> None:
     words = [sys.executable, "-c", ELSEWHERE, platform, *program.split()]
     ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)

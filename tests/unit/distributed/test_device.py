@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from toolkit.distributed import device
-from toolkit.distributed.device import _cpu_quota_cores, all_cores, available_cores, check_own_gpu, describe_device
+from toolkit.distributed.device import _cpu_quota_cores, available_cores, check_own_gpu, describe_device
 from toolkit.errors import UserError
 from toolkit.launch import accelerator
 from toolkit.launch.accelerator import _num_threads
@@ -106,15 +106,6 @@ def test_ranks_with_gpus_share_the_cores_of_their_node(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: own_cores)
     monkeypatch.setattr(accelerator, "gather_objects", lambda _: ranks)
     assert _num_threads(device) == num_threads
-
-
-def test_an_export_on_gpus_takes_all_cores_and_gives_them_back() -> None:
-    torch.set_num_threads(2)
-    with all_cores(GPU):
-        assert torch.get_num_threads() == 12
-    assert torch.get_num_threads() == 2
-    with all_cores(CPU):
-        assert torch.get_num_threads() == 2
 
 
 def test_the_setting_overrides_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

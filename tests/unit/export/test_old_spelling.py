@@ -21,6 +21,8 @@ WINDOWS = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "slidi
 THETA = {"rope_type": "default", "rope_theta": 1e4}
 BAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16, "rope_parameters": THETA}
 ONE_FLAG = "transformers 4, and tools that read as it does, take one flag for both."
+NOT_SCALED = f"Its head is tied and its logits are not scaled: {ONE_FLAG}"
+UNTIED = f"Its head is untied and its logits are scaled: {ONE_FLAG}"
 NO_SPELLING = "Its rope_parameters have no older spelling: transformers 4, and tools that read as it does, miss them."
 SCALED = "CTranslate2 scales its logits as if its head were tied"
 # Of the class and its config → what `config.json` says, and how the sentence begins that a reader needs.
@@ -38,18 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "windows of their own": ("Gemma3", SLIDING | {"rope_parameters": WINDOWS}, {}, NO_SPELLING),
     "a T5": ("T5", T5_SIZES, {"tie_word_embeddings": True}, ""),
     "a T5 1.1": ("T5", T5_SIZES | {"tie_word_embeddings": False, "untied": True}, {"tie_word_embeddings": False}, SCALED),
-    "a T5 1.1 from scratch": (
-        "T5",
-        T5_SIZES | {"tie_word_embeddings": False},
-        {"tie_word_embeddings": False},
-        f"Its head is tied and its logits are not scaled: {ONE_FLAG}",
-    ),
-    "an untied T5": (
-        "T5",
-        T5_SIZES | {"untied": True},
-        {"tie_word_embeddings": True},
-        f"Its head is untied and its logits are scaled: {ONE_FLAG}",
-    ),
+    "a T5 1.1 from scratch": ("T5", T5_SIZES | {"tie_word_embeddings": False}, {"tie_word_embeddings": False}, NOT_SCALED),
+    "an untied T5": ("T5", T5_SIZES | {"untied": True}, {"tie_word_embeddings": True}, UNTIED),
     "an untied head": ("Llama", {"tie_word_embeddings": True, "untied": True}, {"tie_word_embeddings": False}, ""),
     "a tied head": ("Llama", {"tie_word_embeddings": True}, {"tie_word_embeddings": True}, ""),
 }

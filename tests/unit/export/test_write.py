@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.support.adapter_models import compare_logits
+from tests.support.refusals import refusal
 from tests.support.tiny_models import one_process
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ExportConfig, ModelConfig, RunConfig, SummarizationConfig
@@ -155,5 +156,4 @@ def test_a_link_or_file_in_the_place_of_an_export_is_refused_before_the_run(tmp_
         check_export_places(config, tmp_path)
     place.unlink()
     place.touch()
-    with pytest.raises(UserError, match=f"{place} is a file"):
-        check_export_places(config, tmp_path)
+    assert f"{place} is a file" in refusal(check_export_places, config, tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.refusals import refusal
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
 from toolkit.files.json_lines import load_json_lines
@@ -146,8 +147,7 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path, work):
     work(log)
     assert str(log.error) == "another run is writing into it"
     assert log.path.read_text() == '{"kind": "train", "step": 9}\n'
-    with pytest.raises(UserError, match="another run is writing into it"):
-        log.truncate_after(0)
+    assert "another run is writing into it" in refusal(log.truncate_after, 0)
 
 
 def test_the_peak_starts_anew_where_the_system_lets_it() -> None:

@@ -10,8 +10,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.support.refusals import refusal
 from tests.support.report_runs import evaluation
-from toolkit.errors import UserError
 from toolkit.objectives.causal import Causal
 from toolkit.tools.main import main
 from toolkit.tools.plan import plan
@@ -97,8 +97,7 @@ def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: py
 
 
 def test_a_folder_that_is_no_runs_is_refused_and_a_young_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="nothing is not a run folder"):
-        show_runs([tmp_path / "nothing"])
+    assert "nothing is not a run folder" in refusal(show_runs, [tmp_path / "nothing"])
     before, table, memory = printed(capsys, save_run(tmp_path / "young", {"kind": "train", "step": 1}))
     assert before.splitlines() == ["1 steps.", "There is no evaluation."] and not table
     assert "memory.json is not in the folder" in memory
