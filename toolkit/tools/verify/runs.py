@@ -130,15 +130,17 @@ def plan_runs(box: Box) -> dict[str, WatchedRun]:
     # Under DDP the same elements are dropped, but not by compiled blocks.
     if takes_ddp and main["distributed_type"] == "FSDP" and not main.get("dynamo_config"):
         plan("ddp-dropout", f"{where} by ddp, dropout {DROPOUT}", ddp, dropout | each, "dropout", SAVED_STEP)
-    # With dropout, once more without recomputation, for each preset that recomputes activations.
+    # With dropout, once more without recomputation, for each preset that recomputes activations, as itself or the config asks.
+    of_all = box.config.train.activation_checkpointing != "none"
+    kept = {"train.activation_checkpointing": "none"} if of_all else {}
     for place, (title, mapping) in enumerate(chosen):
         fsdp = mapping.get("fsdp_config") or {}
         recomputing = {key: False for key in fsdp if key.removeprefix("fsdp_") == "activation_checkpointing" and fsdp[key]}
-        if recomputing:
+        if recomputing or of_all:
             if place:  # the first is `dropout`
                 plan(f"recomputed-{place}", f"{title}, dropout {DROPOUT}", mapping, dropout)
-            keeping = mapping | {"fsdp_config": fsdp | recomputing}
-            plan(f"kept-{place}", f"{title}, dropout {DROPOUT}, not recomputed", keeping, dropout)
+            keeping = mapping | ({"fsdp_config": fsdp | recomputing} if fsdp else {})
+            plan(f"kept-{place}", f"{title}, dropout {DROPOUT}, not recomputed", keeping, dropout | kept)
     if box.in_bf16:
         plan("bf16", f"{main_title}, bf16", main | {"mixed_precision": "bf16"}, moved)
     return runs

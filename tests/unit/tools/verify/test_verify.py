@@ -285,6 +285,15 @@ def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) ->
         assert other.mapping | {"fsdp_config": None} == one.mapping | {"fsdp_config": None}
 
 
+def test_where_the_config_recomputes_each_preset_is_run_once_more_without(tmp_path: Path) -> None:
+    flags = ["--train.activation_checkpointing=selective"]
+    plans = plan_runs(build_box(flags, presets=["fsdp2_cpu", "ddp_cpu"], num_processes=2, use_cpu=True, output=tmp_path))
+    assert list(plans)[-3:] == ["kept-0", "recomputed-1", "kept-1"]
+    for recomputed, kept in (("dropout", "kept-0"), ("recomputed-1", "kept-1")):
+        assert "train.activation_checkpointing" not in plans[recomputed].flags
+        assert plans[kept].flags["train.activation_checkpointing"] == "none" and plans[kept].mapping == plans[recomputed].mapping
+
+
 @pytest.mark.parametrize(("precision", "is_exact"), [("no", True), ("bf16", False)])
 def test_a_run_in_fp32_takes_attention_that_adds_in_a_fixed_order(
     monkeypatch: pytest.MonkeyPatch, precision: str, is_exact: bool
