@@ -72,9 +72,14 @@ class ComputeCopies:
 
 
 def cast_inputs(dtype: torch.dtype, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook that casts floating tensors to `dtype`, as FSDP2's mixed precision does before a shard unit."""
+    """Forward pre-hook that casts floating tensors to `dtype`, also those in tuples, lists and dicts, as FSDP2's mixed precision
+    does before a shard unit."""
 
     def cast(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(cast, value))
+        if type(value) is dict:
+            return {name: cast(each) for name, each in value.items()}
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}

@@ -81,3 +81,13 @@ def test_a_block_is_one_launch_in_each_direction() -> None:
         loss_of(model).backward()
     num_blocks = len(repeated_blocks(model))
     assert len(launched) == 2 * (num_blocks + 1) and sum(launched) == 2 * len(list(model.parameters()))
+
+
+def test_inputs_of_blocks_are_cast_wherever_they_stand() -> None:
+    """As FSDP2 does: rotary positions come as a tuple."""
+    ids, positions = torch.arange(3), torch.ones(2)
+    given = {"position_embeddings": (positions, [positions, ids]), "masks": {"full": positions}, "cache": None}
+    (hidden,), inputs = cast_inputs(torch.bfloat16, torch.nn.Identity(), (positions,), given)
+    (one, [two, three]), full = inputs["position_embeddings"], inputs["masks"]["full"]
+    assert {each.dtype for each in (hidden, one, two, full)} == {torch.bfloat16}
+    assert three is ids and inputs["cache"] is None and given["position_embeddings"][0] is positions

@@ -28,6 +28,7 @@ def install(model: nn.Module) -> None:
 
     by_code: dict[str, Callable[..., torch.Tensor]] = {_code(kind): _rms_norm for kind in (LlamaRMSNorm, T5LayerNorm)}
     by_code[_code(NewGELUActivation)] = _tanh_gelu
+    by_code.pop("", None)  # transformers without its source: no code is known
     for module in model.modules():
         kind: Any = type(module)
         if (twin := by_code.get(_code(kind))) is not None:

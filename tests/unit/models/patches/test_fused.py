@@ -51,3 +51,9 @@ def test_other_code_stays_and_the_planner_keeps_what_the_kernel_keeps() -> None:
         (torch.bfloat16, (2, 3, 8)), (torch.bfloat16, (8,)), (torch.float32, (2, 3, 1))
     ]  # fmt: skip
     assert hidden.grad is not None and norm.weight.grad is not None
+
+
+def test_without_the_source_of_transformers_every_module_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_code", lambda kind: "")
+    fused.install(model := torch.nn.Sequential(LlamaRMSNorm(8), torch.nn.Linear(8, 8)))
+    assert not any("forward" in vars(module) for module in model.modules())
