@@ -1,16 +1,22 @@
-"""Under bf16, what trains is stored in fp32, and gradients are reduced over the ranks in fp32."""
+"""Under bf16, what trains is stored in fp32, and gradients are reduced over the ranks in fp32; or weights are bf16 and rounded
+stochastically: such a run learns as fp32 does, and resumes bit for bit.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.absolute_runs import run_ranks
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
-from tests.support.small_run import run_in_this_process
+from tests.support.small_run import NUM_STEPS, figures, run_in_this_process, run_recipes, write_inputs
 
 LARGEST_SHARE = 0.6
 """Of values that bf16 can hold. Half of the sums of two ranks' gradients need more bits, and nearly all weights do."""
@@ -29,8 +35,6 @@ def test_in_bf16_what_trains_and_sums_of_gradients_are_fp32(tmp_path: Path, kind
 
 def train_and_measure(recipe: str, argv: list[str], folder: Path) -> dict[str, float]:
     """On every rank: the share of a step's gradients, and of the weights after an update, that bf16 can hold."""
-    import torch
-
     from toolkit.parallel.units import local_tensor
     from toolkit.training import loop
 
@@ -49,3 +53,60 @@ def train_and_measure(recipe: str, argv: list[str], folder: Path) -> dict[str, f
     with patch.object(loop, "clip_gradients", look_and_clip):
         run_in_this_process(recipe, argv)
     return shares
+
+
+# --- `model.trained_dtype: bfloat16_stochastic`, from the recipe to the export.
+
+SAVED_STEP = 3
+WEIGHTS = ["--model.trained_dtype", "bfloat16_stochastic", "--optim.name", "adamw_8bit"]
+
+
+def train_and_note_dtypes(recipe: str, argv: list[str], _: int) -> list[str]:
+    """On every rank: the dtypes of weights and of the gradients that are clipped, in any step."""
+    from toolkit.training import loop
+
+    noted: set[str] = set()
+    clip = loop.clip_gradients
+
+    def note_and_clip(model: Any, *rest: Any) -> Any:
+        noted.update(f"{p.dtype} {p.grad.dtype}" for p in model.parameters())
+        return clip(model, *rest)
+
+    with patch.object(loop, "clip_gradients", note_and_clip):
+        run_in_this_process(recipe, argv)
+    return sorted(noted)
+
+
+@pytest.mark.parametrize("preset", ["single_cpu", "fsdp2_cpu"])
+def test_a_run_learns_resumes_and_exports(tmp_path: Path, preset: str) -> None:
+    write_inputs(tmp_path)
+    flags = [
+        *("--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true", "--model.dropout", "0.1"),
+        *("--checkpoint.every_steps", str(SAVED_STEP), "--eval.generate", "false", "--optim.lr", "1e-2"),
+        *("--train.activation_checkpointing", "selective"),
+    ]
+    several, one = ["--train.micro_batch_size_rows", "4"], ["--train.micro_batch_size_rows", "16"]
+    how: dict[str, Any] = {"preset": preset, "overrides": {"mixed_precision": "bf16"}, "function": train_and_note_dtypes}
+    wanted = {
+        "fp32": how | {"flags": [*flags, *several, "--optim.name", "adamw_8bit"]},
+        "several": how | {"flags": [*flags, *several, *WEIGHTS]},
+        "one": how | {"flags": [*flags, *one, *WEIGHTS]},
+    }
+    of_runs = run_recipes(tmp_path, wanted)
+    runs = tmp_path / "runs"
+    shutil.copytree(runs / "several", runs / "resumed", ignore=shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export"))
+    of_runs |= run_recipes(tmp_path, {"resumed": wanted["several"]})
+
+    dtypes = {name: set(noted[0]) for name, (_, noted) in of_runs.items()}
+    assert dtypes["fp32"] == {"torch.float32 torch.float32"} and dtypes["one"] == {"torch.bfloat16 torch.bfloat16"}
+    assert "torch.bfloat16 torch.float32" in dtypes["several"]  # an epoch ends with a smaller step
+    curves = {name: figures(lines, "train") for name, (lines, _) in of_runs.items()}
+    for name in ("several", "one"):
+        assert curves[name]["loss"][-1] < curves[name]["loss"][0] - 0.5
+        np.testing.assert_allclose(curves[name]["loss"], curves["fp32"]["loss"], rtol=0.02)
+    for figure in ("loss", "grad_norm"):
+        np.testing.assert_array_equal(curves["resumed"][figure], curves["several"][figure])
+    assert (curves["resumed"]["step_time_s"][SAVED_STEP:] != curves["several"]["step_time_s"][SAVED_STEP:]).all(), "not resumed"
+    exported, resumed = (load_file(runs / name / "export" / "model.safetensors") for name in ("several", "resumed"))
+    assert exported.keys() == resumed.keys() and all(torch.equal(exported[name], resumed[name]) for name in exported)
+    assert all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in exported.values())
