@@ -6,8 +6,10 @@ Other tests compare the toolkit with itself; what is wrong everywhere alike show
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,10 +17,21 @@ from safetensors.numpy import load_file
 
 from tests.distributed.test_invariants import rows_of_steps
 from tests.planting.plant import NO_FAULT
-from tests.support.absolute_runs import BATCH_ROWS, FP32, KINDS, LABEL_SMOOTHING, NUM_EVAL_ROWS, NUM_ROWS, inputs, run_recipe
+from tests.support.absolute_runs import (
+    BATCH_ROWS,
+    FP32,
+    KINDS,
+    LABEL_SMOOTHING,
+    NUM_EVAL_ROWS,
+    NUM_ROWS,
+    inputs,
+    run_ranks,
+    run_recipe,
+)
 from tests.support.launch import run_on_ranks
+from tests.support.own_models import loaded_by_transformers, own_class
 from tests.support.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
-from tests.support.small_run import figures
+from tests.support.small_run import figures, run_in_this_process
 from toolkit.files.json_lines import load_json_lines
 
 FIGURE_TOLERANCE = 1e-6
@@ -34,7 +47,22 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
     run = run_recipe(kind, preset, tmp_path)
     steps = rows_of_steps(run)
     check_rows(steps)
-    expected = follow(kind, tuple(tuple(steps[step]) for step in sorted(steps)), first_adapter(run))
+    check_run(run, follow(kind, tuple(tuple(steps[step]) for step in sorted(steps)), first_adapter(run)))
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_a_run_of_a_users_class_that_changes_the_logits_of_its_parent_is_too(tmp_path: Path, kind: str) -> None:
+    recipe, family, _ = KINDS[kind]
+    flags = ["--optim.label_smoothing=0", f"--eval.unshard={'auto' if kind == 't5' else 'never'}"]
+    run_ranks(kind, "fsdp2_cpu", tmp_path, FP32, flags, train_own_class)
+    run = tmp_path / f"{kind}-fsdp2_cpu"
+    steps = rows_of_steps(run)
+    args = (recipe, inputs() / family, *rows_of(recipe, [steps[step] for step in sorted(steps)]))
+    check_run(run, run_on_ranks(follow_own_class, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0])
+
+
+def check_run(run: Path, expected: Figures) -> None:
+    """Metrics, exported weights and texts."""
     lines = load_json_lines(run / "metrics.jsonl")
     train, evaluated = figures(lines, "train"), figures(lines, "eval")
     assert max(expected.grad_norms) > 1.2 * min(expected.grad_norms) > 1.2 * MAX_GRAD_NORM, (
@@ -55,10 +83,28 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
 def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: bytes | None) -> Figures:
     """The reference for these rows of the steps, on one process, which no planted fault reaches."""
     recipe, family, _ = KINDS[kind]
-    evaluation, train = (load_json_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
-    rows = [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps]
-    args = (inputs() / family, rows, evaluation, adapter, LABEL_SMOOTHING if kind == "llama" else 0.0)
+    args = (inputs() / family, *rows_of(recipe, steps), adapter, LABEL_SMOOTHING if kind == "llama" else 0.0)
     return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0]
+
+
+def follow_own_class(recipe: str, *args: Any) -> Figures:
+    with loaded_by_transformers(recipe):
+        return train_plain(*args, None, 0.0)
+
+
+def train_own_class(recipe: str, argv: list[str], folder: Path) -> None:
+    """On every rank: the recipe as it stands, whose `finetune` is given the class."""
+    from toolkit.training import finetune
+
+    train = finetune.finetune
+    with patch.object(finetune, "finetune", lambda config: train(config, model=own_class(recipe))):
+        run_in_this_process(recipe, argv)
+
+
+def rows_of(recipe: str, steps: Sequence[Sequence[int]]) -> tuple[list[list[Any]], list[Any]]:
+    """The rows of each step, and those of an evaluation."""
+    evaluation, train = (load_json_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
+    return [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps], evaluation
 
 
 def check_rows(steps: dict[int, list[int]]) -> None:
