@@ -16,9 +16,10 @@ from benchmarks.gpu.shapes import CASES
 
 PARTS = [part for part in read_parts(DOC.read_text(encoding="utf-8")) if part.lot in LOTS[:2]]
 
-AS_OTHERS = ("t5-large", "compiled")
-"""They differ from `t5-base` in the size of the model, and in what `tests/distributed/test_invariants.py` compiles."""
-TRIED = ("single", "fsdp2_full_shard", "fsdp1_full_shard", "fsdp2_fp8")
+AS_OTHERS = ("tests", "t5-base", "t5-large", "compiled", "qlora")
+"""`tests` is the last of `make test`; T5 is in `one-rank`, NF4 in `presets`, and `test_invariants.py` compiles."""
+TRIED = ("single", "fsdp2_fp8")
+"""FSDP2 on one rank is in `one-rank`, in bf16 on two in `test_bf16.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_a_part_hands_in_what_its_command_names(part: Any, run: Any) -> None:
 
 @pytest.mark.timeout(900)
 def test_presets_train_resume_and_export_as_the_cpu_does(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that differ most of the eleven, which train a T5 in `tests/recipes/test_presets.py`."""
+    """Two of the eleven, which train a T5 in `tests/recipes/test_presets.py`."""
     (part,) = (part for part in PARTS if part.name == "presets")
     part = dataclasses.replace(part, command=f"{part.command} --only {' '.join(TRIED)}")
     monkeypatch.setattr(gpu, "read_parts", lambda _: [part])
