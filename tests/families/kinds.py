@@ -88,6 +88,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "names its layers by pairs"),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"]}, "has no attention unless told"),
     "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, "names its attention layers by a period"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "has attention only in its default types"),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "has no types unless told"),
     "mamba2": ({"num_heads": 8, "head_dim": 16}, "heads times their size is twice the width"),
     "prophetnet": ({"num_hidden_layers": None, "disable_ngram_loss": True}, "has two kinds of layers, and a second loss"),

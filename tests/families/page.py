@@ -17,8 +17,16 @@ REASONS: dict[str, tuple[str, str]] = {
     ),
     "no packing": (
         "lets packed rows see each other",
-        "packed rows would see each other, since the family's code hands its masks no positions or has recurrent layers; with "
-        "`data.packing: auto`, the default, it trains on rows that are not packed",
+        "packed rows would see each other, since the family's code hands its masks no positions; with `data.packing: auto`, the "
+        "default, it trains on rows that are not packed",
+    ),
+    "not causal": (
+        "its tokens see later ones",
+        "its tokens see later ones, also in texts to be continued",
+    ),
+    "tied layers": (
+        "which is one tied weight with",
+        "layers share their weights, and an adapter on one would not be on the other",
     ),
     "layers without an adapter": (
         "is incompatible with Mamba-based models",
@@ -43,7 +51,7 @@ COLUMNS = {
     "nf4-packed": "4-bit, packed",
 }  # fmt: skip
 """Heads of the columns, by cell."""
-SURVEY_COLUMNS = ("full", "full-packed", "lora")
+SURVEY_COLUMNS = ("full", "full-packed", "lora", "lora-packed")
 """Of the survey."""
 FAILS = "FAILS: "
 GROUPS = {"Encoder-decoders": ENCODER_DECODERS, "Causal models": CAUSAL, "Mixtures of experts": EXPERTS}
@@ -76,9 +84,10 @@ on the padding.
 SURVEY_HEADER = """## Every kind of transformers
 
 `make families` tries the kinds (`model_type`) that transformers maps to a causal model or an encoder-decoder, on one process,
-with the same checks as above: a tiny model by rule (`tests/families/kinds.py`), which plain transformers must run first.
+with the same checks as above, and the loss of an evaluation beside that of plain transformers: a tiny model by rule
+(`tests/families/kinds.py`), which plain transformers must run first.
 {num_tried} of {num_kinds} have run here, with {versions}: {num_trained} of them train in full. Those that have not are
-{untried}.
+{untried}. A cell `-` has not run, or is not a cell of an encoder-decoder.
 """
 OTHERS_HEADER = """Not for text rows, and so not here: {others}.
 """
@@ -110,6 +119,7 @@ def render(results: dict[str, Any], survey: dict[str, Any]) -> str:
         }
         parts.append(f"## {group}\n\n{_render_table('families', columns, found)}")
     parts.append(NOTES)
+    outcomes += [outcome for of_kind in survey["kinds"].values() for outcome in of_kind.values()]
     reasons = [f"| {name} | {outcomes.count(REFUSED + name)} | {meaning} |\n" for name, (_, meaning) in REASONS.items()]
     parts.append("## Reasons\n\n| refused | cells | because |\n| --- | --- | --- |\n" + "".join(reasons))
     return "\n".join([*parts, *_render_survey(survey)])

@@ -24,9 +24,15 @@ def load_base(folder: Path, dtype: torch.dtype, **how: Any) -> Any:
 
 
 def train_plain(
-    folder: Path, kind: str, rows: list[Row], adapter: Path, frozen: str | None, languages: tuple[str, str] | None
+    folder: Path,
+    kind: str,
+    rows: list[Row],
+    held_out: list[Row],
+    adapter: Path,
+    frozen: str | None,
+    languages: tuple[str, str] | None,
 ) -> list[float]:
-    """The loss of each step. Each step takes all rows.
+    """The loss of each step, and then that of the rows that are held out. Each step takes all rows.
 
     Args:
         kind: of `table.KINDS`.
@@ -49,11 +55,10 @@ def train_plain(
             parameter.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
-    tokens = [(_seq2seq_tokens if model.config.is_encoder_decoder else _causal_tokens)(tokenizer, row) for row in rows]
-    num_labels = sum(count for _, count in tokens)
     losses = []
-    for _ in range(NUM_STEPS):
-        loss = 0.0
+    for of_step in [rows] * NUM_STEPS + [held_out]:
+        tokens = [(_seq2seq_tokens if model.config.is_encoder_decoder else _causal_tokens)(tokenizer, row) for row in of_step]
+        num_labels, loss = sum(count for _, count in tokens), 0.0
         for inputs, count in tokens:
             row_loss = model(**inputs).loss * count / num_labels
             row_loss.backward()

@@ -109,10 +109,11 @@ def prepare(folder: Path, family: str) -> None:
 
 
 def save_rows(folder: Path, *, is_causal: bool) -> None:
-    rows = make_rows(NUM_ROWS, seed=1)
-    if is_causal:
-        rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows]
-    save_jsonl(folder / "rows.jsonl", rows)
+    for name, num_rows, seed in (("rows.jsonl", NUM_ROWS, 1), ("held_out.jsonl", NUM_ROWS // 2, 2)):
+        rows = make_rows(num_rows, seed=seed)
+        if is_causal:
+            rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in rows]
+        save_jsonl(folder / name, rows)
 
 
 def launch_cell(
@@ -147,7 +148,9 @@ def settings_of(folder: Path, family: str, cell: str, *, is_causal: bool) -> dic
         "data.source": "jsonl",
         "data.files": str(folder / "rows.jsonl"),
         "data.cache_dir": folder / "cache",
-        "data.eval_fraction": 0,
+        "data.eval_files": str(folder / "held_out.jsonl"),
+        "eval.at_start": False,
+        "eval.max_new_tokens": 4,
         "train.max_steps": NUM_STEPS,
         "train.global_batch_size_rows": NUM_ROWS,
         "train.micro_batch_size_rows": 2,

@@ -119,5 +119,5 @@ def _old_rope(part: dict[str, Any]) -> dict[str, Any] | None:
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """What a config and those nested in it say of rope, but `type`, an old name, and `factor`, which longrope's has not."""
     found = [getattr(part, "rope_parameters", None) or {} for part in (config, *map(vars(config).get, config.sub_configs))]
-    ropes = [kind for rope in found for kind in (rope.values() if "full_attention" in rope else [rope])]
+    ropes = [kind or {} for rope in found for kind in (rope.values() if "full_attention" in rope else [rope])]  # BEAM's: none
     return [{key: value for key, value in rope.items() if value is not None and key not in ("type", "factor")} for rope in ropes]

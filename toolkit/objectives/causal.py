@@ -16,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.loop import text_figures
 from toolkit.export.run_data import RunData
 from toolkit.export.usage import TextUsage, Usage, causal_usage, vllm_command
-from toolkit.models.patches.documents import attends_by_document
+from toolkit.models.patches.masks import attends_by_document
 from toolkit.objectives.model_checks import check_causal_model
 from toolkit.objectives.objective import Objective
 from toolkit.parallel.wrap import ShardedModel

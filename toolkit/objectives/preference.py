@@ -32,7 +32,7 @@ from toolkit.errors import UserError, refusal_named
 from toolkit.files.durable import give_usual_mode, written_beside
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches.chunked_loss import label_log_probabilities
-from toolkit.models.patches.documents import attends_by_document
+from toolkit.models.patches.masks import attends_by_document
 from toolkit.objectives.causal import Causal
 from toolkit.objectives.model_checks import check_causal_model
 from toolkit.objectives.preference_losses import LOSSES, SMOOTHED, WITHOUT_REFERENCE, Answers, difference

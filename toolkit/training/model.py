@@ -30,8 +30,8 @@ from toolkit.models.freeze import cast_frozen, cast_trained, find_unreached, fre
 from toolkit.models.generation import choose_generation
 from toolkit.models.lora import add_adapter, is_enabled, text_part
 from toolkit.models.patches.chunked_loss import has_own_forward, holds_all_logits
-from toolkit.models.patches.documents import attends_by_document, choose_packed_attention
-from toolkit.models.patches.masks import choose_packing
+from toolkit.models.patches.documents import choose_packed_attention
+from toolkit.models.patches.masks import attends_by_document, choose_packing
 from toolkit.models.quantized import choose_kernel
 from toolkit.models.tensor_reader import TensorReaders
 from toolkit.models.weights import complete_readers, hash_frozen, open_weights
@@ -81,7 +81,8 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     on_all_ranks(lambda: check_routers(skeleton, config.optim.router_aux_loss, config.model.name_or_path))
     on_all_ranks(lambda: check_wrap(context.accelerator, skeleton, config.train.activation_checkpointing))
     on_all_ranks(lambda: check_sharding(config.optim.name, is_flat=fsdp_version(context.accelerator) == 1))
-    config = on_all_ranks(lambda: choose_packing(config, skeleton))
+    is_one_graph = bool(context.accelerator.state.dynamo_plugin.fullgraph)
+    config = on_all_ranks(lambda: choose_packing(config, skeleton, is_one_graph=is_one_graph))
     if "data.packing" in dotted_keys(config):
         chosen = {"data.packing": config.data.packing}
         context.settings.update(chosen)
@@ -91,7 +92,6 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     accelerator, why_dense = context.accelerator, ""
     device, dtype = accelerator.device, compute_dtype(accelerator)
     if config.packs:
-        is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
         named = config.model.attn_implementation
         why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
     attention = describe_attention(skeleton, device, dtype, packing=config.packs)

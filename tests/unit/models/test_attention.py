@@ -12,7 +12,8 @@ from tests.support.model_folders import CAUSAL_FAMILIES
 from tests.support.tiny_models import causal_skeleton
 from toolkit.launch.accelerator import cudnn_attention
 from toolkit.models.attention import describe_attention, warn_of_full_rows
-from toolkit.models.patches.documents import attends_by_document, choose_packed_attention
+from toolkit.models.patches.documents import choose_packed_attention
+from toolkit.models.patches.masks import attends_by_document
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 DENSE = "sdpa with a dense mask, which {}: no flash kernel, but the memory-efficient one"
@@ -79,7 +80,8 @@ def test_the_kernel_takes_its_oldest_gpu_and_its_largest_head(
 def test_a_run_says_which_attention_kernel_runs(
     name: str, is_encoder_decoder: bool, packing: bool, dtype: torch.dtype, on_gpu: str, on_cpu: str
 ) -> None:
-    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name, is_encoder_decoder=is_encoder_decoder))
+    model: Any = torch.nn.Module()
+    model.config = SimpleNamespace(_attn_implementation=name, is_encoder_decoder=is_encoder_decoder)
     with cudnn_attention(False):
         assert describe_attention(model, GPU, dtype, packing=packing) == on_gpu
     with cudnn_attention(True):

@@ -76,11 +76,6 @@ def choose_packed_attention(
     return ""
 
 
-def attends_by_document(model: PreTrainedModel) -> bool:
-    """Whether packed rows must form one row of the tensors; see `CausalCollator`."""
-    return _has_flash(model) or private("_attn_implementation", model.config) == BY_DOCUMENT
-
-
 def register() -> None:
     """Make the attention known to transformers in this process."""
     from transformers import AttentionInterface, AttentionMaskInterface

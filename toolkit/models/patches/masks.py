@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +26,8 @@ import torch
 
 from toolkit.config.schema import RecipeConfig
 from toolkit.errors import UserError
-from toolkit.models.patches.documents import Documents
+from toolkit.models.patches import recurrent
+from toolkit.models.patches.documents import BY_DOCUMENT, Documents
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.private import private
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("toolkit")
 
 RECURRENT = "create_recurrent_attention_mask"
-"""What forwards of families with recurrent layers call, whose states go on from one packed row to the next."""
+"""What forwards of families with recurrent layers call, for padding."""
 
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
@@ -53,22 +55,23 @@ def install(model: PreTrainedModel) -> None:
     of_generate = ("encoder_outputs", "decoder_attention_mask") if model.config.is_encoder_decoder else ("attention_mask",)
     arguments = inspect.signature(model.base_model.forward).parameters.values()
     hands_down = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
-    names = _names_of_forward(model)
+    takes_positions = hands_down or any(argument.name == "position_ids" for argument in arguments)
+    names, current = _names_of_forward(model), recurrent.install(model)
     is_flash = hands_down and "flash" in (private("_attn_implementation", model.config) or "")
 
     @functools.wraps(forward)  # generate inspects its signature
     def forward_with_known_masks(
         *args: Any, document_lengths: list[int] | None = None, document_starts: torch.Tensor | None = None, **inputs: Any
     ) -> Any:
+        current.documents = documents = None
         if any(inputs.get(name) is not None for name in of_generate):
             return forward(*args, **inputs)
-        documents = None
         if document_lengths is not None and document_starts is not None:
-            documents = Documents(tuple(document_lengths), document_starts)
+            current.documents = documents = Documents(tuple(document_lengths), document_starts)
             if is_flash:  # transformers' `FlashAttentionKwargs`, which models hand down to flash attention
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.starts_N1)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), max(documents.lengths))
-        position_ids = inputs.get("position_ids")
+        position_ids = inputs.get("position_ids") if takes_positions else inputs.pop("position_ids", None)
         with known_masks(is_packed=position_ids is not None, documents=documents), _positions_given(names, position_ids):
             return forward(*args, **inputs)
 
@@ -76,33 +79,45 @@ def install(model: PreTrainedModel) -> None:
     _silence_padding(model)
 
 
-def choose_packing(config: ConfigT, model: PreTrainedModel) -> ConfigT:
-    """`config` with `data.packing` true or false, and a line where `auto` is false. If packing is asked for, and the model's
-    masks cannot keep packed rows apart, that is a `UserError`.
+def choose_packing(config: ConfigT, model: PreTrainedModel, *, is_one_graph: bool = False) -> ConfigT:
+    """`config` with `data.packing` true or false, and a line where `auto` is false. If packing is asked for, and the model
+    cannot keep packed rows apart, that is a `UserError`.
 
     Args:
         model: on the meta device. transformers tells packed rows apart by their positions (`masking_utils.py`); some models hand
-            their masks none. Where a forward on the meta device fails, the check of the real model decides.
+            their masks none. Recurrent layers start afresh at each row (`recurrent.py`). Where a forward on the meta device
+            fails, the check of the real model decides.
+        is_one_graph: blocks are compiled with `fullgraph`, so that nothing in them may run uncompiled.
     """
     if not config.packs:
         return config
     name, signature = type(model).__name__, str(inspect.signature(model.base_model.forward))
-    packing = "position_ids" in signature or "**" in signature
+    is_recurrent = bool(recurrent.find_layers(model))
+    packing = is_recurrent or "position_ids" in signature or "**" in signature
     is_flash = "flash" in (private("_attn_implementation", model.config) or "")
-    if RECURRENT in inspect.unwrap(type(model.base_model).forward).__globals__:
+    called = {name for name in _globals(model) if re.fullmatch("create_\\w+_mask", name)}
+    if (RECURRENT in called and not is_recurrent) or (is_recurrent and is_one_graph):
         packing = False
-    if packing and not is_flash:  # flash attention gets the documents' lengths
+    has_attention = bool(called - {RECURRENT}) or not is_recurrent
+    if packing and has_attention and not is_flash:  # flash attention gets the documents' lengths
         _silence_padding(model)
         tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         given = _positions_given(_names_of_forward(model), tokens_BT)
         with known_masks(is_packed=True, documents=None) as asked, given, contextlib.suppress(Exception), experts_by_token(model):
             model.base_model(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
             packing = bool(asked)
+    why = "lets packed rows see each other" + (" under dynamo_use_fullgraph" if is_recurrent and is_one_graph else "")
     if not packing and config.data.packing is True:
-        raise UserError(f"data.packing is true, but {name} lets packed rows see each other: set data.packing to auto or false")
+        raise UserError(f"data.packing is true, but {name} {why}: set data.packing to auto or false")
     if not packing:
-        logger.info(f"rows are not packed (data.packing auto): {name} would let packed rows see each other")
+        logger.info(f"rows are not packed (data.packing auto): {name} {why.replace('lets', 'would let')}")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
+
+
+def attends_by_document(model: PreTrainedModel) -> bool:
+    """Whether packed rows must form one row of the tensors, for the attention or recurrent layers; see `CausalCollator`."""
+    attention = private("_attn_implementation", model.config) or ""
+    return attention == BY_DOCUMENT or "flash" in attention or bool(recurrent.find_layers(model))
 
 
 @contextlib.contextmanager
@@ -170,11 +185,17 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
 
 
 def _names_of_forward(model: PreTrainedModel) -> dict[str, Any]:
-    """The global names of the code of a model's forward; empty where masks alone do not keep packed rows apart: without rotary
-    positions, or with recurrent layers."""
-    names: dict[str, Any] = inspect.unwrap(type(model.base_model).forward).__globals__
-    is_apart = hasattr(model.base_model, "rotary_emb") and RECURRENT not in names
+    """The global names of the code of a model's forward; empty where masks alone do not keep packed rows apart: positions are
+    neither rotary, nor given, nor those of ALiBi (of which attention sees differences only), nor left to recurrent layers."""
+    base, names = model.base_model, _globals(model)
+    is_apart = hasattr(base, "rotary_emb") or "position_ids" in inspect.signature(base.forward).parameters
+    is_apart = is_apart or any("alibi" in name for name in names) or bool(recurrent.find_layers(model))
     return names if is_apart else {}
+
+
+def _globals(model: PreTrainedModel) -> dict[str, Any]:
+    found: dict[str, Any] = inspect.unwrap(type(model.base_model).forward).__globals__
+    return found
 
 
 @contextlib.contextmanager

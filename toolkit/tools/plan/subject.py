@@ -84,7 +84,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
         add_adapter(skeleton, config.adapter, config.model)
     else:
         freeze(skeleton, config.model.freeze)
-    why_dense, config = "", choose_packing(config, skeleton)
+    why_dense, config = "", choose_packing(config, skeleton, is_one_graph=strategy.is_one_graph)
     if config.packs and not is_flash:
         dtype, is_one_graph = strategy.compute_dtype, strategy.is_one_graph
         why_dense = choose_packed_attention(skeleton, named, device_type, dtype, is_one_graph=is_one_graph)

@@ -111,7 +111,7 @@ def collect(
     # The run's own phases, without its accelerator: the model on the meta device, then its rows and its batch plan.
     objective = objective_of(config)
     model_config, skeleton = _build_skeleton(objective, config, launch)
-    config = choose_packing(config, skeleton)
+    config = choose_packing(config, skeleton, is_one_graph=launch.is_one_graph)
     metrics = load_text_metrics(config.eval.metrics, {})
     rows, plan, evaluation = prepare_data(objective, config, metrics, model_config, skeleton, launch.num_processes)
     name = config.model.name_or_path

@@ -1,0 +1,133 @@
+"""Layers that mix tokens other than by attention start afresh at each document of a packed row, and a leak of one is seen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from tests.families.families import WEIGHT_SIZE
+from tests.families.kinds import tiny_config
+from tests.support.tiny_models import build_rows, take_gradients
+from toolkit.data.collate import CausalCollator
+from toolkit.models.patches import chunked_loss, documents, masks, recurrent
+from toolkit.models.patches.chunked_loss import summed_loss
+
+LENGTHS = (5, 9, 14, 1, 20, 3)
+TOLERANCE = 1e-5
+LAYERS = {
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+    "bamba": "BambaMixer",
+    "inkling2_text": "Inkling2DynamicShortConvolution Inkling2ShortConvolution",
+    "jamba": "JambaMambaMixer",
+    "lfm2": "Lfm2ShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "minimax": "MiniMaxLightningAttention",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "rwkv": "RwkvFeedForward RwkvSelfAttention",
+    "xlstm": "xLSTMLayer",
+    "zaya": "ZayaCCAProjection",
+}
+"""A family of each kind of layer, and the classes of its layers."""
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
+    documents.choose_packed_attention(model, None, "cpu", torch.float32)
+    chunked_loss.install(model)
+    masks.install(model)
+    return model
+
+
+def take(model: Any, packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients, a pack at a time."""
+    total = 0.0
+    for pack in packs:
+        loss, _ = summed_loss(model, CausalCollator(0, one_row=masks.attends_by_document(model)).collate([pack]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total, take_gradients(model)
+
+
+def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """As a share of the largest gradient."""
+    assert first.keys() == second.keys()
+    largest = max(gradient.abs().max().item() for gradient in first.values())
+    return max((first[name] - second[name]).abs().max().item() for name in first) / largest
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_rows_have_the_loss_and_the_gradients_that_they_have_alone(kind: str) -> None:
+    model, rows = build(kind), build_rows(LENGTHS)
+    layers = recurrent.find_layers(model)
+    assert sorted({type(layer).__name__ for layer in layers}) == LAYERS[kind].split()
+    alone, gradients = take(model, [[row] for row in rows])
+    packed, of_pack = take(model, [rows])
+    assert packed == pytest.approx(alone, rel=TOLERANCE)
+    assert largest_difference(gradients, of_pack) < TOLERANCE
+    # A leak of one layer is seen.
+    del layers[0].forward
+    leaking, of_leak = take(model, [rows])
+    assert leaking != pytest.approx(alone, rel=TOLERANCE) and largest_difference(gradients, of_leak) > 10 * TOLERANCE
+
+
+def test_a_recomputation_has_the_documents_of_its_forward() -> None:
+    model, rows = build("qwen3_next"), build_rows(LENGTHS)
+    _, expected = take(model, [rows])
+    for block in model.model.layers:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    _, recomputed = take(model, [rows])
+    assert largest_difference(expected, recomputed) == 0
+
+
+def test_generate_reads_a_row_as_one_text_after_a_packed_batch() -> None:
+    model, rows = build("lfm2"), build_rows(LENGTHS)
+    tokens_BT = torch.tensor([rows[2]["input_ids"]])
+    expected = model(tokens_BT).logits
+    take(model, [rows])
+    assert torch.equal(model(tokens_BT).logits, expected)
+
+
+def test_kernels_that_keep_documents_apart_get_their_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels of each layer, once a forward; the stand-ins compute nothing that is compared."""
+    calls: list[tuple[str, torch.Tensor]] = []
+    convolve, delta_rule = modeling_qwen3_next.causal_conv1d_fn, modeling_qwen3_next.torch_chunk_gated_delta_rule
+
+    def stand_in(name: str, function: Any, *args: Any, **inputs: Any) -> Any:
+        calls.append((name, inputs.pop(name)))
+        return function(*args, **{key: value for key, value in inputs.items() if key not in ("seq_idx", "cu_seq_lens_q")})
+
+    monkeypatch.setattr(recurrent, "takes_starts", lambda layer: True)
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", functools.partial(stand_in, "seq_idx", convolve))
+    monkeypatch.setattr(
+        modeling_qwen3_next, "torch_chunk_gated_delta_rule", functools.partial(stand_in, "cu_seqlens", delta_rule)
+    )
+    model, rows = build("qwen3_next"), build_rows((2, 3, 1))
+    summed_loss(model, CausalCollator(0, one_row=True).collate([rows]))
+    num_layers = len(recurrent.find_layers(model))
+    assert [name for name, _ in calls] == ["seq_idx", "cu_seqlens"] * num_layers and num_layers > 0
+    for name, given in calls:
+        assert given.tolist() == ([[0, 0, 1, 1, 1, 2]] if name == "seq_idx" else [0, 2, 5, 6])
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes"), [("qwen3_next", True), ("olmo_hybrid", True), ("qwen3_5_text", True), ("bamba", False)]
+)
+def test_starts_go_to_layers_whose_kernels_are_installed(kind: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind))
+    layer = recurrent.find_layers(model)[0]
+    for installed in ((), ("fla",), ("fla", "causal_conv1d")):
+        monkeypatch.setattr(recurrent.importlib.util, "find_spec", lambda name, installed=installed: name in installed or None)
+        assert recurrent.takes_starts(layer) is (takes and len(installed) == 2)
