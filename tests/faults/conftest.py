@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.faults.harness import CHANGES, SAVED, WHOLE, complete_checkpoints, run_with
 from tests.support.model_folders import make_rows, save_jsonl
 from tests.support.workbench import Workbench, new_bench
+
+torch.set_num_threads(1)  # as in tests/recipes/conftest.py
 
 
 @pytest.fixture(scope="session")

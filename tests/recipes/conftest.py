@@ -6,10 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import build_model_folders
 from tests.support.workbench import ROWS, Workbench, save_rows
+
+# Of what a test computes itself: two threads spin while they wait for each other, where ranks want the cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
