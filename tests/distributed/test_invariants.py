@@ -16,6 +16,8 @@ from tests.support.small_run import (
     check_gradients,
     figures,
     run_recipes,
+    train_and_record_gradients,
+    train_without_export,
     write_inputs,
 )
 from toolkit.files.json_lines import load_json_lines
@@ -60,10 +62,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(folder: Path) -> dict[str, Any]:
-    """Every run once, by name."""
+    """Every run once, by name. Exports of these presets, except of the compiled one, are in `tests/recipes/test_presets.py`."""
     model = ["--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true"]
     runs = {
-        name: {"preset": preset, "overrides": overrides, "flags": [*model, *flags]}
+        name: {
+            "preset": preset,
+            "overrides": overrides,
+            "flags": [*model, *flags],
+            "function": train_and_record_gradients if name == "fsdp2-compiled" else train_without_export,
+        }
         for name, (preset, overrides, flags) in RUNS.items()
     }
     return run_recipes(folder, runs)
@@ -92,11 +99,7 @@ def test_recorded_gradient_norm_is_the_global_one(finished: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_ranks_share_the_batch_without_overlap(folder: Path, finished: dict[str, Any], name: str) -> None:
-    expected = rows_of_steps(folder / "runs" / REFERENCE)
-    actual = rows_of_steps(folder / "runs" / name)
-    for step in range(1, NUM_STEPS + 1):
-        assert len(actual[step]) == len(set(actual[step])), f"step {step}: a row was trained on twice"
-        assert set(actual[step]) == set(expected[step]), f"step {step}: not the rows of the global batch"
+    check_rows(folder / "runs", name, REFERENCE)
 
 
 def test_an_epoch_takes_every_row_once(folder: Path, finished: dict[str, Any]) -> None:
@@ -109,13 +112,9 @@ def test_an_epoch_takes_every_row_once(folder: Path, finished: dict[str, Any]) -
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
 def test_evaluation_depends_on_neither_batch_size_nor_processes(folder: Path, finished: dict[str, Any], name: str) -> None:
-    expected, actual = figures(finished[REFERENCE][0], "eval"), figures(finished[name][0], "eval")
-    np.testing.assert_allclose(actual["loss"][0], expected["loss"][0], rtol=1e-6)
-    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
-    for figure in expected.keys() - {"kind", "rows_per_s", "rouge_tokenizer", "measured_on"}:
-        np.testing.assert_allclose(actual[figure][0], expected[figure][0], rtol=1e-6, err_msg=figure)
-    predictions = [load_json_lines(folder / "runs" / run / "predictions-0.jsonl") for run in (REFERENCE, name)]
-    assert predictions[0] == predictions[1]
+    losses = [figures(finished[run][0], "eval")["loss"][0] for run in (name, REFERENCE)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    check_evaluation(folder / "runs", name, REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +185,24 @@ def report_shards() -> dict[str, Any]:
         "moment_bytes": num_bytes(moments),
         "whole_gathered_bytes": sum(p.numel() * p.element_size() for _, p in unsharded_parameters(sharded)),
     }
+
+
+def check_rows(runs: Path, name: str, reference: str) -> None:
+    """Each step took the rows that those of another run took, none of them twice."""
+    expected, actual = (rows_of_steps(runs / run) for run in (reference, name))
+    for step in range(1, NUM_STEPS + 1):
+        assert len(actual[step]) == len(set(actual[step])), f"step {step}: a row was trained on twice"
+        assert set(actual[step]) == set(expected[step]), f"step {step}: not the rows of the global batch"
+
+
+def check_evaluation(runs: Path, name: str, reference: str) -> None:
+    """Losses, all figures before the first step, and its texts are those of another run."""
+    expected, actual = (figures(load_json_lines(runs / run / "metrics.jsonl"), "eval") for run in (reference, name))
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
+    for figure in expected.keys() - {"kind", "rows_per_s", "rouge_tokenizer", "measured_on"}:
+        np.testing.assert_allclose(actual[figure][0], expected[figure][0], rtol=1e-6, err_msg=figure)
+    predictions = [load_json_lines(runs / run / "predictions-0.jsonl") for run in (reference, name)]
+    assert predictions[0] == predictions[1]
 
 
 def rows_of_steps(run_folder: Path) -> dict[int, list[int]]:

@@ -12,8 +12,16 @@ import pytest
 import yaml
 
 from benchmarks.presets.page import preset_header
+from tests.distributed.test_invariants import COMPILED
 from tests.support.chats import CHATML, build_chat_tokenizer, say
-from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks
+from tests.support.launch import (
+    GPU_CHECKS,
+    GPU_PRESET_OVERRIDES_ON_CPU,
+    REPOSITORY,
+    launch,
+    run_on_ranks,
+    write_accelerate_yaml,
+)
 from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES, make_rows, save_jsonl, save_wikihow_csv
 from tests.support.rank import PAGES
 from tests.support.workbench import FP32, RECIPES, Workbench
@@ -40,7 +48,16 @@ PRESETS = {
     "fsdp1_full_shard": "FSDP1 FULL_SHARD, 2 processes, bf16",
     "fsdp1_shard_grad_op": "FSDP1 SHARD_GRAD_OP, 2 processes, bf16",
 }
-"""What a run says of each. On CPU, all are run in fp32, which the line then says."""
+"""What a run says of each."""
+FOR_100B = "fsdp2_100b"
+"""It trains the run YAML that is made for it."""
+SAME_ON_CPU: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp_cpu", {}),
+    "fsdp2_full_shard": ("fsdp2_cpu", {}),
+    "fsdp2_multi_node": ("fsdp2_cpu", {}),
+    "fsdp2_compile": ("fsdp2_cpu", COMPILED),
+}
+"""Presets that a CPU runs as another one, which trains for both; the last as a run of `tests/distributed/test_invariants.py`."""
 
 RUN_CONFIGS = [
     "t5_functions",
@@ -59,6 +76,11 @@ RUN_CONFIGS = [
 """Each has a test below that runs it, made small by flags, or `test_readme.py` does."""
 
 
+def said_on_cpu(preset: str) -> str:
+    """There, all are run in fp32."""
+    return PRESETS[preset].replace("bf16", "fp32")
+
+
 def test_every_preset_is_here_or_has_a_check_on_gpus_that_says_so() -> None:
     files = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
     assert sorted([*PRESETS, *GPU_CHECKS]) == files
@@ -71,13 +93,23 @@ def test_every_run_config_is_here() -> None:
     assert sorted(RUN_CONFIGS) == sorted(path.stem for path in RUN_CONFIG_FOLDER.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", SAME_ON_CPU)
+def test_what_a_cpu_changes_of_a_preset_makes_it_another(tmp_path: Path, preset: str) -> None:
+    other, changes = SAME_ON_CPU[preset]
+    on_cpu = {preset: GPU_PRESET_OVERRIDES_ON_CPU[preset], other: changes}
+    mappings = [write_accelerate_yaml(tmp_path, name, FP32 | changes)[1] for name, changes in on_cpu.items()]
+    one, two = ({key: value for key, value in mapping.items() if value is not None} for mapping in mappings)
+    assert one == two and said_on_cpu(preset) == PRESETS[other]
+
+
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in (*SAME_ON_CPU, FOR_100B)])
 def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset: str) -> None:
     on_cpu = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
-    printed = workbench.run("run", preset=preset, overrides=on_cpu, checkpoint__every_steps=1, checkpoint__keep_last=9)
-    assert f"\npreset      {preset}.yaml: {PRESETS[preset].replace('bf16', 'fp32')}\n" in printed
+    saves = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 9} if preset == "fsdp2_offload" else {}
+    printed = workbench.run("run", preset=preset, overrides=on_cpu, **saves)
+    assert f"\npreset      {preset}.yaml: {said_on_cpu(preset)}\n" in printed
     check_whole_run(workbench)
-    assert workbench.checkpoints("run") == [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert workbench.checkpoints("run") == [f"step-0000000{step}" for step in ((1, 2, 3) if saves else (3,))]
     if preset == "fsdp2_offload":  # others: `test_llm_resume.py`, `tests/faults/test_elastic.py`
         later = shutil.ignore_patterns("step-00000002", "step-00000003")
         shutil.copytree(workbench.runs / "run", workbench.runs / "resumed", ignore=later)
@@ -149,10 +181,10 @@ def test_moe_lora_config_trains_an_adapter_on_attention_and_experts(llm_workbenc
 
 
 def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_path: Path) -> None:
-    preset = {"preset": "fsdp2_100b", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_100b"]}
+    preset = {"preset": FOR_100B, "overrides": GPU_PRESET_OVERRIDES_ON_CPU[FOR_100B]}
     by_rows = {"train__global_batch_size_tokens": None, "train__num_epochs": None}
     printed = run_on_chats(llm_workbench, tmp_path, "llm_100b", **by_rows, **preset)
-    assert "every rank loads all of" not in printed and ": 4 processes x " in printed
+    assert "every rank loads all of" not in printed and f"\npreset      {FOR_100B}.yaml: {said_on_cpu(FOR_100B)}\n" in printed
     check_whole_run(llm_workbench, generates=False)
 
 

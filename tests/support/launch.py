@@ -42,9 +42,9 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "fsdp2_full_shard": _ON_CPU,
     "fsdp2_shard_grad_op": _ON_CPU,
     "fsdp2_activation_checkpointing": _ON_CPU,
-    # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same. Graphs of the backward are
-    # made in `tests/distributed/test_invariants.py`.
-    "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "EAGER"}},
+    # Inductor would compile with a C++ compiler, for minutes; what is traced and sharded is the same. The first also makes graphs
+    # of the backward.
+    "fsdp2_compile": {**_ON_CPU, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}},
     "single_compile": {"use_cpu": True, "dynamo_config": {"dynamo_backend": "EAGER"}},
     "fsdp2_offload": _ON_CPU,  # pinned memory has no key in the YAML; `toolkit.launch.accelerator` turns it off on CPU
     "fsdp2_size_wrap": _ON_CPU,

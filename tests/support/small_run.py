@@ -120,6 +120,15 @@ def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) ->
     return recorded
 
 
+def train_without_export(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
+    """On every rank: the same, for runs whose export nobody looks at."""
+    from toolkit.training import finetune
+    from toolkit.training.run import leave
+
+    with patch.object(finetune, "finish", lambda run: leave(run.trackers)):
+        return train_and_record_gradients(recipe, argv, max_logits)
+
+
 def run_in_this_process(recipe: str, argv: list[str]) -> None:
     """The recipe as it stands, in this rank, where the caller may have changed what it imports."""
     path = REPOSITORY / "recipes" / f"{recipe}.py"
