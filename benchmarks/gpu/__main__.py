@@ -149,7 +149,7 @@ def run_part(part: Part, options: argparse.Namespace) -> dict[str, Any]:
     if not options.small and torch.cuda.device_count() < part.num_gpus:
         return told | {"verdict": "left out", "line": f"it needs {part.num_gpus} GPUs, torch sees {torch.cuda.device_count()}"}
     own = f" --folder {shlex.quote(str(options.folder))}{' --small' * options.small}"
-    command = part.command + own * part.command.startswith("python -m benchmarks.gpu.")
+    command = part.command + own * part.command.startswith("python -m benchmarks.")
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),

@@ -33,8 +33,8 @@ def emit(table: str, **figures: Any) -> None:
     print(MARK + json.dumps({"table": table} | rounded), flush=True)
 
 
-def preset_file(name: str, folder: Path) -> Path:
-    """A preset for one process on this machine's GPU or, if torch sees none, for the CPU, in fp32.
+def preset_file(name: str, folder: Path, cpu_precision: str = "no") -> Path:
+    """A preset for one process on this machine's GPU or, if torch sees none, for the CPU, in fp32 unless said.
 
     There blocks are not compiled by inductor, which takes minutes: what dynamo traces is the same.
     """
@@ -46,7 +46,7 @@ def preset_file(name: str, folder: Path) -> Path:
     on_cpu = mapping["use_cpu"] or not torch.cuda.is_available()
     adapted = adapt_preset(mapping, num_processes=1, use_cpu=on_cpu)
     if on_cpu:
-        adapted["mixed_precision"] = "no"
+        adapted["mixed_precision"] = cpu_precision
         if "dynamo_config" in adapted:
             adapted["dynamo_config"] = adapted["dynamo_config"] | {"dynamo_backend": "EAGER"}
     return save_preset(adapted, folder / f"{name}.yaml")

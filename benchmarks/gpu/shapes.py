@@ -40,6 +40,9 @@ class Case:
 
 LORA = {"adapter.method": "lora", "adapter.rank": 16, "adapter.target_modules": "all-linear"}
 UNPACKED = {"data.packing": False, "data.loss_on": "all"}
+BF16_WEIGHTS = {
+    "model.trained_dtype": "bfloat16_stochastic", "optim.name": "adamw_8bit", "train.activation_checkpointing": "selective",
+}  # fmt: skip
 TINY = {
     "llm": llama(32, 64, 2, 4, 2, VOCABULARY),
     "t5": t5(32, 64, 2, 4) | {"d_kv": 8, "vocab_size": VOCABULARY},
@@ -49,6 +52,10 @@ _T5: Shape = {"tokens": (512, 128), "shares": (0.3, 1.0)}
 _1B: Shape = {"model": llama(2048, 8192, 16, 32, 8, 128256, is_tied=True), "tokens": (4096,), "rows": 1, "shares": (0.02, 0.2)}
 CASES = {
     "llama-8b-lora": Case(title="Llama 8B, LoRA", flags=LORA | UNPACKED, **_8B),
+    "llama-8b-lora-selective": Case(
+        title="Llama 8B, LoRA, selective", flags=LORA | UNPACKED | {"train.activation_checkpointing": "selective"}, **_8B
+    ),
+    "llama-8b-bf16": Case(title="Llama 8B in full, bf16 weights, selective", flags=BF16_WEIGHTS | UNPACKED, **_8B),
     "llama-8b-qlora": Case(title="Llama 8B, QLoRA", flags=LORA | UNPACKED | {"adapter.base_dtype": "nf4"}, **_8B),
     "llama-1b": Case(title="Llama 1.2B, packed", flags={"data.packing": True}, **_1B),
     "t5-base": Case(title="T5-base", model=t5(768, 3072, 12, 12), rows=32, **_T5),

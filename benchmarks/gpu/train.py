@@ -63,13 +63,14 @@ def launch_on_all_gpus(options: argparse.Namespace) -> None:
 
 
 def prepare(name: str, folder: Path, num_ranks: int, *, small: bool) -> tuple[Path, Path | None]:
-    """Write the inputs of a run, unless a launch has; the folder with them, and the one with an adapter's base."""
+    """Write the inputs of a run, unless a launch has; the folder with them, and the one with an 8B's weights."""
     case, own = find_case(name, small=small), folder / f"{name}-on-{num_ranks}{'-small' * small}"
     if "WORLD_SIZE" not in os.environ:
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
         write_inputs(case, (NUM_STEPS[small][1] + 1) * num_ranks, own)
-    return own, random_weights(case, own, folder, "bfloat16") if "adapter.method" in case.flags else None
+    has_weights = not case.flags.keys().isdisjoint(("adapter.method", "model.trained_dtype"))
+    return own, random_weights(case, own, folder, "bfloat16") if has_weights else None
 
 
 def measure(name: str, preset: str, folder: Path, *, small: bool) -> None:
@@ -101,7 +102,9 @@ def measure(name: str, preset: str, folder: Path, *, small: bool) -> None:
         mock.patch.object(CheckpointWriter, "save", lambda *_, **__: None),
         mock.patch.object(finetune, "finish", lambda run: leave(run.trackers)),
     ):
-        finetune_here(None if "WORLD_SIZE" in os.environ else preset_file(preset, own), case.recipe, flags, after_step)
+        precision = "bf16" if "model.trained_dtype" in case.flags else "no"
+        file = None if "WORLD_SIZE" in os.environ else preset_file(preset, own, precision)
+        finetune_here(file, case.recipe, flags, after_step)
     if rank == 0:
         figures = {"to_first_step_s": to_first_step_s[0], **read_run(own / "runs" / preset, case, warm_up, last)}
         emit("training", work=case.title, preset=preset, side="ours", num_gpus=num_ranks, **figures)
