@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.host_reads import recorded
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.config.schema import OptimConfig
 from toolkit.training.skip_guard import SkipGuard
@@ -105,15 +106,8 @@ def test_saved_window_is_the_window_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("config", [OptimConfig(), GUARDED])
 def test_host_does_not_wait_for_the_device(config: OptimConfig) -> None:
-    guard = SkipGuard(config, SkipHistory(), [])
-    with NoReads():
+    guard, reads = SkipGuard(config, SkipHistory(), []), Counter[str]()
+    with recorded(reads):
         for norm in (*STEADY, 1e6, NAN):
             guard.should_skip(torch.tensor(1.0), torch.tensor(norm))
-
-
-class NoReads(TorchDispatchMode):
-    """Fails where a value goes from the device to the host; on a CPU that costs nothing, and shows all the same."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_local_scalar_dense" not in str(function), "a tensor's value is read"
-        return function(*args, **(kwargs or {}))
+    assert not reads

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.model_folders import save_jsonl
 from tests.support.refusals import refusal
 from tests.support.workbench import call_toolkit
 from toolkit.tools.compare import runs as comparison
@@ -32,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict
         lines = [{"kind": "train", "step": number, **figures} for number in range(1, int(flags["train.max_steps"]) + 1)]
         folder = Path(flags["run.output_dir"], flags["run.name"])
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        save_jsonl(folder / "metrics.jsonl", lines)
         return 0
 
     monkeypatch.setattr(comparison, "launch", launch)
@@ -155,17 +156,12 @@ LINES = [
 ]
 
 
-def save(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def outcome(tmp_path: Path, preset: str, lines: list[dict[str, Any]], *changes: str) -> Outcome:
-    return Outcome(preset, 2, "no", list(changes), read_figures(save(tmp_path / "metrics.jsonl", lines), 2))
+    return Outcome(preset, 2, "no", list(changes), read_figures(save_jsonl(tmp_path / "metrics.jsonl", lines), 2))
 
 
 def test_the_first_steps_are_not_timed_and_a_save_that_training_waits_for_stands_when_it_goes_on(tmp_path: Path) -> None:
-    figures = read_figures(save(tmp_path / "metrics.jsonl", LINES), 2)
+    figures = read_figures(save_jsonl(tmp_path / "metrics.jsonl", LINES), 2)
     assert (figures.num_timed_steps, figures.loop_s, figures.speed, figures.unit) == (4, 2.0, 80.0, "tokens/s")
     assert list(figures.losses) == [1, 2, 3, 4, 5, 6] and figures.peak_memory_gib == 1.75
     assert figures.evaluation == {"loss": 2.5, "token_accuracy": 50.0, "rougeL": 12.5}
@@ -183,7 +179,7 @@ def test_the_first_steps_are_not_timed_and_a_save_that_training_waits_for_stands
 def test_the_loss_difference_is_the_largest_relative_one(tmp_path: Path) -> None:
     def figures(*losses: float | None) -> Any:
         lines = [step(number, loss, 1.0) for number, loss in enumerate(losses, start=1)]
-        return read_figures(save(tmp_path / "metrics.jsonl", lines), 0)
+        return read_figures(save_jsonl(tmp_path / "metrics.jsonl", lines), 0)
 
     assert loss_difference(figures(2.0, 4.0), figures(2.0, 4.0)) == 0
     assert loss_difference(figures(2.002, 4.4), figures(2.0, 4.0)) == pytest.approx(0.1)

@@ -19,7 +19,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from tests.support.launch import REPOSITORY, run_on_ranks
-from tests.support.model_folders import _build_tokenizer
+from tests.support.model_folders import save_jsonl
 from tests.support.workbench import call_toolkit
 from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
@@ -99,11 +99,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object, stdin: bytes
     return sentence.removeprefix("error: ")
 
 
-def save_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def predictions(output: Path) -> list[str]:
     lines = load_json_lines(output)
     assert [line["row"] for line in lines] == list(range(1, len(lines) + 1))
@@ -132,29 +127,29 @@ def test_a_row_that_is_refused_keeps_the_texts_before_and_is_gone_on_from(
     rows = [{"text": chr(97 + i) * (1 + i % 5)} for i in range(12)]
     file, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     arguments = (folders / "llama", "--file", file, "--batch-size-rows", 2, "--output")
-    save_rows(file, rows)
+    save_jsonl(file, rows)
     assert call(*arguments, tmp_path / "expected.jsonl") == 0
     expected = predictions(tmp_path / "expected.jsonl")
     assert len(expected) == 12 and len(set(expected)) > 1
 
     monkeypatch.setattr(command, "BATCHES_AT_ONCE", 2)  # windows of 4 rows
     kept = f"{output} keeps its 8 texts, and the same command goes on after them"
-    save_rows(file, [*rows[:10], {"text": "y" * 100}, *rows[11:]])
+    save_jsonl(file, [*rows[:10], {"text": "y" * 100}, *rows[11:]])
     assert refused(capsys, *arguments, output) == (
         f"{file}, row 11 has 106 tokens, with --max-new-tokens 4 more than the model's 64 positions: shorten the text, or lower "
         f"--max-new-tokens; {kept}"
     )
-    save_rows(file, [*rows[:10], {"text": "never"}, *rows[11:]])
+    save_jsonl(file, [*rows[:10], {"text": "never"}, *rows[11:]])
     assert refused(capsys, *arguments, output) == (
         f"{file}, row 11: the chat template refuses this chat (never): change the row; {kept}"
     )
     # Rows that have a text are not changed below it.
-    save_rows(file, [rows[0], {"text": "other"}, *rows[2:]])
+    save_jsonl(file, [rows[0], {"text": "other"}, *rows[2:]])
     sentence = f"--output {output} has texts of other rows than the first 8 now: name another file"
     assert refused(capsys, *arguments, output) == sentence
-    save_rows(file, rows[:7])
+    save_jsonl(file, rows[:7])
     assert refused(capsys, *arguments, output) == sentence
-    save_rows(file, [*rows[:10], {"text": "hello"}, *rows[11:]])
+    save_jsonl(file, [*rows[:10], {"text": "hello"}, *rows[11:]])
     assert call(*arguments, output) == 0
     assert predictions(output)[:10] + predictions(output)[11:] == expected[:10] + expected[11:]
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
@@ -204,10 +199,10 @@ def test_a_byte_order_mark_before_standard_input_is_not_text_and_tools_and_input
     assert call(folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
     assert [row.prompt for _, row in seen] == ["one", "\ufefftwo"]
     chat = {"messages": [{"role": "user", "content": "hi"}]}
-    file = save_rows(tmp_path / "a.jsonl", [chat] * 1001 + [{**chat, "tools": [{"name": "add"}]}])
+    file = save_jsonl(tmp_path / "a.jsonl", [chat] * 1001 + [{**chat, "tools": [{"name": "add"}]}])
     assert call(folders / "llama", "--file", file) == 0
     assert seen[-1][1].tools == [{"name": "add"}]
-    file = save_rows(tmp_path / "b.jsonl", [{"instruction": "add"}] * 1001 + [{"instruction": "add", "input": "1, 2"}])
+    file = save_jsonl(tmp_path / "b.jsonl", [{"instruction": "add"}] * 1001 + [{"instruction": "add", "input": "1, 2"}])
     assert call(folders / "llama", "--file", file) == 0
     assert seen[-1][1].messages == [{"role": "user", "content": "add\n\n1, 2"}]
     assert call(folders / "t5", "--file", file) == 0
@@ -288,7 +283,7 @@ def test_texts_do_not_depend_on_the_batch_where_the_rope_follows_its_longest_row
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "longrope")
     for file in (folders / "t5").glob("token*"):
         shutil.copy(file, tmp_path / "longrope")
-    rows = save_rows(tmp_path / "rows.jsonl", [{"prompt": "abcde fghij klmno pqrst uvwxy z"[:n]} for n in range(14, 31)])
+    rows = save_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abcde fghij klmno pqrst uvwxy z"[:n]} for n in range(14, 31)])
 
     def generate(num: int) -> list[str]:
         output = tmp_path / f"{num}.jsonl"
@@ -331,28 +326,21 @@ def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path: Path, base: str) 
         open_model(str(tmp_path))
 
 
-def save_llama(folder: Path) -> None:
-    config = transformers.LlamaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    _build_tokenizer(("<pad>", "</s>")).save_pretrained(folder)
-
-
 @pytest.mark.parametrize(("asked", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)])
-def test_a_model_computes_as_its_run_did(tmp_path: Path, asked: str | None, expected: torch.dtype) -> None:
-    save_llama(tmp_path)
-    (tmp_path / "toolkit.json").write_text('{"dtype": "bfloat16"}')
-    assert {weight.dtype for weight in load_generator(open_model(str(tmp_path)), asked, {}).model.parameters()} == {expected}
+def test_a_model_computes_as_its_run_did(copies: Path, asked: str | None, expected: torch.dtype) -> None:
+    (copies / "llama" / "toolkit.json").write_text('{"dtype": "bfloat16"}')
+    generator = load_generator(open_model(str(copies / "llama")), asked, {})
+    assert {weight.dtype for weight in generator.model.parameters()} == {expected}
 
 
-def test_a_model_beyond_the_device_is_named_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_llama(tmp_path)
+def test_a_model_beyond_the_device_is_named_on_all_ranks(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
     monkeypatch.setattr(model, "allocate", Mock(side_effect=full))
     sentence = r"^the model does not fit cuda:0 \(CUDA out .* 2.00 GiB.\): try --dtype bfloat16"
     with pytest.raises(UserError, match=sentence) as raised:
-        load_generator(open_model(str(tmp_path)), "float32", {})
+        load_generator(open_model(str(folders / "llama")), "float32", {})
     assert raised.value.printed_by == "run"
 
 
