@@ -27,7 +27,7 @@ HUB_MODELS = REPOSITORY / "tests/support/model_configs"
 """The config.json of each model of the hub that a command names, as the hub has it."""
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "benchmarks/README.md"]
 PAGES += sorted(path for folder in ("docs", "accelerate_configs", "recipes") for path in (REPOSITORY / folder).rglob("*.*"))
-COMMAND = re.compile(r"accelerate_configs/(\w+)\.yaml.*?\brecipes/(t5|llm)\.py ([^`|;)\n]*)")
+COMMAND = re.compile(r"accelerate_configs/(\w+)\.yaml(?: --num_processes (\d+))?.*?\brecipes/(t5|llm)\.py ([^`|;)\n]*)")
 """On one line. A convnet has no memory plan: that of recipes/mnist.py has 1.2 M parameters."""
 MEMORY = re.compile(r"GPUs? with (\d+) GiB")
 PLACEHOLDER = re.compile(r"[A-Z_]+|/shared/.*")
@@ -42,6 +42,7 @@ class Command:
 
     place: str
     preset: str
+    num_processes: int
     recipe: str
     flags: tuple[str, ...]
     gpu_memory_gib: int | None
@@ -54,13 +55,15 @@ def list_commands(text: str, place: str) -> Iterator[Command]:
     for section in re.split(r"^#+ (?=[A-Z])" if place.endswith(".md") else r"^(?!#)", text, flags=re.MULTILINE):
         section = re.sub(r" *\\\n(# *)?", " ", section)
         for match in COMMAND.finditer(section):
-            preset, recipe, words = match.groups()
+            preset, num_processes, recipe, words = match.groups()
             flags = shlex.split(words, comments=True)
             run_yaml = flags[flags.index("--config") + 1]
-            if yaml.safe_load((REPOSITORY / f"accelerate_configs/{preset}.yaml").read_text())["use_cpu"] or "/" not in run_yaml:
+            mapping = yaml.safe_load((REPOSITORY / f"accelerate_configs/{preset}.yaml").read_text())
+            if mapping["use_cpu"] or "/" not in run_yaml:
                 continue
             named = [*reversed(MEMORY.findall(section[: match.end()])), *MEMORY.findall(section[match.end() :])]
-            yield Command(f"{place}: {preset}", preset, recipe, tuple(flags), int(named[0]) if named else None)
+            num, memory = int(num_processes or mapping["num_processes"]), int(named[0]) if named else None
+            yield Command(f"{place}: {preset}", preset, num, recipe, tuple(flags), memory)
 
 
 def plan_bytes(command: Command) -> int:
@@ -71,8 +74,7 @@ def plan_bytes(command: Command) -> int:
     config: Any = load_config(LLMConfig if command.recipe == "llm" else SummarizationConfig, _as_flags(named))
     named["--model.name_or_path"] = config.model.name_or_path
     preset = REPOSITORY / f"accelerate_configs/{command.preset}.yaml"
-    num_processes = yaml.safe_load(preset.read_text())["num_processes"]
-    strategy = load_strategy(preset, num_processes, command.gpu_memory_gib)
+    strategy = load_strategy(preset, command.num_processes, command.gpu_memory_gib)
     # Compiled blocks and float8 are planned as plain ones.
     strategy = dataclasses.replace(strategy, is_compiled=False, is_float8=False)
     return _plan_bytes(strategy, command.recipe, tuple(sorted(named.items())))
@@ -106,6 +108,10 @@ def test_a_gpu_command_fits_the_memory_that_it_names(command: Command) -> None:
     assert command.gpu_memory_gib, "name the memory of its GPUs, as in `8 GPUs with 24 GiB`"
     needed, usable = plan_bytes(command) / 2**30, command.gpu_memory_gib * USABLE_SHARE
     assert needed <= usable, f"needs {needed:.1f} GiB of {usable:.1f} usable"
+    if "llm_moe_lora" in command.place:  # which names the smallest GPUs that do
+        assert needed > {24: 16, 40: 24}[command.gpu_memory_gib] * USABLE_SHARE
+        header = (REPOSITORY / command.place.partition(":")[0]).read_text()
+        assert f"# Hardware:   {command.num_processes} GPUs with {command.gpu_memory_gib} GiB" in header
 
 
 def test_commands_are_found_where_users_read_them() -> None:

@@ -20,9 +20,8 @@ from toolkit.tools.project import SHIPPED, find_shipped, init
 FULL = "error: standard output cannot be written (No space left on device): make room there, or print to another place\n"
 
 
-@pytest.mark.parametrize("options", [[], ["-u"]])
+@pytest.mark.parametrize(("command", "options"), [("check", []), ("checkpoints", []), ("report", []), ("checkpoints", ["-u"])])
 @pytest.mark.parametrize(("where", "expected"), [("full disk", (2, FULL)), ("closed pipe", (0, ""))])
-@pytest.mark.parametrize("command", ["check", "checkpoints", "report"])
 def test_a_standard_output_that_fails(tmp_path: Path, options: list[str], where: str, expected: object, command: str) -> None:
     run = save_distinct_run(tmp_path / "run")
     arguments = {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
-import os
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +19,13 @@ from tests.support.launch import REPOSITORY
 from tests.support.model_folders import MIXTURES
 from tests.support.refusals import refusal
 from tests.support.workbench import call_toolkit
-from toolkit.errors import UserError
 from toolkit.models import load as models
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.parallel.compute_copies import ComputeCopies
 from toolkit.parallel.units import describe_units, repeated_blocks
-from toolkit.tools.plan.plan import USABLE_SHARE, Plan, _notes, build_plan, plan_as_dict, plan_as_text
+from toolkit.tools.plan.plan import Plan, _notes, build_plan, plan_as_dict, plan_as_text
 from toolkit.tools.plan.search import estimate_peak
 from toolkit.tools.plan.strategy import Strategy, load_strategy
 from toolkit.tools.plan.subject import OPTIMIZER, Subject, build_batch, build_subject, trace_rank
@@ -72,22 +70,16 @@ FSDP2 = Strategy(kind="fsdp2", num_shards=4, num_replicas=1, num_machines=1, com
 CPU = Strategy(kind="single", num_shards=1, num_replicas=1, num_machines=1, compute_dtype=torch.float32, is_cpu=True)
 
 
+FOLDERS = tempfile.TemporaryDirectory(prefix="planned-")
+
+
 def model_folder(settings: dict[str, Any]) -> str:
-    """A model folder with a config alone."""
-    return _folder_of(json.dumps(settings))
-
-
-@functools.cache
-def _folder_of(text: str) -> str:
-    path = Path(_folders().name, f"model-{len(os.listdir(_folders().name))}")
-    path.mkdir()
+    """A model folder with a config alone, the same for the same settings."""
+    text = json.dumps(settings)
+    path = Path(FOLDERS.name, hashlib.sha256(text.encode()).hexdigest())
+    path.mkdir(exist_ok=True)
     (path / "config.json").write_text(text)
     return str(path)
-
-
-@functools.cache
-def _folders() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="planned-")
 
 
 @functools.cache
@@ -253,10 +245,8 @@ def test_weights_in_bf16_take_half_and_gradients_add_up_in_fp32(rows: int, gradi
     assert held == pytest.approx({kind: each * NUM_PARAMETERS for kind, each in bytes_each.items()}, rel=0.005)
     planned = plan(LLAMA, "single", 1, *arguments)
     assert planned.checkpoint_bytes["trainable parameters"] == 2 * NUM_PARAMETERS
-    with pytest.raises(
-        UserError, match="model.trained_dtype is bfloat16_stochastic, but FSDP1 flattens weights: take one process"
-    ):
-        plan(LLAMA, "fsdp1_full_shard", 4, *arguments)
+    sentence = "model.trained_dtype is bfloat16_stochastic, but FSDP1 flattens weights: take one process"
+    assert sentence in refusal(plan, LLAMA, "fsdp1_full_shard", 4, *arguments)
 
 
 def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() -> None:
@@ -419,8 +409,8 @@ def test_a_quantized_base_is_planned_in_its_codes(base_dtype: str, bytes_of_64: 
     assert block["gather_bytes"] == gathered
     assert planned.largest_gather_bytes == END * 2
     assert planned.host_bytes["while loading"] == 12 * PIECE_BYTES
-    with pytest.raises(UserError, match=f"adapter.base_dtype is {base_dtype}, but FSDP1 keeps frozen and trainable"):
-        plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *all_linear)
+    said = refusal(plan, LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *all_linear)
+    assert said.startswith(f"adapter.base_dtype is {base_dtype}, but FSDP1 keeps frozen and trainable")
 
 
 @pytest.mark.parametrize(
@@ -458,8 +448,7 @@ def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:
     planned = plan(LLAMA, preset, 8, *UNPACKED)
     assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS, rel=0.005)
     assert planned.moved_bytes["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 / 4 / 2, rel=0.01)
-    with pytest.raises(UserError, match=r"dp_replicate_size 2 x dp_shard_size 4 = 8 ranks"):
-        load_strategy(preset, 6)
+    assert "dp_replicate_size 2 x dp_shard_size 4 = 8 ranks" in refusal(load_strategy, preset, 6)
 
 
 def test_size_based_wrap_and_the_dynamo_section_are_taken_as_the_launcher_takes_them(edited: Any) -> None:
@@ -560,26 +549,6 @@ def test_the_command_s_exit_code_is_its_verdict(gib: str, flag: str, code: int, 
     lines = [line.removeprefix("planning: ") for line in printed.err.splitlines() if line.startswith("planning: ")]
     assert "planning" not in printed.out and len(lines) == [3, 4, 1][code]
     assert all(line.startswith(start) for line, start in zip(lines, done, strict=False))
-
-
-CONFIG = REPOSITORY / "recipes" / "configs" / "llm_moe_lora.yaml"
-
-
-def test_the_moe_config_fits_the_gpus_that_it_names_and_no_smaller_ones() -> None:
-    header = CONFIG.read_text()
-    (preset, num), (gpus, gib) = (
-        re.search(pattern, header).groups()  # type: ignore[union-attr]
-        for pattern in (r"--config_file (\S+) --num_processes (\d+)", r"# Hardware: +(\d+) GPUs with (\d+) GiB")
-    )
-    assert num == gpus
-    strategy = load_strategy(REPOSITORY / preset, int(num), float(gib))
-    model = str(REPOSITORY / "tests" / "support" / "model_configs" / "Qwen" / "Qwen3-30B-A3B")
-    subject = build_subject(model, strategy, [f"--config={CONFIG}"], None)
-    assert 30e9 < sum(p.numel() for p in subject.skeleton.parameters() if not p.requires_grad) < 31e9
-    with fake_ranks(int(num)):
-        peak = estimate_peak(subject, strategy, subject.config.train.micro_batch_size_rows)
-    smaller = {24: 16, 40: 24}[int(gib)]
-    assert smaller * USABLE_SHARE * 2**30 < peak <= int(gib) * USABLE_SHARE * 2**30
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
