@@ -71,6 +71,7 @@ RUN_CONFIGS = [
     "llm_moe_lora",
     "llm_100b",
     "dpo",
+    "dpo_t5",
     "mnist_digits",
 ]
 """Each has a test below that runs it, made small by flags, or `test_readme.py` does."""
@@ -167,6 +168,17 @@ def test_pairs_config_trains_an_adapter_and_says_how_often_it_prefers_the_chosen
     workbench = replace(llm_workbench, recipe="dpo")
     workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo.yaml", model="llama", optim__warmup_ratio=0, **flags)
     check_whole_run(workbench, generates=False, exports="adapter_model.safetensors")
+    figures = workbench.lines("run", "eval")[-1]
+    assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
+
+
+def test_pairs_config_trains_a_t5_and_generates_beside_the_chosen_answers(workbench: Workbench, tmp_path: Path) -> None:
+    rows = [{"prompt": row["source"], "chosen": row["target"], "rejected": row["source"][:20]} for row in make_rows(60)]
+    pairs = save_jsonl(tmp_path / "pairs.jsonl", rows)
+    flags = {"data__source": "jsonl", "data__files": pairs, "train__num_epochs": None, "eval__generate": True}
+    workbench = replace(workbench, recipe="dpo_t5")
+    workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo_t5.yaml", model="t5", optim__warmup_ratio=0, **flags)
+    check_whole_run(workbench)
     figures = workbench.lines("run", "eval")[-1]
     assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
 

@@ -24,7 +24,7 @@ from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
-from toolkit.config.schema import LLMConfig, PreferenceConfig, SummarizationConfig
+from toolkit.config.schema import LLMConfig, PreferenceConfig, Seq2SeqPreferenceConfig, SummarizationConfig
 from toolkit.config.validate import check_config
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.models.lora import check_adapter_config
@@ -46,9 +46,11 @@ PROGRAMS = ("make", "sbatch", "shardtune", "python", "python3")
 SHELL = {"git", "cd", "source", "export", "head", "hf", "pip", ".venv/bin/pip", "wait", "trap", "launcher=$!"}  # or flags of srun
 RECIPES: dict[str, tuple[Any, Any]] = {
     "t5.py": (SummarizationConfig, check_config), "llm.py": (LLMConfig, check_config), "dpo.py": (PreferenceConfig, check_config),
-    "mnist.py": (MnistConfig, check_mnist_config),
+    "dpo_t5.py": (Seq2SeqPreferenceConfig, check_config), "mnist.py": (MnistConfig, check_mnist_config),
 }  # fmt: skip
-EXAMPLES = {"t5.py": "t5_functions", "llm.py": "llm_stdlib", "dpo.py": "dpo", "mnist.py": "mnist_digits"}  # RUN.yaml
+EXAMPLES = {  # RUN.yaml
+    "t5.py": "t5_functions", "llm.py": "llm_stdlib", "dpo.py": "dpo", "dpo_t5.py": "dpo_t5", "mnist.py": "mnist_digits",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -161,3 +161,27 @@ class PreferenceDataConfig(_Data):
     same as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (Bloom, OPT)."""
     bucket_by_length: bool | None = None
     """Group pairs of similar length into steps instead of drawing them at random. If unset, true without packing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqPreferenceDataConfig(OneSource):
+    """Which pairs of answers to read, and how to tokenize them for an encoder-decoder."""
+
+    objective = "preference_seq2seq"
+    source: str = stated("", path="named")
+    prompt_column: str | None = None
+    """Column with the text that is encoded. If unset, `prompt` if there is one; else what both answers begin with is it."""
+    chosen_column: str | None = None
+    """Column with the better target. If unset, `chosen`."""
+    rejected_column: str | None = None
+    """Column with the worse target. If unset, `rejected`."""
+    prefix: str = ""
+    """Text to put before every prompt, as in `summarize: `."""
+    source_language: str | None = None
+    """Source language, as the tokenizer of a translation model names it (`eng_Latn`). If unset, the tokenizer's own."""
+    target_language: str | None = None
+    """Target language. Generated texts begin with its token."""
+    max_source_length_tokens: PositiveInt = 512  # type: ignore[valid-type]
+    """Maximum tokens per prompt. Longer prompts are truncated, and the number is printed."""
+    max_target_length_tokens: PositiveInt = 150  # type: ignore[valid-type]
+    """Maximum tokens of each answer. Both are truncated at their end, and the number is printed."""

@@ -10,11 +10,13 @@ from typing import Any
 
 from toolkit.config.load import RecipeConfig
 from toolkit.config.load import load_config as load_from_arguments
-from toolkit.config.schema import LLMConfig, PreferenceConfig, SummarizationConfig
+from toolkit.config.schema import LLMConfig, PreferenceConfig, Seq2SeqPreferenceConfig, SummarizationConfig
 from toolkit.config.validate import check_config
 from toolkit.errors import UserError
 
-CONFIGS: dict[str, type[RecipeConfig]] = {"t5": SummarizationConfig, "llm": LLMConfig, "dpo": PreferenceConfig}
+CONFIGS: dict[str, type[RecipeConfig]] = {
+    "t5": SummarizationConfig, "llm": LLMConfig, "dpo": PreferenceConfig, "dpo_t5": Seq2SeqPreferenceConfig,
+}  # fmt: skip
 
 
 def load_config(
@@ -24,7 +26,7 @@ def load_config(
 
     Args:
         recipe: `t5` for an encoder-decoder, with the keys of `recipes/t5.py --help`; `llm` for a causal model, with those of
-            `recipes/llm.py --help`, or `dpo` to train it on pairs of answers, with those of `recipes/dpo.py --help`.
+            `recipes/llm.py --help`; `dpo_t5` or `dpo` to train either on pairs of answers, with those of `recipes/dpo.py --help`.
         path: a run YAML.
         overrides: dotted keys with values, as in `{"optim.lr": 1e-4}`; they win over the YAML. A list replaces the YAML's.
             Relative paths in them start at the working directory.

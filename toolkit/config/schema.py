@@ -19,7 +19,7 @@ from jsonargparse.typing import (
     restricted_number_type,
 )
 
-from toolkit.config.data import DataConfig, LLMDataConfig, PreferenceDataConfig
+from toolkit.config.data import DataConfig, LLMDataConfig, PreferenceDataConfig, Seq2SeqPreferenceDataConfig
 from toolkit.config.facts import stated
 from toolkit.optimizers import OptimizerSettings
 
@@ -331,8 +331,11 @@ class PreferenceLossConfig:
     """How a pair of answers becomes a loss."""
 
     loss: str = "sigmoid"
-    """`sigmoid` (DPO), `robust`, `ipo`, or, without a reference, `simpo` and `orpo`; `toolkit/objectives/preference.py` has each
-    with its formula and paper. The reference is the model as it starts."""
+    """`sigmoid` (DPO), `robust`, `ipo`, or, without a reference, `simpo` and `orpo`; `toolkit/objectives/preference_losses.py`
+    has each with its formula and paper."""
+    reference: str | None = stated(None, path="path")
+    """Hub id or local folder of the reference model, with the same tokenizer; it is loaded for one pass before the first step. If
+    unset, the model as it starts: with a new adapter the base."""
     beta: PositiveFloat = 0.1  # type: ignore[valid-type]
     """Scale of the rewards; of `ipo` its tau, of `orpo` the weight of the odds ratio (lambda). SimPO's paper takes 2 to 2.5."""
     label_smoothing: HalfOpenUnitInterval = 0.0  # type: ignore[valid-type]
@@ -349,4 +352,14 @@ class PreferenceConfig(RecipeConfig):
     data: PreferenceDataConfig
     preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     recipe: Literal["dpo"] | None = stated(None, resume=True)
+    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqPreferenceConfig(RecipeConfig):
+    """Config of `recipes/dpo_t5.py`. Dropout is off unless `model.dropout` sets it."""
+
+    data: Seq2SeqPreferenceDataConfig
+    preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+    recipe: Literal["dpo_t5"] | None = stated(None, resume=True)
     """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""

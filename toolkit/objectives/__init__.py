@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from toolkit.config.schema import RecipeConfig
     from toolkit.objectives.objective import Objective
 
-BUILT_IN = ("causal", "seq2seq", "preference")
+BUILT_IN = ("causal", "seq2seq", "preference", "preference_seq2seq")
 
 
 def built_in(name: str, config: RecipeConfig | None = None) -> Objective:
     """The built-in objective of this name, with the settings of a config."""
     from toolkit.objectives.causal import Causal
     from toolkit.objectives.preference import Preference
+    from toolkit.objectives.preference_seq2seq import Seq2SeqPreference
     from toolkit.objectives.seq2seq import Seq2Seq
 
-    return Preference(config) if name == "preference" else {"causal": Causal, "seq2seq": Seq2Seq}[name]()
+    of_pairs = {"preference": Preference, "preference_seq2seq": Seq2SeqPreference}
+    return of_pairs[name](config) if name in of_pairs else {"causal": Causal, "seq2seq": Seq2Seq}[name]()
 
 
 def objective_of(config: RecipeConfig) -> Objective:

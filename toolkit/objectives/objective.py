@@ -24,6 +24,7 @@ from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel.wrap import ShardedModel
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from datasets import Dataset
     from torch import nn
@@ -66,6 +67,8 @@ class Objective:
     """Documents of a row, each within the limit; a pack holds as many times the tokens."""
     num_second_sums: ClassVar[int] = 1
     """How many sums `loss` returns beside the loss."""
+    logs_metrics: ClassVar[bool] = False
+    """Whether the lines of training steps have all of `metrics`."""
     default_dropout: ClassVar[float | None] = None
     """Dropout where `model.dropout` is unset; None: the model's own."""
     continues_prompt: ClassVar[bool] = False
@@ -127,14 +130,24 @@ class Objective:
         divided by, is known from these before the step."""
         return (num_tokens,)
 
+    def side_lengths(self, rows: Dataset) -> dict[str, np.ndarray]:
+        """The lengths of `limits` by side, of all rows: arrays of their number."""
+        columns = rows.with_format("numpy")
+        return dict(zip(self.limits, self.lengths(columns["num_tokens"][:], columns["num_label_tokens"][:]), strict=True))
+
+    def computed_lengths(self, rows: Dataset) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each text that a row of `build_row` is computed as: tokens and labels, or source and target tokens, of all rows."""
+        return [(next(iter(self.side_lengths(rows).values())), rows.with_format("numpy")["num_label_tokens"][:])]
+
     # --- From features to the loss.
 
     def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
         """What makes a batch of features. The model may be on the meta device."""
         raise UserError(f"objective {self.name} has no build_collator: define it")
 
-    def build_row(self, num_tokens: int, num_labels: int, token: int) -> dict[str, list[int]]:
-        """The features of a made-up row of these lengths, or of a source and target of them, to plan with."""
+    def build_row(self, num_tokens: int, num_labels: int, token: int) -> dict[str, Any]:
+        """The features of a made-up row of these lengths, or of a source and target of them, to plan with: each document has
+        them."""
         return {"input_ids": [token] * num_tokens, "labels": [-100] * (num_tokens - num_labels) + [token] * num_labels}
 
     def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:

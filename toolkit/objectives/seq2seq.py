@@ -58,7 +58,7 @@ class Seq2Seq(Objective):
         shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
         return SummarizationCollator(*special_tokens(model.config, str(model.name_or_path)), shift)
 
-    def build_row(self, num_tokens: int, num_labels: int, token: int) -> dict[str, list[int]]:
+    def build_row(self, num_tokens: int, num_labels: int, token: int) -> dict[str, Any]:
         return {"input_ids": [token] * num_tokens, "labels": [token] * num_labels}
 
     def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:

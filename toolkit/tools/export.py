@@ -38,6 +38,7 @@ from toolkit.models.lora import is_enabled
 from toolkit.objectives import objective_of
 from toolkit.objectives.objective import Objective
 from toolkit.parallel.wrap import shard_model
+from toolkit.tools.recipes import OF_PAIRS
 from toolkit.tools.report.facts import read_runs
 from toolkit.training.best_metric import best_metric_of
 from toolkit.training.model import begin_identity, build_skeleton, load_model
@@ -179,7 +180,8 @@ def load_run_config(run_folder: Path, flags: list[str]) -> RecipeConfig:
         raise UserError(f"{path} is not what a run writes ({' '.join(str(error).split())}): give a run's folder") from None
     if "folder" in keys:
         raise UserError(f"{run_folder} is a run on images, which has no Hugging Face model: give one of recipes/t5.py or llm.py")
-    recipe = "dpo" if "preference" in written else "llm" if "max_length_tokens" in keys else "t5"
+    recipe = "llm" if "max_length_tokens" in keys else "t5"
+    recipe = OF_PAIRS[recipe] if "preference" in written else recipe
     config_class: Any = CONFIGS[recipe]
     config: RecipeConfig = load_config(config_class, [f"--config={path}", *flags])
     if config.model.attn_implementation in (None, "eager", "sdpa"):

@@ -89,7 +89,7 @@ def _add_before_a_run(add_command: AddCommand) -> None:
     about = "show the rows of a run as the model will see them; also takes a recipe's dotted flags"
     add = add_command("preview", "preview.preview:preview", about).add_argument
     add("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
-    add("--recipe", choices=["dpo", "llm", "t5"], help="recipe of the run (default: by the model)")
+    add("--recipe", choices=["dpo", "dpo_t5", "llm", "t5"], help="recipe of the run (default: by the model)")
     launch = "accelerate YAML of the launch, for its number of processes"
     add("--accelerate-config", type=Path, metavar="PRESET.yaml", help=launch)
     add("--rows", dest="num_rows", type=_at_least(0), default=3, metavar="N", help="rows to show (default: 3)")
@@ -100,7 +100,7 @@ def _add_before_a_run(add_command: AddCommand) -> None:
     add = add_command("train", "train:train", about).add_argument
     add("config", metavar="RUN.yaml", help="the run YAML")
     add("--preset", metavar="NAME", help="name in accelerate_configs/ or a file (default: the fastest that fits)")
-    add("--recipe", choices=["dpo", "llm", "t5"], help="recipe to start (default: the run YAML's, else by the model)")
+    add("--recipe", choices=["dpo", "dpo_t5", "llm", "t5"], help="recipe to start (default: the run YAML's, else by the model)")
     processes = "number of ranks (default: one per GPU; with --preset on a CPU, its own)"
     add("--num-processes", type=_at_least(1), metavar="N", help=processes)
     _add_precision(add, "the run (default: the preset's)")

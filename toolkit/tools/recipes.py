@@ -16,11 +16,13 @@ from toolkit.errors import UserError
 
 RECIPES = {"seq2seq": "t5", "causal": "llm"}
 """By the objective."""
+OF_PAIRS = {"t5": "dpo_t5", "llm": "dpo"}
+"""The recipe of pairs of answers to each of these."""
 
 
 def find_recipe(argv: list[str], recipe: str | None = None, model: str | None = None) -> str:
-    """`recipe`, else the run YAMLs' own, else `dpo` where they set `preference.loss`, else the one that takes the model: `model`,
-    or that of the command line.
+    """`recipe`, else the run YAMLs' own, else the one that takes the model (`model`, or that of the command line), of pairs where
+    they set `preference.loss`.
 
     Raises:
         UserError: there is no such recipe, or the model's path is ambiguous.
@@ -29,12 +31,11 @@ def find_recipe(argv: list[str], recipe: str | None = None, model: str | None = 
         if named not in CONFIGS:
             raise UserError(f"recipe is {named}: write {' or '.join(CONFIGS)}, or leave it out, and the model chooses")
         return named
-    if _find_value(argv, "preference.loss")[0]:  # every run folder has it
-        return "dpo"
     if model is None:
         model, file = _find_value(argv, "model.name_or_path")
         model = find_path(model, file, f"{file}: model.name_or_path") if file else model
-    return RECIPES[name_of_model(model)]
+    found = RECIPES[name_of_model(model)]
+    return OF_PAIRS[found] if _find_value(argv, "preference.loss")[0] else found  # every run folder of pairs has it
 
 
 def _find_value(argv: list[str], key: str) -> tuple[str, Path | None]:

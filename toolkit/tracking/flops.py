@@ -6,7 +6,8 @@ Attention counts within a document; where it is causal half the pairs, where PaL
 and the experts that a token does not go to do not count; the head counts at the labels. A sliding window counts as full.
 
 torch's `FlopCounterMode` counts the model's own forward and backward on the meta device for a few rows. The FLOPs of a row are a
-polynomial of second degree in its two lengths: tokens and labels, or source and target tokens.
+polynomial of second degree in its two lengths: tokens and labels, or source and target tokens. Of a pair of answers both
+documents count, each with its own prompt, as both are computed; of an encoder-decoder's the source once and both targets.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ def find_peak_tflops(gpu: str) -> int | None:
     return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
 
 
-def seconds_at_peak(objective: Objective, sharded: ShardedModel, collator: Collator, *lengths: np.ndarray) -> np.ndarray | None:
-    """The seconds that a GPU of this run needs at its peak for each row of these lengths; None if that cannot be known."""
+def seconds_at_peak(
+    objective: Objective, sharded: ShardedModel, collator: Collator, texts: list[tuple[np.ndarray, np.ndarray]]
+) -> np.ndarray | None:
+    """The seconds that a GPU of this run needs at its peak for each row; None if that cannot be known. `texts` are of
+    `Objective.computed_lengths`."""
     device, skeleton = sharded.accelerator.device, sharded.skeleton
     peak = find_peak_tflops(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     if peak is None:
@@ -62,7 +66,9 @@ def seconds_at_peak(objective: Objective, sharded: ShardedModel, collator: Colla
     except Exception as error:  # any model's code runs here, and what watches a run never ends it
         logger.info(f"the log has no MFU: the FLOPs of {type(skeleton).__name__} could not be counted ({error})")
         return None
-    return per_term @ _terms(*lengths)[: len(per_term)] / (peak * 1e12)
+    # The polynomial is that of a row whose texts have equal lengths.
+    terms = np.mean([_terms(*lengths) for lengths in texts], axis=0)
+    return per_term @ terms[: len(per_term)] / (peak * 1e12)
 
 
 def count_per_term(objective: Objective, skeleton: PreTrainedModel, collator: Collator) -> np.ndarray:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,8 @@ class StepFigures:
     """This rank's micro-batches with their summed losses, to find the rows of a loss that is not finite."""
     routing: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """`RouterLoss.figures` of all ranks; empty without an auxiliary loss."""
+    second_sums: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Those of `Objective.loss`, summed over all ranks, where training lines have its metrics; else empty."""
 
 
 class StepLog:
@@ -59,6 +63,7 @@ class StepLog:
         self.memory = StepMemory(sharded.accelerator.device)
         self.num_input_tokens_seen = 0
         self.seconds_at_peak: np.ndarray | None = None
+        self.metrics_of: Callable[..., dict[str, float]] | None = None
         self.pending: list[StepFigures] = []
         self.last_loss: float | None = None
         self.last_skipped: list[tuple[int, list[int]]] = []
@@ -80,7 +85,10 @@ class StepLog:
             return
         # Read everything in one transfer.
         device = self.sharded.accelerator.device
-        rows = [(torch.stack([f.loss_sum, f.grad_norm, f.skipped]), f.routing.flatten().to(f.loss_sum)) for f in self.pending]
+        rows = [
+            (torch.stack([f.loss_sum, f.grad_norm, f.skipped]), f.second_sums.to(f.loss_sum), f.routing.flatten().to(f.loss_sum))
+            for f in self.pending
+        ]
         read = torch.stack([torch.cat(row) for row in rows]).cpu().double().tolist()
         synchronize(device)
         seconds = time.perf_counter() - self.start_s
@@ -92,8 +100,9 @@ class StepLog:
         peak_gib = reduce_on_cpu(torch.tensor(self.memory.read(), dtype=torch.float64), dist.ReduceOp.MAX).item()
         # Write a line per step, and count skipped updates.
         too_many: UserError | None = None
-        for f, (loss_sum, grad_norm, skipped, *routing) in zip(self.pending, read, strict=True):
-            loss = loss_sum / f.step.num_label_tokens
+        for f, (loss_sum, grad_norm, skipped, *others) in zip(self.pending, read, strict=True):
+            loss, num = loss_sum / f.step.num_label_tokens, f.second_sums.numel()
+            second_sums, routing = others[:num], others[num:]
             self.num_input_tokens_seen += f.step.num_tokens
             figures = {
                 "epoch": f.step.epoch,
@@ -108,6 +117,8 @@ class StepLog:
                 "num_label_tokens": f.step.num_label_tokens,
                 "num_input_tokens_seen": self.num_input_tokens_seen,
             }
+            if second_sums and self.metrics_of is not None:
+                figures |= self.metrics_of(loss_sum, second_sums, f.step.num_label_tokens, math.nan)
             if routing:
                 of_routers, load = describe_load(np.reshape(routing, f.routing.shape) / f.step.num_tokens)
                 figures |= of_routers

@@ -108,13 +108,9 @@ def _check_rows(
     # The model's positions: of the longest rows, and of all where a row changes those of others.
     objective, longest = evaluation.objective, dict[str, int]()
     for part in (rows.train, evaluation.rows):
-        columns = part.with_format("numpy")
-        of_sides = objective.lengths(columns["num_tokens"][:], columns["num_label_tokens"][:])
-        lengths = dict(zip(objective.limits, of_sides, strict=True))
-        if "num_document_tokens" in part.column_names:
-            lengths["row"] = columns["num_document_tokens"][:]
+        lengths = objective.side_lengths(part)
         if "prompt_length" in part.column_names:
-            lengths["prompt"] = columns["prompt_length"][:]
+            lengths["prompt"] = part.with_format("numpy")["prompt_length"][:]
         for side, values in lengths.items():
             longest[side] = max(longest.get(side, 0), int(values.max(initial=0)))
     if warning := warn_of_shared_rope(model_config, max(longest.values())):
@@ -126,8 +122,8 @@ def _check_rows(
     check_num_steps(config, steps)
     check_evaluation_rows(config, len(evaluation.rows))
     check_metric_on_rows(config.eval, evaluation)
-    read, *_ = objective.lengths(plan.num_tokens, plan.num_label_tokens)
-    both, num_first = (read, plan.num_label_tokens), min(steps, NUM_STEPS_LOOKED_AT)
+    num_first, of_sides = min(steps, NUM_STEPS_LOOKED_AT), tuple(objective.side_lengths(rows.train).values())
+    both = of_sides if len(of_sides) > 1 else ((plan.num_tokens if config.packs else of_sides[0]), plan.num_label_tokens)
     shapes = [list(plan.shapes(both, num_first, of_rank, one_row=evaluation.collator.one_row)) for of_rank in (0, rank())]
     bound_primitive_cache(len(set(shapes[1])))
     for remark in rows.remarks:

@@ -126,6 +126,7 @@ def train_step(
     # Forward and backward of each micro-batch; gradients add up.
     config, model, device = run.config, run.sharded.model, run.sharded.accelerator.device
     losses: list[tuple[MicroBatch, torch.Tensor]] = []
+    second_sums: list[torch.Tensor] = []
     router = RouterLoss(run, step) if config.optim.router_aux_loss != "off" else None
     if router and config.optim.router_aux_loss == "global":
         micro_batches = iter(router.count(micro_batches))
@@ -141,7 +142,8 @@ def train_step(
         documents_BT = batch.pop("documents", None)
         with accumulating(run.sharded, is_last=micro_batch.is_last):
             if run.hooks.loss is None:
-                loss_sum, _ = run.objective.loss(model, batch, config.optim.label_smoothing)
+                loss_sum, second_sum = run.objective.loss(model, batch, config.optim.label_smoothing)
+                second_sums += [second_sum] if run.objective.logs_metrics else []
             else:
                 loss_sum = summed_own_loss(model, batch, run.objective.inputs[-1], run.hooks.loss)
             share = scale_to_global_mean(loss_sum, step.num_label_tokens, world_size())
@@ -167,8 +169,12 @@ def train_step(
     run.optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     if watch:
         watch.check_moments(run.optimizer)
-    routing = [router.reduced_figures()] if router else []
-    return StepFigures(step, lr, total_loss, grad_norm, skipped, losses, *routing)
+    figures = StepFigures(step, lr, total_loss, grad_norm, skipped, losses)
+    if router:
+        figures.routing = router.reduced_figures()
+    if second_sums:
+        figures.second_sums = run.guard.reduced(torch.stack(second_sums).sum(dim=0))
+    return figures
 
 
 def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch, Batch]]:

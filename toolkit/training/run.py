@@ -177,12 +177,11 @@ def build_log(run: Run) -> StepLog:
     """The log of the steps that follow `run.state`. Collective."""
     bar = Progress(run.num_steps, run.state.step, run.config.log_every_steps)
     log = StepLog(run.metrics, run.sharded, bar, run.train_rows, run.state.skips, run.config.optim.max_skipped_steps)
-    log.trackers = run.trackers
+    log.trackers, log.metrics_of = run.trackers, run.objective.metrics
     log.num_input_tokens_seen = sum(run.plan.step(number).num_tokens for number in range(1, run.state.step + 1))
     if rank() == 0:
-        read, *_ = run.objective.lengths(run.plan.num_tokens, run.plan.num_label_tokens)
-        measured = run.objective, run.sharded, run.evaluation.collator
-        log.seconds_at_peak = seconds_at_peak(*measured, read, run.plan.num_label_tokens)
+        texts = run.objective.computed_lengths(run.train_rows)
+        log.seconds_at_peak = seconds_at_peak(run.objective, run.sharded, run.evaluation.collator, texts)
     return log
 
 

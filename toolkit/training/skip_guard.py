@@ -48,10 +48,14 @@ class SkipGuard:
             self.num_seen += ~bad
             bad = bad | (grad_norm > highest)
         figures = torch.stack([loss_sum.to(grad_norm.device), bad.float()])
-        for group in self.groups:
-            dist.all_reduce(figures, group=group)
-        total, num_bad = figures.unbind()
+        total, num_bad = self.reduced(figures).unbind()
         return total, ((num_bad > 0) | ~total.isfinite()).float()
+
+    def reduced(self, sums: torch.Tensor) -> torch.Tensor:
+        """The same tensor, summed over all ranks. Collective."""
+        for group in self.groups:
+            dist.all_reduce(sums, group=group)
+        return sums
 
     def save_to(self, history: SkipHistory) -> None:
         """Write the window into `history`. Host sync."""

@@ -45,7 +45,7 @@ def test_the_rows_may_come_later_but_only_in_python() -> None:
     [
         ("t5", {"optim.lrr": 1}, "unknown flag --optim.lrr: did you mean --optim.lr?"),
         ("llm", {"data.source": "csv"}, "data.source csv needs data.files"),
-        ("bert", {}, "recipe is 'bert': choose one of t5, llm, dpo"),
+        ("bert", {}, "recipe is 'bert': choose one of t5, llm, dpo, dpo_t5"),
     ],
 )
 def test_mistakes_have_the_same_sentences(recipe: Any, overrides: dict[str, Any], sentence: str) -> None:

@@ -30,7 +30,7 @@ def test_no_code_asks_which_objective_it_has() -> None:
     assert [str(path) for path in core if QUESTION.search((PACKAGE / path).read_text(encoding="utf-8"))] == ASKING
 
 
-@pytest.mark.parametrize("recipe", ["t5", "llm", "dpo"])
+@pytest.mark.parametrize("recipe", ["t5", "llm", "dpo", "dpo_t5"])
 def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(recipe: str) -> None:
     config = load_config(recipe, overrides=REQUIRED)
     objective = objective_of(config)

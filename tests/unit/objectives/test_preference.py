@@ -15,8 +15,9 @@ from tests.support.refusals import refusal
 from toolkit.config.schema import OptimConfig, PreferenceLossConfig
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches import chunked_loss
-from toolkit.objectives.preference import PairCollator, Preference, answers_of
+from toolkit.objectives.preference import PairCollator, Preference
 from toolkit.objectives.preference_losses import LOSSES, Answers
+from toolkit.objectives.reference import Reference
 
 LOGPS, REFERENCE, LENGTHS = ((-4.0, -5.0), (-9.0, -2.0)), ((-4.5, -4.0), (-8.0, -3.0)), ((3, 5), (6, 1))
 
@@ -76,10 +77,10 @@ def compute(objective: Preference, packs: list[Any]) -> tuple[float, list[float]
         batch = collator.collate(packs)
         if seed:
             pairs = [row for pack in packs for row in pack]
-            known = answers_of(model, batch).logps_P2.numpy()
+            known = objective.answers_of(model, batch).logps_P2.numpy()
             order = np.argsort([row["row_id"] for row in pairs])
             ids = np.array([row["row_id"] for row in pairs])[order]
-            collator = PairCollator(0, reference_ids=ids, reference_R2=known[order])
+            collator = PairCollator(0, reference=Reference(ids, known[order]))
         else:
             loss_sum, sums = objective.loss(model, batch)
             values = [loss_sum.item(), sums.tolist()]

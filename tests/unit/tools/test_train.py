@@ -120,7 +120,8 @@ def test_a_run_yaml_names_its_recipe(start: Callable[..., list[str]]) -> None:
     assert find_recipe(argv) == "t5" and find_recipe(argv, "llm") == "llm" and find_recipe([*argv, "--recipe=llm"]) == "llm"
     Path("run.yaml").write_text("recipe: t6\n")
     assert find_recipe(argv, "llm") == "llm"
-    assert refusal(find_recipe, argv) == "recipe is t6: write t5 or llm or dpo, or leave it out, and the model chooses"
+    sentence = "recipe is t6: write t5 or llm or dpo or dpo_t5, or leave it out, and the model chooses"
+    assert refusal(find_recipe, argv) == sentence
 
 
 def test_another_precision_reaches_the_plan_and_the_launcher(

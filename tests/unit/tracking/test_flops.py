@@ -111,7 +111,7 @@ def test_a_base_in_codes_costs_what_a_plain_frozen_one_does() -> None:
 def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(family: str) -> None:
     model = build(family).train()
     collator = collator_of(model)
-    of_rows = seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator, *LENGTHS)
+    of_rows = seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator, [LENGTHS])
     assert of_rows is not None
     ours, per_term = of_rows.sum() * 312e12, per_term_of(model)
     chunked_loss.install(model)
@@ -132,13 +132,13 @@ def test_a_gpu_that_the_table_does_not_name_or_a_part_of_one_has_no_peak() -> No
     others = ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 3090 Ti", "NVIDIA L40", "NVIDIA A10G")
     peaks |= dict.fromkeys(others)
     assert {gpu: find_peak_tflops(gpu) for gpu in peaks} == peaks
-    assert seconds_at_peak(Causal(), sharded("cpu", copy_on_meta(build("llama"))), CausalCollator(0), *LENGTHS) is None
+    assert seconds_at_peak(Causal(), sharded("cpu", copy_on_meta(build("llama"))), CausalCollator(0), [LENGTHS]) is None
 
 
 @pytest.mark.usefixtures("a100")
 def test_a_model_that_cannot_be_counted_or_pads_by_itself_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert seconds_at_peak(Causal(), sharded("cuda", torch.nn.Linear(2, 2)), CausalCollator(0), *LENGTHS) is None
+    assert seconds_at_peak(Causal(), sharded("cuda", torch.nn.Linear(2, 2)), CausalCollator(0), [LENGTHS]) is None
     assert capsys.readouterr().out.startswith("the log has no MFU: the FLOPs of Linear could not be counted (")
     model: Any = seq2seq_families.build_model("pegasus_x")
-    assert seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator_of(model), *LENGTHS) is None
+    assert seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator_of(model), [LENGTHS]) is None
     assert "could not be counted (a row's are not a polynomial of its lengths)" in capsys.readouterr().out

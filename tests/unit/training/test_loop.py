@@ -74,7 +74,7 @@ def test_gradients_of_ddp_stay_the_views_of_its_buckets(kind: type[nn.Module], m
     run.sharded.model = MagicMock(spec=kind)
     run.guard.should_skip.return_value = torch.tensor(1.0), torch.tensor(0.0)
     monkeypatch.setattr(loop, "accumulating", lambda sharded, is_last: nullcontext())
-    run.hooks.loss, run.objective.loss.return_value = None, (loss_sum, 0)
+    run.hooks.loss, run.objective.loss.return_value, run.objective.logs_metrics = None, (loss_sum, 0), False
     monkeypatch.setattr(loop, "clip_gradients", lambda model, *rest: torch.tensor(1.0))
     step: Any = SimpleNamespace(step=1, num_label_tokens=1)
     micro_batch: Any = SimpleNamespace(step=1, index=0, is_last=True, packs=[[0]])

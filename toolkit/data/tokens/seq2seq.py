@@ -87,8 +87,9 @@ def report(
 ) -> tuple[Dataset, list[str], set[int]]:
     """The rows as they are stored, and sentences about cuts and unknown tokens. Which tokens end a text is for the generation
     config to say."""
-    numbers = tokenized.select_columns(["num_tokens", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
-    num_kept = {"source": numbers["num_tokens"] - numbers["num_label_tokens"], "target": numbers["num_label_tokens"]}
+    of_targets = "num_answer_tokens" if "num_answer_tokens" in tokenized.column_names else "num_label_tokens"  # of pairs
+    numbers = tokenized.select_columns(["num_tokens", of_targets, *_OF_TOKENIZING]).with_format("numpy")[:]
+    num_kept = {"source": numbers["num_tokens"] - numbers[of_targets], "target": numbers[of_targets]}
     sentences: list[str] = []
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
         num_lost = numbers[f"num_lost_{side}_tokens"]

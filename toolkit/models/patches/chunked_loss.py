@@ -59,10 +59,12 @@ def summed_loss(model: nn.Module, batch: dict[str, Any], label_smoothing: float 
     return inside_forward(model, functools.partial(_of_labels, over_chunks=over_chunks), batch)
 
 
-def label_log_probabilities(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """log p of each label that counts, (N,) fp32 in the order of `labels`. Arguments as in `summed_loss`. Collective under
-    FSDP."""
-    return inside_forward(model, functools.partial(_of_labels, over_chunks=chunked_log_probabilities), batch)
+def label_log_probabilities(model: nn.Module, batch: dict[str, Any], of_encoding: int = 1) -> torch.Tensor:
+    """log p of each label that counts, (N,) fp32 in the order of `labels`. Arguments as in `summed_loss`; of an encoder-decoder
+    so many neighbours among the decoder's rows share an encoding. Collective under FSDP."""
+    of_labels = functools.partial(_of_labels, over_chunks=chunked_log_probabilities)
+    compute = of_labels if of_encoding == 1 else functools.partial(_with_shared_encodings, of_encoding, of_labels)
+    return inside_forward(model, compute, batch)
 
 
 def inside_forward(model: nn.Module, compute: Callable[..., Any], batch: dict[str, Any]) -> Any:
@@ -206,6 +208,19 @@ def _of_labels(
 
     # FSDP gathers a head at its call, and frees it when the gradient of all states is there: one call for all chunks.
     return getattr(model, next(iter(heads)))(states_NX, within=of_states) if heads else of_states(states_NX)
+
+
+def _with_shared_encodings(of_encoding: int, compute: Callable[..., Any], within: Inside, **inputs: Any) -> Any:
+    """What `compute` returns while the decoder takes each row of the encoder's output, and of its mask, so many times."""
+    decoder: Any = within.model.get_decoder()
+
+    def repeat(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | given
+        of_encoder = [name for name, value in named.items() if name.startswith("encoder_") and torch.is_tensor(value)]
+        return (), named | {name: named[name].repeat_interleave(of_encoding, dim=0) for name in of_encoder}
+
+    with decoder.register_forward_pre_hook(repeat, with_kwargs=True):
+        return compute(within, **inputs)
 
 
 def _forward_or_within(forward: Callable[..., Any], *args: Any, within: Callable[..., Any] | None = None, **inputs: Any) -> Any:

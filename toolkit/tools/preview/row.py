@@ -86,12 +86,11 @@ def find_cut_row(
     objective: Objective, rows: TokenizedRows, config: Any, model: ModelConfig, most_tried: int = 20
 ) -> RowView | None:
     """The first training row that a limit has cut; None if none of the first few that are as long as a limit has lost a token."""
-    columns = rows.train.with_format("numpy")
-    num_labels, num_tokens = columns["num_label_tokens"][:], columns["num_tokens"][:]
     limits = [getattr(config, name) for name in objective.limits.values()]
-    lengths = objective.lengths(num_tokens, num_labels)
+    lengths = objective.side_lengths(rows.train).values()
     is_full = np.any([values >= limit for values, limit in zip(lengths, limits, strict=True)], axis=0)
-    views = (view_row(objective, rows, config, model, int(row_id)) for row_id in columns["row_id"][:][is_full][:most_tried])
+    row_ids = rows.train.with_format("numpy")["row_id"][:][is_full][:most_tried]
+    views = (view_row(objective, rows, config, model, int(row_id)) for row_id in row_ids)
     return next((view for view in views if any(side.num_lost for side in view.sides)), None)
 
 

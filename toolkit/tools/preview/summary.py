@@ -87,11 +87,11 @@ def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[di
 
 
 def _measure(objective: Objective, train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
-    columns = train.with_format("numpy")
-    tokens, labels = columns["num_tokens"][:], columns["num_label_tokens"][:]
-    sides = zip(objective.limits.items(), objective.lengths(tokens, labels), strict=True)
-    spreads = [_spread(side, lengths, f"data.{limit} {getattr(config, limit)}") for (side, limit), lengths in sides]
-    return spreads if objective.label_side else [*spreads, _spread("counted", labels, None)]
+    sides, columns = objective.side_lengths(train), train.with_format("numpy")
+    limits = {side: f"data.{limit} {getattr(config, limit)}" for side, limit in objective.limits.items()}
+    spreads = [_spread(side, lengths, limits[side]) for side, lengths in sides.items()]
+    counted = "num_answer_tokens" if "num_answer_tokens" in train.column_names else "num_label_tokens"
+    return spreads if objective.label_side else [*spreads, _spread("counted", columns[counted][:], None)]
 
 
 def _spread(name: str, lengths: np.ndarray, setting: str | None) -> dict[str, Any]:
