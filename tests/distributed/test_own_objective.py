@@ -140,37 +140,39 @@ def train(folder: Path) -> tuple[list[Any], float]:
     return results, sum(error**2 for error in errors) / len(errors)
 
 
-def build_inputs(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tiny Llama and rows."""
+    folder = tmp_path_factory.mktemp("objective")
     run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("llama",)))
     words = [" ".join(["the", "a b", "oar"][: 1 + i % 3] * (1 + i % 5)) + f" {i}" for i in range(40)]
     lines = [json.dumps({"prompt": text, "completion": str(len(text) / 10)}) for text in words]
     (folder / "rows.jsonl").write_text("\n".join(lines[:-7]))
     (folder / "held_out.jsonl").write_text("\n".join(lines[-7:]))
+    return folder
 
 
-def test_mistakes_of_an_objective_are_said_before_it_trains(tmp_path: Path) -> None:
-    build_inputs(tmp_path)
-    *said, best = run_on_ranks(refuse_each, preset="single", overrides=FP32, args=(tmp_path,))[0]
+def test_mistakes_of_an_objective_are_said_before_it_trains(folder: Path) -> None:
+    *said, best = run_on_ranks(refuse_each, preset="single", overrides=FP32, args=(folder,))[0]
     for sentence, (_, _, expected) in zip(said, MISTAKES, strict=True):
         assert expected in sentence
     assert float(best) > 0
 
 
-def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(tmp_path: Path) -> None:
+def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(folder: Path) -> None:
     from toolkit.objectives import objective_of
     from toolkit.tools.export import load_run_config
     from toolkit.tools.generate.model import find_folder
 
-    build_inputs(tmp_path)
-    results, by_hand = run_on_ranks(train, preset="single", overrides=FP32, args=(tmp_path,))[0]
+    results, by_hand = run_on_ranks(train, preset="single", overrides=FP32, args=(folder,))[0]
     half, resumed, whole = (result.metrics for result in results)
     assert resumed["loss"] == pytest.approx(by_hand, rel=1e-4) and resumed["loss"] < half["loss"]
     assert {**resumed, "rows_per_s": 0} == {**whole, "rows_per_s": 0}
     losses = [
-        [line["loss"] for line in load_json_lines(tmp_path / "runs" / name / "metrics.jsonl") if line["kind"] == "train"]
+        [line["loss"] for line in load_json_lines(folder / "runs" / name / "metrics.jsonl") if line["kind"] == "train"]
         for name in ("resumed", "whole")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == NUM_STEPS
-    of_run = objective_of, load_run_config(tmp_path / "runs" / "whole", [])
-    for refused in (of_run, (find_folder, str(tmp_path / "runs" / "whole"))):
+    of_run = objective_of, load_run_config(folder / "runs" / "whole", [])
+    for refused in (of_run, (find_folder, str(folder / "runs" / "whole"))):
         assert refusal(*refused).startswith("objective is regression, which Python code has given to finetune(): call that again")

@@ -170,22 +170,25 @@ def test_an_exported_adapter_goes_on_training(llm_bench: Workbench) -> None:
 
     adapter = llm_bench.runs / "gathered" / "export"
     more = {"adapter__method": "lora", "adapter__name_or_path": adapter, "adapter__rank": 64, "eval__at_start": True}
-    llm_bench.run("further", train__max_steps=2, **more, **NO_TEXTS)
+    merged = llm_bench.runs / "again" / "merged"
+    runs: dict[str, dict[str, Any]] = {
+        "further": {"train__max_steps": 2} | more,
+        "base": {"train__max_steps": 0},
+        "again": {"train__max_steps": 0, "export__merge": True} | more,
+        "merged": {"train__max_steps": 0, "model": merged},
+    }
+    printed = llm_bench.run_all({name: how | NO_TEXTS for name, how in runs.items()})
     before, after = (
         load_file(folder / "adapter_model.safetensors") for folder in (adapter, llm_bench.runs / "further" / "export")
     )
     assert {name: value.shape for name, value in after.items()} == {name: value.shape for name, value in before.items()}
     assert not any((after[name] == before[name]).all() for name in before)
     # Its first evaluation is of the adapter as it came, and not of a new one, which is the base.
-    only_evaluated = llm_bench.run("base", train__max_steps=0, **NO_TEXTS)
-    printed = llm_bench.run("again", train__max_steps=0, export__merge=True, **more, **NO_TEXTS)
-    merged = llm_bench.runs / "again" / "merged"
     base, start, again = (llm_bench.lines(name, "eval")[0]["loss"] for name in ("base", "further", "again"))
     assert start == again and abs(start - base) > 1e-3
     # Zero steps are not a reason not to merge what is asked for.
-    assert "nothing is exported: train.max_steps is 0\n" in only_evaluated and not (llm_bench.runs / "base" / "export").exists()
-    assert f", merged into its base to {merged}\n" in printed
-    llm_bench.run("merged", model=merged, train__max_steps=0, **NO_TEXTS)
+    assert "nothing is exported: train.max_steps is 0\n" in printed["base"] and not (llm_bench.runs / "base" / "export").exists()
+    assert f", merged into its base to {merged}\n" in printed["again"]
     assert llm_bench.lines("merged", "eval")[0]["loss"] == pytest.approx(start, rel=1e-4)
 
 
