@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,9 @@ COLUMNS = {
 """Heads of the columns, by cell."""
 SURVEY_COLUMNS = ("full", "full-packed", "lora", "lora-packed")
 """Of the survey."""
-FAILS = "FAILS: "
+FAILS, LOSSES_DIFFER = "FAILS: ", "losses differ from plain ones by "
+MOST_CHARACTERS = 100
+"""Of a cause on the page; the results have it in full."""
 GROUPS = {"Encoder-decoders": ENCODER_DECODERS, "Causal models": CAUSAL, "Mixtures of experts": EXPERTS}
 HEADER = """# Which families are supported
 
@@ -137,12 +140,31 @@ def _render_survey(survey: dict[str, Any]) -> list[str]:
         num_trained=sum(cells.get("full") == YES for cells in found.values()),
         untried=", ".join(kind for kind in possible if kind not in found) or "none",
     )
+    notes: dict[str, int] = {}
     found_in = {
-        kind: [cells.get(column, cells.get("plain", "-")).replace(FAILS, "fails: ") for column in SURVEY_COLUMNS]
+        kind: [_brief(cells.get(column, cells.get("plain", "-")), notes) for column in SURVEY_COLUMNS]
         for kind, cells in found.items()
     }
+    causes = "".join(f"{number}. `{cause}`\n" for cause, number in notes.items())
     others = "; ".join(f"{reason} ({', '.join(kinds)})" for reason, kinds in by_reason.items())
-    return [header, _render_table("kinds", SURVEY_COLUMNS, found_in), OTHERS_HEADER.format(others=others)]
+    table = _render_table("kinds", SURVEY_COLUMNS, found_in)
+    return [
+        header,
+        table,
+        *([f"Causes, of the kinds above in their order:\n\n{causes}"] if notes else []),
+        OTHERS_HEADER.format(others=others),
+    ]
+
+
+def _brief(outcome: str, notes: dict[str, int]) -> str:
+    """A cell of the survey; what else failed than the losses is in `notes`, by its beginning, with a number."""
+    if is_known(outcome) or outcome == "-":
+        return outcome
+    if LOSSES_DIFFER in outcome:
+        differences = outcome.partition(LOSSES_DIFFER)[2].split(", ")
+        return f"fails: losses differ by {max(differences, key=float)}"
+    cause = re.sub(r"/tmp/\S+|`", "…", outcome.removeprefix(FAILS)).partition("\n")[0][:MOST_CHARACTERS]
+    return f"fails: cause {notes.setdefault(cause, len(notes) + 1)}"
 
 
 def _render_table(head: str, columns: Sequence[str], outcomes: dict[str, list[str]]) -> str:
