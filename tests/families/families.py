@@ -30,7 +30,7 @@ NUM_STEPS, LR, BETA1, BETA2, EPS = 3, 1e-2, 0.8, 0.9, 1e-6
 """With this eps no update comes of the rounding of gradients that should be 0, such as those of a key's bias."""
 FROZEN = {"led": "_global"}
 """Part of the names of what a text's loss does not reach."""
-SETTINGS: dict[str, dict[str, Any]] = {"prophetnet": {"train.micro_batch_size_rows": 1}}
+SETTINGS: dict[str, dict[str, Any]] = {"prophetnet": {"train.micro_batch_size_rows": 1, "eval.batch_size_rows": 1}}
 """Of the run YAML, by family. The outputs of ProphetNet's decoder depend on the padded length."""
 WEIGHT_SIZE = 0.1
 """Standard deviation of each matrix, so that attention has something to say."""

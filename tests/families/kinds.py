@@ -82,6 +82,23 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     **{kind: ({"bos_token_id": 2}, "takes no None") for kind in ("cwm", "mllama", "modernbert-decoder")},
     "bamba": ({"attn_layer_indices": [1]}, "names its attention layers by their places"),
     "blt": ({"encoder_hash_byte_group_vocab": 64}, "its tables of byte groups have half a million rows"),
+    "cohere_compass_text": (
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+            },
+        },
+        "has no rotary positions unless told",
+    ),
+    "dbrx": (
+        {
+            "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+        "its parts do not know what its defaults say of them",
+    ),
+    "dots3_note_text": ({"per_layer_config": None}, "names layers beyond the second"),
     "falcon": ({"head_dim": None}, "computes it"),
     "falcon_h1": ({"mamba_d_ssm": 128}, "heads times their size is the width of the state"),
     "gemma3n_text": ({"num_kv_shared_layers": 0}, "shares keys between more layers than there are"),
@@ -91,6 +108,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "has attention only in its default types"),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "has no types unless told"),
     "mamba2": ({"num_heads": 8, "head_dim": 16}, "heads times their size is twice the width"),
+    "phimoe": ({"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, "draws its experts at random while it trains"),
     "prophetnet": ({"num_hidden_layers": None, "disable_ngram_loss": True}, "has two kinds of layers, and a second loss"),
     "recurrent_gemma": ({"num_hidden_layers": 3}, "its third layer has attention"),
     "longcat_flash": ({"head_dim": 8}, "the size of rotary positions"),
