@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from tests.distributed.test_llm_invariants import build_models
 from tests.support.launch import run_on_ranks
@@ -36,6 +37,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "t5-single": ("single", ["--train.micro_batch_size_rows", "16"]),
     "t5-fsdp2": ("fsdp2_cpu", ["--train.micro_batch_size_rows", "3", "--eval.unshard", "never", "--eval.generate", "true"]),
     "three-t5-fsdp2": ("fsdp2_cpu", ["--train.micro_batch_size_rows", "1", "--eval.generate", "false"]),
+    "reference-single": ("single", ["--train.micro_batch_size_rows", "4"]),
+    "reference-fsdp2-packed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "2"]),
     "resumed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", "1"]),
 }
 OF_EVALUATION = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "rewards/chosen")
@@ -63,6 +66,8 @@ def how(folder: Path, name: str) -> dict[str, Any]:
     shared = ["--model.name_or_path", str(folder / family), "--preference.beta", "0.5", "--optim.schedule", "constant"]
     if family != "t5":
         shared += ["--data.packing", "false", "--data.bucket_by_length", "false", "--data.max_length_tokens", "96"]
+    if name.startswith("reference"):  # another model, with the same tokenizer
+        shared += ["--preference.reference", str(folder / "gemma2")]
     overrides = {"num_processes": 3} if name.startswith("three") else {}
     recipe = "dpo_t5" if family == "t5" else "dpo"
     return {"preset": preset, "overrides": overrides, "recipe": recipe, "flags": [*shared, *flags]}
@@ -70,7 +75,7 @@ def how(folder: Path, name: str) -> dict[str, Any]:
 
 def expected_of(name: str) -> str:
     """The run on one process that the run of this name must equal."""
-    return next((f"{kind}-single" for kind in ("lora", "nf4", "int8", "mixtral", "t5") if kind in name), "single")
+    return next((f"{kind}-single" for kind in ("lora", "nf4", "int8", "mixtral", "t5", "reference") if kind in name), "single")
 
 
 def build_others(folder: Path) -> None:
@@ -123,4 +128,15 @@ def test_a_resume_is_bit_exact_and_takes_the_reference_from_the_run_folder(finis
 def test_the_first_step_begins_at_the_reference(finished: dict[str, Any]) -> None:
     for name in RUNS:
         losses = figures(finished[name][0], "train")["loss"]
-        assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and losses[-1] < losses[0]
+        starts_at_reference = not name.startswith("reference")
+        assert (losses[0] == pytest.approx(np.log(2), rel=1e-5)) == starts_at_reference and losses[-1] < losses[0]
+
+
+def test_another_reference_is_kept_with_the_hash_of_its_weights(finished: dict[str, Any], folder: Path) -> None:
+    kept = {}
+    for name in ("reference-single", "reference-fsdp2-packed", "single"):
+        with safe_open(folder / "runs" / name / REFERENCE_FILE, "np") as file:
+            kept[name] = file.metadata().get("weights"), file.get_tensor("logps")
+    assert kept["reference-single"][0] == kept["reference-fsdp2-packed"][0] and kept["single"][0] is None
+    np.testing.assert_allclose(kept["reference-single"][1], kept["reference-fsdp2-packed"][1], rtol=1e-5)
+    assert np.abs(kept["reference-single"][1] - kept["single"][1]).mean() > 0.1

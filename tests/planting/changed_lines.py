@@ -31,6 +31,12 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
         "toolkit.models.freeze:cast_frozen",
         ("parameter.requires_grad or id(parameter)", "id(parameter)"),
     ),
+    # --- Pairs of answers.
+    # The rejected answer is made the likelier one.
+    "answers_of_a_pair_swapped": (
+        "toolkit.objectives.preference_losses:difference",
+        ("values_P2[:, 0] - values_P2[:, 1]", "values_P2[:, 1] - values_P2[:, 0]"),
+    ),
     # --- Dropout and attention.
     # Activation checkpointing recomputes a block with other dropout masks, as accelerate's does under FSDP2.
     "recomputation_with_other_masks": (

@@ -16,8 +16,9 @@ from toolkit.config.schema import OptimConfig, PreferenceLossConfig
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches import chunked_loss
 from toolkit.objectives.preference import PairCollator, Preference
-from toolkit.objectives.preference_losses import LOSSES, Answers
+from toolkit.objectives.preference_losses import LOSSES, SMOOTHED, Answers
 from toolkit.objectives.reference import Reference
+from toolkit.tools.verify.plain import pair_loss
 
 LOGPS, REFERENCE, LENGTHS = ((-4.0, -5.0), (-9.0, -2.0)), ((-4.5, -4.0), (-8.0, -3.0)), ((3, 5), (6, 1))
 
@@ -48,7 +49,10 @@ def by_hand(loss: str, place: int, share: float) -> float:
 def test_a_loss_is_its_formula(loss: str, share: float) -> None:
     answers = Answers(*(torch.tensor(values, dtype=torch.float64) for values in (LOGPS, REFERENCE, LENGTHS)))
     settings = PreferenceLossConfig(loss=loss, beta=BETA, label_smoothing=share, margin=MARGIN)
-    assert LOSSES[loss](answers, settings).tolist() == pytest.approx([by_hand(loss, place, share) for place in (0, 1)], rel=1e-9)
+    expected = pytest.approx([by_hand(loss, place, share) for place in (0, 1)], rel=1e-9)
+    assert LOSSES[loss](answers, settings).tolist() == expected
+    if not share or loss in SMOOTHED:  # what `verify` compares with
+        assert [pair_loss(settings, *parts).item() for parts in zip(*answers, strict=True)] == expected
 
 
 def rows() -> list[dict[str, Any]]:

@@ -6,6 +6,6 @@ from tests.support.launch import REPOSITORY
 from toolkit.data.sources.own_function import run_file
 
 SOURCES = REPOSITORY / "recipes" / "sources"
-docstrings, functions, stdlib, wikihow = (
-    run_file(SOURCES / f"{name}.py", name)[0] for name in ("docstrings", "functions", "stdlib", "wikihow")
+docstrings, functions, pairs, stdlib, wikihow = (
+    run_file(SOURCES / f"{name}.py", name)[0] for name in ("docstrings", "functions", "pairs", "stdlib", "wikihow")
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.recipe_sources.sources import docstrings, functions, stdlib
+from tests.unit.recipe_sources.sources import docstrings, functions, pairs, stdlib
 
 MODULE = '''
 """Tools for boats."""
@@ -238,3 +238,14 @@ def test_identities_follow_the_versions(monkeypatch: pytest.MonkeyPatch) -> None
     assert changed == [True, True, False], "packages do not count for the base"
     monkeypatch.setattr(sys, "version", "4.0")
     assert stdlib.identify(None) != before[2]
+
+
+def test_a_wrong_line_has_a_part_of_another_functions_and_pairs_stay_in_their_split() -> None:
+    lines = {"a": "Takes a, returns 1.", "b": "Takes b, raises KeyError.", "c": "Takes c, returns 3."}
+    rows = [{"prompt": name, "target": line, "lead_text": "", "group": "", "split": "train"} for name, line in lines.items()]
+    made = pairs.build_pairs([*rows, rows[0] | {"split": "eval"}])
+    assert [(pair["prompt"], pair["chosen"], pair["rejected"]) for pair in made] == [
+        ("a", lines["a"], "Takes b, returns 1."),
+        ("b", lines["b"], "Takes b, returns 3."),
+        ("c", lines["c"], "Takes a, returns 3."),
+    ]

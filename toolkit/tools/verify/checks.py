@@ -43,7 +43,8 @@ BF16_TOLERANCE = 0.05
 LOSSES = ("loss", "router_aux_loss")
 """Of a line of a step; the second of a mixture of experts."""
 NOT_COMPARED = {"kind", "step", "rows_per_s", "measured_on", "rouge_tokenizer"}
-"""Of a line of an evaluation."""
+NOT_COMPARED |= {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
+"""Of a line of an evaluation. Rewards of pairs are 0 before the first step, up to rounding."""
 SHARD_SLACK = 0.01
 """Padding that FSDP may add to a rank's share, as a fraction."""
 

@@ -65,6 +65,24 @@ def summed_loss(logits_NV: torch.Tensor, labels_N: torch.Tensor, label_smoothing
     return -(wanted_NV * torch.log_softmax(logits_NV, dim=-1)).sum()
 
 
+def pair_loss(settings: Any, logps_2: torch.Tensor, reference_2: torch.Tensor, lengths_2: torch.Tensor) -> torch.Tensor:
+    """The loss of a pair from log p of the chosen and the rejected answer; `objectives/preference_losses.py` names the papers."""
+    beta, share, kind = settings.beta, settings.label_smoothing, settings.loss
+    means_2, ratios_2 = logps_2 / lengths_2, logps_2 - reference_2
+
+    def apart(values_2: torch.Tensor) -> torch.Tensor:
+        return values_2[0] - values_2[1]
+
+    if kind == "ipo":
+        return (apart(ratios_2 / lengths_2) - 0.5 / beta) ** 2
+    if kind == "orpo":
+        odds_2 = means_2.exp() / -torch.expm1(means_2)
+        return -means_2[0] + beta * F.softplus(-apart(odds_2.log()))
+    margin = beta * apart(means_2) - settings.margin if kind == "simpo" else beta * apart(ratios_2)
+    right, wrong = F.softplus(-margin), F.softplus(margin)
+    return ((1 - share) * right - share * wrong) / (1 - 2 * share) if kind == "robust" else (1 - share) * right + share * wrong
+
+
 def add_lora(model: Any, adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     """The output of each adapted layer gets `scale * B A x` added, all else is frozen; returns what is trained, which is given as
     `<module>.lora_A…` and `<module>.lora_B…` by name."""

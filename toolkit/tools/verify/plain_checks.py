@@ -120,7 +120,11 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _read_rows(run: WatchedRun, config: RecipeConfig) -> tuple[Proof, list[plain.Row], list[plain.Row], int]:
+Texts = list[plain.Row]
+"""The texts of a row: one, or the chosen and the rejected one of a pair."""
+
+
+def _read_rows(run: WatchedRun, config: RecipeConfig) -> tuple[Proof, list[Texts], list[Texts], int]:
     """Check the rows of step 1 and of the evaluation; these rows as their texts say, and the bytes of the latter's targets."""
     from transformers import AutoTokenizer
 
@@ -130,25 +134,39 @@ def _read_rows(run: WatchedRun, config: RecipeConfig) -> tuple[Proof, list[plain
     num_known, wrong, most = 0, [], run.flags.get("data.max_length_tokens", getattr(config.data, "max_length_tokens", 0))
     for row in (row for part in about["rows"] for row in part):
         piece, row_id = divmod(row["row_id"], ROW_IDS_OF_A_PIECE)
-        known = _expect(tokenizer, examples[row_id], piece, most, config.data)
+        known, held = _expect(tokenizer, examples[row_id], piece, most, config.data), _split(row, config.data.objective)
         num_known += known is not None
-        wrong += [f"row {row_id}"] if known not in (None, (row["input_ids"], row["labels"])) else []
-        row["known"] = known or (row["input_ids"], row["labels"])
+        wrong += [f"row {row_id}"] if known not in (None, held) else []
+        row["known"] = known or held
     title = f"{run.title}: tokens and labels of {num_known} of {sum(map(len, about['rows']))} rows, and their texts"
     parts = [[row["known"] for row in part] for part in about["rows"]]
     num_bytes = sum(row["target_bytes"] for row in about["rows"][1])
     return records.exact(title, len(wrong), records.named(wrong, "has other tokens or labels")), *parts, num_bytes
 
 
-def _expect(tokenizer: Any, example: Example, piece: int, most: int, data: Any) -> plain.Row | None:
+def _split(row: dict[str, Any], objective: str) -> Texts:
+    """The texts of a row of the run."""
+    ids, labels, place = row["input_ids"], row["labels"], row.get("num_chosen_tokens")
+    if place is None:
+        return [(ids, labels)]
+    both = (ids[:place], ids[place:]) if objective == "preference" else (ids, ids)
+    return [(both[0], labels[:place]), (both[1], labels[place:])]
+
+
+def _expect(tokenizer: Any, example: Example, piece: int, most: int, data: Any) -> Texts | None:
     """What a row's text comes to; None where a rule of the toolkit says it: for chats, and where a token spans a prompt's end."""
-    if data.objective == "seq2seq":  # this is the reference: it does not ask the objective's own code
-        texts = (data.prefix + str(example.prompt), str(example.completion))
-        return plain.seq2seq_row(tokenizer, *texts, data.max_source_length_tokens, data.max_target_length_tokens)
+    answers = [str(example.completion), *([str(example.rejected)] if example.rejected is not None else [])]
+    if hasattr(data, "max_target_length_tokens"):  # this is the reference: it does not ask the objective's own code
+        source, limits = data.prefix + str(example.prompt), (data.max_source_length_tokens, data.max_target_length_tokens)
+        return [plain.seq2seq_row(tokenizer, source, answer, *limits) for answer in answers]
     if example.messages is not None:
         return None
-    texts = ("", example.text) if example.text is not None else (str(example.prompt), str(example.completion))
-    return plain.causal_row(tokenizer, *texts, most, piece, all_count=data.loss_on == "all")
+    if example.text is not None:
+        found = [plain.causal_row(tokenizer, "", example.text, most, piece, all_count=data.loss_on == "all")]
+    else:
+        counts = {"all_count": data.loss_on == "all"}
+        found = [plain.causal_row(tokenizer, str(example.prompt), answer, most, piece, **counts) for answer in answers]
+    return [row for row in found if row is not None] if None not in found else None
 
 
 def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: float) -> Iterator[Proof]:
@@ -160,19 +178,17 @@ def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: 
     if 16 * num_parameters <= FP64_SHARE_OF_FREE_MEMORY * free_memory_bytes(model.device):
         model = model.double()
         model.set_experts_implementation("eager")  # grouped products know no fp64
-    dtype, weights = str(model.dtype).removeprefix("torch."), _trained(model, records.load_tensors(run, "loaded"), config)
+    dtype = str(model.dtype).removeprefix("torch.")
+    references = _references(model, config, [*of_step, *of_evaluation])
+    weights = _trained(model, records.load_tensors(run, "loaded"), config)
     if evaluated.get("step") == 0:
-        with torch.no_grad():
-            looked = [plain.label_logits(model, row) for row in of_evaluation]
-            loss, num_labels = sum(plain.summed_loss(*pair).item() for pair in looked), sum(len(labels) for _, labels in looked)
-            num_correct = sum(int((logits_NV.argmax(-1) == labels_N).sum()) for logits_NV, labels_N in looked)
-        figures = {"loss": loss / num_labels, "token_accuracy": 100 * num_correct / num_labels}
-        figures |= {"bits_per_byte": loss / math.log(2) / num_bytes} if num_bytes else {}
+        figures = _evaluate(model, config, of_evaluation, references[len(of_step) :], num_bytes)
         apart = max((records.relative(evaluated[name] - value, value), f"{name} differs") for name, value in figures.items())
-        yield records.within(f"{run.title}: {', '.join(figures)} of {len(looked)} evaluation rows, {dtype}", *apart, tolerance)
-    num_labels, loss = sum(label != plain.IGNORED for _, labels in of_step for label in labels), 0.0
-    for row in of_step:
-        of_row = plain.summed_loss(*plain.label_logits(model, row), config.optim.label_smoothing) / num_labels
+        title = f"{run.title}: {', '.join(figures)} of {len(of_evaluation)} evaluation rows, {dtype}"
+        yield records.within(title, *apart, tolerance)
+    num_labels, loss = sum(map(_count, of_step)), 0.0
+    for row, reference_2 in zip(of_step, references, strict=False):
+        of_row = _row_loss(model, config, row, reference_2, config.optim.label_smoothing)[0] / num_labels
         loss += of_row.item()
         if weights:
             of_row.backward()
@@ -187,6 +203,56 @@ def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: 
         if records.load_about(run, "loaded")["has_relu"]:
             title, tolerance = f"{title} (with ReLU)", max(tolerance, RELU_TOLERANCE)
         yield records.within(title, *largest_gradient(computed, records.load_tensors(run, "gradients")), tolerance)
+
+
+def _count(row: Texts) -> int:
+    """What the loss of a row is divided by the number of: its labels, or the pair."""
+    return sum(label != plain.IGNORED for label in row[0][1]) if len(row) == 1 else 1
+
+
+@torch.no_grad()
+def _references(model: Any, config: RecipeConfig, rows: list[Texts]) -> list[torch.Tensor]:
+    """Log-probabilities of both answers of each pair by the reference model, (2,); zeros for a loss without one."""
+    settings = getattr(config, "preference", None)
+    if settings is None or settings.loss in ("simpo", "orpo"):
+        return [torch.zeros(2)] * len(rows)
+    other = load_plain(config, settings.reference).to(model.device, model.dtype) if settings.reference else model
+    return [_logps(other, row)[0] for row in rows]
+
+
+def _logps(model: Any, row: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p of both answers, and their lengths, (2,)."""
+    looked = [plain.label_logits(model, text) for text in row]
+    logps_2 = torch.stack([-plain.summed_loss(*of_text) for of_text in looked])
+    return logps_2, torch.tensor([len(labels_N) for _, labels_N in looked]).to(logps_2)
+
+
+def _row_loss(
+    model: Any, config: Any, row: Texts, reference_2: torch.Tensor, label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a row, summed over what it counts; and the number of labels ranked first, or both log-probabilities of a pair,
+    per token for SimPO and ORPO."""
+    if len(row) == 1:
+        logits_NV, labels_N = plain.label_logits(model, row[0])
+        num_correct = (logits_NV.argmax(-1) == labels_N).sum()[None]
+        return plain.summed_loss(logits_NV, labels_N, label_smoothing), num_correct
+    logps_2, lengths_2 = _logps(model, row)
+    per_token = lengths_2 if config.preference.loss in ("simpo", "orpo") else 1
+    return plain.pair_loss(config.preference, logps_2, reference_2.to(logps_2), lengths_2), logps_2.detach() / per_token
+
+
+@torch.no_grad()
+def _evaluate(
+    model: Any, config: RecipeConfig, rows: list[Texts], references: list[torch.Tensor], num_bytes: int
+) -> dict[str, float]:
+    """The figures of an evaluation that must be equal."""
+    looked = [_row_loss(model, config, row, reference_2) for row, reference_2 in zip(rows, references, strict=True)]
+    num_labels, loss = sum(map(_count, rows)), sum(of_row.item() for of_row, _ in looked)
+    seconds = (sum(second for _, second in looked) / num_labels).tolist()  # type: ignore[union-attr]
+    if len(seconds) == 2:
+        return {"loss": loss / num_labels, "logps/chosen": seconds[0], "logps/rejected": seconds[1]}
+    figures = {"loss": loss / num_labels, "token_accuracy": 100 * seconds[0]}
+    return figures | ({"bits_per_byte": loss / math.log(2) / num_bytes} if num_bytes else {})
 
 
 def _trained(model: Any, loaded: dict[str, Any], config: RecipeConfig) -> dict[str, torch.Tensor]:

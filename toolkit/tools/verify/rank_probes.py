@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from toolkit.distributed.rng import random_state_kept
 from toolkit.evaluation.rows import even_places
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.objectives.objective import Objective
+from toolkit.objectives.preference import Pairs
 from toolkit.parallel.gather import evaluation_model
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tools.verify import PROBED_STEPS
@@ -46,9 +48,14 @@ class Probes:
 
 def watch_modes(probes: Probes) -> None:
     """Wrap the calls that compute a loss, for the rest of this process, and note in which mode the modules are."""
+    for owner in (Objective, Pairs):
+        _watch_modes(probes, owner)
 
-    compute = Objective.loss
 
+def _watch_modes(probes: Probes, owner: type[Objective]) -> None:
+    compute = owner.loss
+
+    @functools.wraps(compute)
     def note_and_compute(objective: Objective, model: Any, batch: Any, *rest: Any) -> Any:
         if batch["input_ids"].is_meta:  # its FLOPs are counted
             return compute(objective, model, batch, *rest)
@@ -59,7 +66,7 @@ def watch_modes(probes: Probes) -> None:
         probes.wrong_modes += [named(wrong, what)] if wrong else []
         return compute(objective, model, batch, *rest)
 
-    Objective.loss = note_and_compute  # type: ignore[method-assign,assignment]
+    owner.loss = note_and_compute  # type: ignore[method-assign,assignment]
 
 
 def watch_dropout(probes: Probes) -> None:
@@ -87,11 +94,13 @@ def look_at_dropout(run: Run, rank: int, step: int, micro_batch: int) -> dict[st
     seen: dict[str, Any] = {"rank": rank, "step": step, "micro_batch": micro_batch}
     batch = move_to(device, run.evaluation.collator.collate([[run.train_rows[0]]]))
     modes = [(module, module.training) for module in model.modules()]
+    of_pairs: Any = getattr(Pairs.loss, "__wrapped__", Pairs.loss)  # which notes no mode
     for name in ("loss", "plain_loss"):
         if name == "plain_loss":
             model.eval()
         with random_state_kept(), torch.no_grad():
-            seen[name] = summed_loss(model, batch)[0].item()
+            loss_sum, _ = of_pairs(run.objective, model, batch) if "answer_tokens" in batch else summed_loss(model, batch)
+            seen[name] = loss_sum.item()
     for module, mode in modes:
         module.training = mode
     with random_state_kept():
@@ -114,7 +123,7 @@ def save_texts(folder: Path, rows: TokenizedRows, *tokenized: Any) -> None:
     texts = datasets.concatenate_datasets([rows.texts.train, rows.texts.evaluation])
     wanted = [row_id % ROW_IDS_OF_A_PIECE for part in tokenized for row_id in part["row_id"]]
     found = texts.select(np.flatnonzero(np.isin(texts.with_format("numpy")["row_id"][:], wanted)))
-    names = {"row_id", "input_ids", "labels", "target_bytes", "prompt_length"}
+    names = {"row_id", "input_ids", "labels", "target_bytes", "prompt_length", "num_chosen_tokens"}
     columns = [part.select_columns(sorted(names & set(part.column_names))).to_list() for part in tokenized]
     rows.tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "texts.json").write_text(json.dumps({"rows": columns, "texts": found[:]}), encoding="utf-8")

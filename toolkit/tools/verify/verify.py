@@ -29,6 +29,12 @@ SMALL_ROWS: Final = {
         "data.max_target_length_tokens": 32,
     },
     "llm": {"data.source": f"{SHIPPED}/recipes/sources/functions.py:load_rows", "data.max_length_tokens": 128},
+    "dpo": {"data.source": f"{SHIPPED}/recipes/sources/pairs.py:load_rows", "data.max_length_tokens": 128},
+    "dpo_t5": {
+        "data.source": f"{SHIPPED}/recipes/sources/pairs.py:load_rows",
+        "data.max_source_length_tokens": 64,
+        "data.max_target_length_tokens": 32,
+    },
 }
 """Data without a run YAML: docstrings of this Python."""
 
