@@ -32,6 +32,8 @@ FROZEN = {"led": "_global"}
 """Part of the names of what a text's loss does not reach."""
 SETTINGS: dict[str, dict[str, Any]] = {"prophetnet": {"train.micro_batch_size_rows": 1, "eval.batch_size_rows": 1}}
 """Of the run YAML, by family. The outputs of ProphetNet's decoder depend on the padded length."""
+IN_FP32 = ("fsmt", "inkling2_text", "xglm")
+"""Families whose code computes in fp32 only: plain training does too."""
 WEIGHT_SIZE = 0.1
 """Standard deviation of each matrix, so that attention has something to say."""
 WIDTHS = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim")

@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     # Recurrent layers.
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "state_size", "ssm_state_size", "mamba_d_state"), 8),
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "lru_width": 64, "mamba_n_groups": 1,
-    "n_groups": 1,
+    "n_groups": 1, "linear_num_heads": 4, "linear_head_dim": 8,
     # Positions and tokens.
     **dict.fromkeys(("sliding_window", "attention_window", "local_attention_window", "attention_window_size"), 8),
     **dict.fromkeys(
@@ -97,6 +97,10 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
         },
         "its parts do not know what its defaults say of them",
+    ),
+    "deepseek_v4": (
+        {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
+        "compresses 128 tokens, more than a row has",
     ),
     "dots3_note_text": ({"per_layer_config": None}, "names layers beyond the second"),
     "falcon": ({"head_dim": None}, "computes it"),

@@ -18,8 +18,8 @@ REASONS: dict[str, tuple[str, str]] = {
     ),
     "no packing": (
         "lets packed rows see each other",
-        "packed rows would see each other, since the family's code hands its masks no positions; with `data.packing: auto`, the "
-        "default, it trains on rows that are not packed",
+        "packed rows would see each other, since the family's code hands its masks no positions, or compresses blocks of "
+        "tokens; with `data.packing: auto`, the default, it trains on rows that are not packed",
     ),
     "not causal": (
         "its tokens see later ones",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.families.families import BETA1, BETA2, EPS, LR, NUM_STEPS
+from tests.families.families import BETA1, BETA2, EPS, IN_FP32, LR, NUM_STEPS
 
 Row = dict[str, str]
 
@@ -40,7 +40,9 @@ def train_plain(
         frozen: part of the names of parameters that do not train in full; None: all train.
         languages: of source and target, where the tokenizer marks them.
     """
-    model = load_base(folder, torch.float64, attn_implementation="eager", experts_implementation="eager")
+    kind_of_model = transformers.AutoConfig.from_pretrained(folder).model_type
+    dtype = torch.float32 if kind_of_model in IN_FP32 else torch.float64
+    model = load_base(folder, dtype, attn_implementation="eager", experts_implementation="eager")
     # `AutoTokenizer` would take a class of its own for a Qwen 2, and other parts than the file has.
     reader: Any = transformers.AutoTokenizer if languages else transformers.PreTrainedTokenizerFast
     tokenizer = reader.from_pretrained(folder)
@@ -80,7 +82,7 @@ def add_lora(model: Any, adapter: Path) -> Any:
     adapted = peft.get_peft_model(model, config)
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name:
-            parameter.data = draw_new(name.removeprefix("base_model.model."), parameter.shape, 0).double()
+            parameter.data = draw_new(name.removeprefix("base_model.model."), parameter.shape, 0).to(model.dtype)
     return adapted.eval()
 
 

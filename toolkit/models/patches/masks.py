@@ -98,6 +98,8 @@ def choose_packing(config: ConfigT, model: PreTrainedModel, *, is_one_graph: boo
     called = {name for name in _globals(model) if re.fullmatch("create_\\w+_mask", name)}
     if (RECURRENT in called and not is_recurrent) or (is_recurrent and is_one_graph):
         packing = False
+    if any(name.endswith(".compressor") for name, _ in model.named_modules()):  # DeepSeek V4's blocks of tokens go across texts
+        packing = False
     has_attention = bool(called - {RECURRENT}) or not is_recurrent
     if packing and has_attention and not is_flash:  # flash attention gets the documents' lengths
         _silence_padding(model)

@@ -14,6 +14,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from tests.families.families import WEIGHT_SIZE
 from tests.families.kinds import tiny_config
 from tests.support.tiny_models import build_rows, take_gradients
+from toolkit.config.data import LLMDataConfig
+from toolkit.config.schema import LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
 from toolkit.models.patches import chunked_loss, documents, masks, recurrent
 from toolkit.models.patches.chunked_loss import summed_loss
@@ -131,3 +133,11 @@ def test_starts_go_to_layers_whose_kernels_are_installed(kind: str, takes: bool,
     for installed in ((), ("fla",), ("fla", "causal_conv1d")):
         monkeypatch.setattr(recurrent.importlib.util, "find_spec", lambda name, installed=installed: name in installed or None)
         assert recurrent.takes_starts(layer) is (takes and len(installed) == 2)
+
+
+def test_compressed_blocks_of_tokens_are_not_packed() -> None:
+    """DeepSeek V4's go across documents."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
+    config = LLMConfig(model=ModelConfig(name_or_path="deepseek_v4"), data=LLMDataConfig())
+    assert masks.choose_packing(config, model).data.packing is False
