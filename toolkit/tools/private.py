@@ -11,7 +11,11 @@ from toolkit import private as core
 NAMES = core.listed(
     ("torch", "testing._internal.distributed.fake_pg.FakeStore _subclasses.fake_tensor.FakeTensorMode", "the memory plan"),
     ("torch.utils", "_python_dispatch.TorchDispatchMode _pytree.tree_leaves", "the memory plan"),
-    ("torch", "_C._current_graph_task_id ops.c10d._allgather_base_ ops.c10d._reduce_scatter_base_", "the memory plan"),
+    (
+        "torch",
+        "_C._current_graph_task_id Tensor._is_view ops.c10d._allgather_base_ ops.c10d._reduce_scatter_base_",
+        "the memory plan",
+    ),
     ("torch.distributed.fsdp._fully_shard", "_fsdp_collectives.DefaultAllocMixin.allocate", "the memory plan"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty FSDPParam._unsharded_param", "the memory plan"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.alloc_all_gather_outputs", "the memory plan"),

@@ -146,7 +146,9 @@ class _Tracker(_DispatchMode):
         if func is torch.ops.aten.add.Tensor and _in_backward() and all(isinstance(of, torch.Tensor) for of in args):
             first, second = args
             is_alike = first.shape == second.shape and torch.promote_types(first.dtype, second.dtype) == first.dtype
-            if is_alike and not first._is_view():  # whose base has the storage too (input_buffer.cpp, can_accumulate_inplace)
+            if (
+                is_alike and not private("_is_view", first)()
+            ):  # whose base has the storage too (input_buffer.cpp, can_accumulate_inplace)
                 return first  # autograd accumulates a gradient in place, but not for fake tensors
         result = func(*args, **(kwargs or {}))
         # Collectives: their buffers and traffic.
