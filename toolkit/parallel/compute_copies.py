@@ -1,16 +1,27 @@
 """Weights in the compute dtype under a single process and DDP, as FSDP gathers them in it: one copy of each for a forward and its
-backward, made block by block with one launch, in place of a cast at each operation."""
+backward, made block by block with one launch, in place of a cast at each operation. Only models whose own code mixes dtypes are
+cast at each operation too, under every strategy."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.models.patches.experts import experts_by_token
+from toolkit.models.tensor_reader import copy_on_meta
+from toolkit.parallel.units import repeated_blocks
 from toolkit.private import private
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
 class ComputeCopies:
@@ -105,3 +116,40 @@ def _cast(tensors: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     if copies:
         private("_foreach_copy_")(copies, list(tensors))
     return copies
+
+
+def mixes_dtypes(skeleton: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Whether matrix products of a forward get operands of two dtypes where parameters are in `dtype` and buffers stay: masks of
+    GPT-1, decays of MiniMax. Seen on the meta device, as far as a forward runs there."""
+    probe: Any = copy_on_meta(skeleton)
+    probe.to("meta")
+    for parameter in probe.parameters():
+        parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
+    for block in repeated_blocks(probe).values():
+        block.register_forward_pre_hook(functools.partial(cast_inputs, dtype), with_kwargs=True)
+    tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT} if probe.config.is_encoder_decoder else {})
+    with contextlib.suppress(Exception), torch.no_grad(), experts_by_token(probe), _Products() as products:
+        probe(**inputs, use_cache=False)
+    return products.have_two_dtypes
+
+
+def autocast_forward(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Let the model's forward cast operands of products to `dtype`, in place."""
+    forward: Any = model.forward
+
+    @functools.wraps(forward)  # generate inspects its signature
+    def within(*args: Any, **inputs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            return forward(*args, **inputs)
+
+    model.forward = within
+
+
+class _Products(TorchDispatchMode):
+    have_two_dtypes = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition(".")[0] in PRODUCTS:
+            self.have_two_dtypes |= len({each.dtype for each in args if isinstance(each, torch.Tensor)}) > 1
+        return func(*args, **(kwargs or {}))

@@ -38,7 +38,7 @@ from toolkit.models.patches import chunked_loss, fused, masks
 from toolkit.models.patches.experts import Route, routes_noted
 from toolkit.models.tensor_reader import TensorReaders, allocate, copy_on_meta, fill_parameters
 from toolkit.parallel.blocks import checkpoint_activations, choose_checkpointing, compile_blocks, compiles
-from toolkit.parallel.compute_copies import ComputeCopies
+from toolkit.parallel.compute_copies import ComputeCopies, autocast_forward, mixes_dtypes
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends, repeated_blocks
 from toolkit.private import VIEW_RETURNED, private
@@ -68,6 +68,8 @@ class ShardedModel:
     """Trainable parameters in bf16."""
     routes: dict[str, list[Route]]
     """Where blocks note the routes of their last forward, with an auxiliary loss."""
+    autocasts: bool = False
+    """Whether the model's forward casts each product's operands, as its own code mixes dtypes."""
     copies: ComputeCopies | None = None
     """The weights that compute, where no FSDP gathers them in the compute dtype."""
 
@@ -127,6 +129,11 @@ def shard_model(
     masks.install(model)
     if memory_bytes:  # a GPU, or a planned one
         fused.install(model)
+    dtype = compute_dtype(accelerator)
+    # A plan has no readers; its tensors are fake.
+    autocasts = readers is not None and dtype != torch.float32 and mixes_dtypes(skeleton, dtype)
+    if autocasts:
+        autocast_forward(model, accelerator.device, dtype)
     if version:
         check_ties(model, units)
     with routes_noted(model, repeated_blocks(model) if notes else {}) as routes:
@@ -154,9 +161,8 @@ def shard_model(
     rounded = [p for p in wrapped.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     for parameter in rounded:
         parameter.grad_dtype = None  # any
-    dtype = compute_dtype(accelerator)
     copies = ComputeCopies(model, repeated_blocks(model).values(), dtype) if version is None and dtype != torch.float32 else None
-    return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, rounded, routes, copies)
+    return ShardedModel(accelerator, wrapped, model, skeleton, units, max_logits, stored, rounded, routes, autocasts, copies)
 
 
 @contextlib.contextmanager

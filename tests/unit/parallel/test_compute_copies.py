@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiny_models import build_causal
-from toolkit.parallel.compute_copies import ComputeCopies, cast_inputs
+from toolkit.models.tensor_reader import copy_on_meta
+from toolkit.parallel.compute_copies import ComputeCopies, autocast_forward, cast_inputs, mixes_dtypes
 from toolkit.parallel.units import repeated_blocks
 
 IDS_BT = torch.tensor([[5, 9, 3, 2, 7, 1]])
@@ -91,3 +93,27 @@ def test_inputs_of_blocks_are_cast_wherever_they_stand() -> None:
     (one, [two, three]), full = inputs["position_embeddings"], inputs["masks"]["full"]
     assert {each.dtype for each in (hidden, one, two, full)} == {torch.bfloat16}
     assert three is ids and inputs["cache"] is None and given["position_embeddings"][0] is positions
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_most_models_compute_in_one_dtype(family: str) -> None:
+    assert not mixes_dtypes(copy_on_meta(build_causal(family)), torch.bfloat16)
+
+
+def test_a_model_that_mixes_dtypes_in_its_blocks_casts_at_each_product() -> None:
+    """GPT-1 multiplies scores with a mask in fp32."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+    model = hf.OpenAIGPTLMHeadModel(hf.OpenAIGPTConfig(**sizes)).eval()
+    expected = model(input_ids=IDS_BT).logits
+    assert mixes_dtypes(copy_on_meta(model), torch.bfloat16)
+    plain: Any = copy.deepcopy(model)
+    copies_of(plain)
+    with pytest.raises(RuntimeError, match="dtype|scalar type"):
+        plain(input_ids=IDS_BT)
+    autocast_forward(model, torch.device("cpu"), torch.bfloat16)
+    copies_of(model)
+    logits = model(input_ids=IDS_BT).logits
+    assert torch.allclose(logits.float(), expected, atol=0.05) and not torch.equal(logits.float(), expected)
+    logits.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
