@@ -164,11 +164,10 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
         config = LLMConfig(model=model_config, data=LLMDataConfig(source="jsonl"), train=train, optim=optim)
         collator = CausalCollator(pad_token_id=0, one_row=options[-1] == BY_DOCUMENT)
     lengths = [5 + 3 * (row % 4) for row in range(8 * world_size())]
-    rows = [
-        {"input_ids": list(range(3, 3 + n)), "labels": [9, 8, 1] if is_seq2seq else [-100, *range(4, 3 + n)]} for n in lengths
-    ]
-    num_labels = np.array([sum(label != -100 for label in row["labels"]) for row in rows])
-    dataset = Dataset.from_list(rows)
+    labels = [[9, 8, 1] if is_seq2seq else [-100, *range(4, 3 + n)] for n in lengths]
+    num_labels = np.array([sum(label != -100 for label in of_row) for of_row in labels])
+    columns = {"labels": labels, "num_tokens": lengths, "num_label_tokens": num_labels.tolist()}
+    dataset = Dataset.from_dict({"input_ids": [list(range(3, 3 + n)) for n in lengths], **columns})
     plan = BatchPlan(np.array(lengths), num_labels, train, world_size(), pack_length_tokens=24 if is_packed else None)
     adapter = AdapterConfig(method="lora", target_modules=["q_proj", "v_proj"], experts="mixtral" in family)
     model = build_model(family.removesuffix("-lora"), options[-1], adapter if "lora" in name else None)
