@@ -7,7 +7,8 @@ rank_probes.py   in every rank: modes of forwards, dropout masks and generated t
 records.py       reads the records of a watched run; rows of the table
 checks.py        what is compared, and with which tolerance
 updates.py       the optimizer computed in fp64, and dropout masks
-plain_checks.py  plain transformers and peft beside the runs and their exports
+plain_checks.py  plain transformers beside the runs
+plain_exports.py plain transformers and peft beside what they export
 plain.py         tokens, loss, gradients, buffers and logits by plain transformers, from the text of the rows
 """
 

@@ -1,18 +1,15 @@
 """Compares runs with plain transformers and peft: rows with their texts, step 1 and the evaluation before it a row at a time in
-fp64, buffers, logits of long rows, and what was exported, its weights, logits and texts."""
+fp64, buffers, and logits of long rows."""
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from toolkit.config.load import RecipeConfig
@@ -20,32 +17,28 @@ from toolkit.data.rows.example import Example, read_examples
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
 from toolkit.distributed.device import free_memory_bytes
 from toolkit.export.compare import LOGIT_TOLERANCE
-from toolkit.files.json_lines import load_json_lines
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import hash_tensor
-from toolkit.models.load import build_on_meta, from_files, grow_vocabulary
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
-from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
 from toolkit.objectives import objective_of
 from toolkit.tools.verify import EXPORTED, plain, records
 from toolkit.tools.verify.checks import RELU_TOLERANCE, largest_gradient
-from toolkit.tools.verify.records import NotReached, Proof, Tensors
-from toolkit.tools.verify.runs import GENERATION, NUM_STEPS, WatchedRun
+from toolkit.tools.verify.plain_exports import compare_exports, largest_difference, load_plain, logits_of, quantize_layers
+from toolkit.tools.verify.records import Proof
+from toolkit.tools.verify.runs import WatchedRun
 
 FP64_SHARE_OF_FREE_MEMORY = 0.5
 """fp64 is taken if 16 bytes a parameter, for weights and gradients, are at most this share of the free memory; else fp32."""
 MANY_PARAMETERS = 10**7
 """Of a model that computes faster with several threads than with one."""
-NUM_TEXTS = 4
-"""Number of texts to generate again, on the CPU, where a large model is slow."""
 
 
 def check_plain(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, on_cpu: bool) -> list[Proof]:
     """The rows of `buffers`, `positions` and `text`, the last of the reference, with which other checks compare, and those of
     `export` and `generation`."""
     started = records.prove("text", runs["reference"], lambda _: _compare_starts(runs, config, tolerance, on_cpu=on_cpu))
-    return [*started, *records.prove("export", runs[EXPORTED], partial(_compare_exports, config))]
+    return [*started, *records.prove("export", runs[EXPORTED], partial(compare_exports, config))]
 
 
 def _compare_starts(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, on_cpu: bool) -> Iterator[Proof]:
@@ -102,22 +95,11 @@ def _compare_positions(model: Any, known: dict[bytes, torch.Tensor], run: Watche
         of_run = inputs.pop("logits")
         key = b"".join(t.numpy().tobytes() for t in inputs.values())
         if key not in known:
-            known[key] = _logits(model, inputs)[:, -plain.NUM_LOGITS :]
-        worst = max(worst, (_apart(of_run, known[key]), f"logits of the {kind} row differ"))
+            known[key] = logits_of(model, inputs)[:, -plain.NUM_LOGITS :]
+        worst = max(worst, (largest_difference(of_run, known[key]), f"logits of the {kind} row differ"))
         where.append(f"{inputs.get('position_ids', inputs['input_ids'] * 0 + inputs['input_ids'].shape[1] - 1).max() + 1:,}")
     dtype = torch.bfloat16 if run.mapping["mixed_precision"] == "bf16" else torch.float32
     return records.within(f"{run.title}: logits at position {' and '.join(where)}", *worst, LOGIT_TOLERANCE[dtype])
-
-
-@torch.no_grad()
-def _logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    return model(**{name: t.to(model.device) for name, t in inputs.items()}, use_cache=False).logits.cpu()
-
-
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of logits, relative to the largest of one; infinity for NaN, which `max` would overlook."""
-    difference = float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
-    return math.inf if math.isnan(difference) else difference
 
 
 Texts = list[plain.Row]
@@ -269,113 +251,3 @@ def _trained(model: Any, loaded: dict[str, Any], config: RecipeConfig) -> dict[s
         return {}
     scale = config.adapter.alpha / (math.sqrt(config.adapter.rank) if config.adapter.method == "rslora" else config.adapter.rank)
     return plain.add_lora(model, {name: torch.from_numpy(loaded[f"model.{name}"]) for name in names}, scale)
-
-
-# --- Exports.
-
-
-def _compare_exports(config: RecipeConfig, run: WatchedRun) -> Iterator[Proof]:
-    """Weights, logits and texts of `export/` and, for an adapter, of `merged/`, reloaded."""
-    if not (check_file := run.folder / "export_check.safetensors").is_file():
-        raise NotReached(run)
-    check = load_file(check_file)  # a forward's arguments, and the trained model's logits for them
-    of_run = check.pop("logits")
-    trained = {name.removeprefix("model."): weight for name, weight in records.load_tensors(run, "trained").items()}
-
-    def compare_logits(what: str, model: nn.Module) -> Proof:
-        detail, tolerance = "logits differ from those of the trained model", LOGIT_TOLERANCE[torch.float32]
-        return records.within(f"{run.title}: {what} reloaded, logits", _apart(of_run, _logits(model, check)), detail, tolerance)
-
-    if is_enabled(config.adapter):
-        from peft import PeftModel
-
-        base = load_plain(config, config.model.name_or_path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft warns about transformers' names
-            adapted: Any = PeftModel.from_pretrained(base, str(run.folder / "export")).eval()
-        coded = quantize_layers(adapted.base_model.model, records.load_about(run, "trained")["frozen"], config.adapter.base_dtype)
-        yield _compare_weights(run, "adapter and base", adapted.base_model.model, trained, coded)
-        yield compare_logits("adapter", adapted)
-        model = load_plain(config, run.folder / "merged")
-        yield compare_logits("merged model", model)
-    else:
-        model = load_plain(config, run.folder / "export")
-        yield _compare_weights(run, "export", model, trained, {})
-        yield compare_logits("export", model)
-    yield from records.prove("generation", run, partial(_compare_texts, model))
-
-
-def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
-    """The model of a folder in fp32; the base with rows of `model.add_tokens` too, the mean of the others in bf16."""
-    import transformers
-
-    options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
-    if str(name_or_path) == config.model.name_or_path:
-        options["revision"] = config.model.revision or "main"
-    named = config.model.attn_implementation
-    attention = named if named in ("eager", "sdpa") else None  # others may not run on a CPU
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    objective = objective_of(config)
-    auto_class: Any = getattr(transformers, objective.auto_class)
-    options |= {"dtype": torch.float32, "attn_implementation": attention, "ignore_mismatched_sizes": False}
-    base = config.model
-    loaded, _ = from_files(
-        auto_class, str(name_or_path), f"model {name_or_path}", options,
-        lambda: build_on_meta(base, load_model_config(base, objective), objective, torch.float32),
-    )  # fmt: skip
-    known = {name: weight.detach() for name, weight in loaded.named_parameters(remove_duplicate=False)}
-    for name in grow_vocabulary(loaded, base) if "revision" in options else ():
-        loaded.get_parameter(name).data[len(known[name]) :] = known[name].bfloat16().double().mean(dim=0).float()
-    return loaded.eval()
-
-
-def quantize_layers(model: nn.Module, names: Iterable[str], kind: str | None) -> dict[str, torch.Tensor]:
-    """Quantize in place the layers that have codes among `names`, of a model adapted or not; returns codes and scales by name."""
-    coded, weights = dict[str, torch.Tensor](), dict[str | None, nn.Parameter](model.named_parameters())  # type: ignore[arg-type]
-    for layer_name in [name.removesuffix(".codes") for name in names if kind and name.endswith(".codes")]:
-        weight = next(weights[name] for rule in (weight_name, base_name) if (name := rule(f"{layer_name}.codes")) in weights)
-        codes, scales = quantize(weight.data, str(kind)), find_scales(weight.data)
-        weight.data = dequantize(codes, scales)
-        coded |= {f"{layer_name}.codes": codes, f"{layer_name}.scales": scales}
-    return coded
-
-
-def _compare_weights(run: WatchedRun, what: str, model: nn.Module, trained: Tensors, coded: dict[str, torch.Tensor]) -> Proof:
-    """Compare weights bit for bit, frozen ones by their hash; `coded` are codes and scales of the model's quantized layers."""
-    frozen: dict[str, str] = records.load_about(run, "trained")["frozen"]
-    loaded = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)} | coded
-    differences = {
-        name: records.largest(loaded[name].numpy() if name in loaded else None, weight) for name, weight in trained.items()
-    }
-    unequal = [name for name, difference in differences.items() if difference]
-    unequal += [
-        name for name, digest in frozen.items() if name not in loaded or hash_tensor(loaded[name], loaded[name].dtype) != digest
-    ]
-    title = f"{run.title}: {what} reloaded, {len(trained) + len(frozen)} tensors"
-    return records.exact(title, max(differences.values(), default=0.0), records.named(unequal, "is not what was trained"))
-
-
-def _compare_texts(model: Any, run: WatchedRun) -> Proof | None:
-    """Check that the run generated the same texts as plain transformers does from the same prompts, and repeated no n-gram; None
-    without prompts, as in rows of plain text."""
-    from transformers import AutoTokenizer
-
-    path, rows = run.folder / f"predictions-{NUM_STEPS}.jsonl", json.loads((run.records / "texts.json").read_text())["rows"][1]
-    if not path.exists():
-        return None
-    prompts = {row["row_id"]: row["input_ids"][: row.get("prompt_length")] for row in rows}
-    tokenizer, size = AutoTokenizer.from_pretrained(run.records / "tokenizer"), GENERATION["eval.no_repeat_ngram_size"]
-    num_other = num_repeating = 0
-    for line in (lines := load_json_lines(path)[:NUM_TEXTS]):
-        prompt_1S = torch.tensor([prompts[line["row_id"]]])
-        settings = {name.partition(".")[2]: value for name, value in GENERATION.items() if name != "eval.generate"}
-        tokens_T = model.generate(prompt_1S, attention_mask=torch.ones_like(prompt_1S), do_sample=False, **settings)[0].tolist()
-        new = tokens_T if model.config.is_encoder_decoder else tokens_T[prompt_1S.shape[1] :]
-        num_other += tokenizer.decode(new, skip_special_tokens=True) != line["prediction"]
-        ngrams = [tuple(new[place : place + size]) for place in range(len(new) - size + 1)]
-        num_repeating += len(set(ngrams)) < len(ngrams)
-    detail = f"{num_other} of {len(lines)} texts are not those of plain transformers" if num_other else ""
-    detail = detail or (f"{num_repeating} of {len(lines)} texts repeat {size} tokens" if num_repeating else "")
-    title = f"{run.title}: {len(lines)} texts, {GENERATION['eval.num_beams']} beams, no {size} tokens repeated"
-    return records.exact(title, float(max(num_other, num_repeating)), detail)
