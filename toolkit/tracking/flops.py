@@ -5,16 +5,19 @@ gradient of the input, if anything before it trains, and 2 for that of the weigh
 Attention counts within a document; where it is causal half the pairs, where PaLM counts all. Padding, recomputation, embeddings
 and the experts that a token does not go to do not count; the head counts at the labels. A sliding window counts as full.
 
-torch's `FlopCounterMode` counts the model's own forward and backward on the meta device for a few rows. The FLOPs of a row are a
-polynomial of second degree in its two lengths: tokens and labels, or source and target tokens. Of a pair of answers both
-documents count, each with its own prompt, as both are computed; of an encoder-decoder's the source once and both targets.
+torch's `FlopCounterMode` counts the model's own forward and backward on the meta device for a few rows, and each kind of block
+once: 32 alike would take two seconds a row. The FLOPs of a row are a polynomial of second degree in its two lengths: tokens and
+labels, or source and target tokens. Of a pair of answers both documents count, each with its own prompt, as both are computed; of
+an encoder-decoder's the source once and both targets.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +27,9 @@ from toolkit.data.collate import Collator, move_to
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.parallel.gather import dequantized_copy
+from toolkit.parallel.units import repeated_blocks
 from toolkit.parallel.wrap import ShardedModel
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,11 +90,15 @@ def count_per_term(objective: Objective, skeleton: PreTrainedModel, collator: Co
     shapes = SHAPES if len(objective.limits) == 2 else SHAPES[:4]
     collator = dataclasses.replace(collator, multiples=(1,) * len(collator.multiples))  # no padding
     extra = np.array([3 * unit + unit // 2 + 1, unit + 3])
+    counted = _CountedBlocks()
+    for block in repeated_blocks(model).values():
+        block.forward = functools.partial(counted.call, block, block.forward)
     for first, second in [*(shapes * unit), extra]:
         batch = collator.collate([[objective.build_row(first, second, token)]])
-        with FlopCounterMode(display=False) as counter, experts_by_token(model):
+        with FlopCounterMode(display=False) as counted.counter, experts_by_token(model):
             objective.loss(model, move_to(torch.device("meta"), batch))[0].backward()
-        counts.append(counter.get_total_flops())
+        counts.append(counted.counter.get_total_flops() + counted.repeated)
+        counted.repeated = 0
     *counts, expected = counts
     per_term = np.linalg.solve(_terms(*shapes.T)[: len(shapes)].T, counts)
     if abs(per_term @ _terms(*(extra / unit))[: len(shapes)] / expected - 1) > LARGEST_ERROR:
@@ -97,6 +106,54 @@ def count_per_term(objective: Objective, skeleton: PreTrainedModel, collator: Co
     per_term *= np.array([0, 1, 1, 1, 1, 1])[: len(shapes)] / _terms(np.array(unit), np.array(unit))[: len(shapes)]
     per_term[-1] /= 2  # the causal half
     return per_term
+
+
+class _CountedBlocks:
+    """Blocks that run forward and backward where they are called, once for each kind and shapes of inputs. For another one alike
+    the count and the outputs' shapes are taken. Outputs depend on the inputs, so that what stands before has its backward."""
+
+    def __init__(self) -> None:
+        self.counter: Any = None
+        self.repeated = 0
+        """FLOPs of blocks that did not run."""
+        self.known: dict[Any, tuple[int, list[Any], Any]] = {}
+
+    def call(self, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+        given, structure = private("tree_flatten")((args, inputs))
+        kind = _kind(block), str(structure), *map(_describe, given)
+        if is_new := kind not in self.known:
+            before = self.counter.get_total_flops()
+            args, inputs = private("tree_unflatten")([_detached(value) for value in given], structure)
+            outputs, structure = private("tree_flatten")(forward(*args, **inputs))
+            if ends := [value for value in outputs if _trains(value)]:
+                torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+            flops = self.counter.get_total_flops() - before
+            self.known[kind] = flops, [_detached(value) for value in outputs], structure
+        flops, outputs, structure = self.known[kind]
+        self.repeated += 0 if is_new else flops
+        link = sum(value.mean() for value in given if _trains(value))
+        return private("tree_unflatten")([value + link if _trains(value) else value for value in outputs], structure)
+
+
+def _kind(block: torch.nn.Module) -> Any:
+    """Equal for blocks that compute alike: what they are made of, and their settings. Numbers are left out: one is its place."""
+    settings = [
+        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, bool | str)))
+        for module in block.modules()
+    ]
+    return tuple(settings), tuple((name, _describe(parameter)) for name, parameter in block.named_parameters())
+
+
+def _describe(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _terms(first: np.ndarray, second: np.ndarray) -> np.ndarray:

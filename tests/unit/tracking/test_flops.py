@@ -77,6 +77,30 @@ def test_t5_by_hand() -> None:
     assert per_term_of(build("t5")) == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
+def test_each_kind_of_block_runs_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 2 has two kinds of layers in turn. A frozen layer, and one before which nothing trains, are other kinds."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+
+    calls, forward = [], Gemma2DecoderLayer.forward
+
+    def counted(self: Any, *args: Any, **inputs: Any) -> Any:
+        calls.append(self)
+        return forward(self, *args, **inputs)
+
+    monkeypatch.setattr(Gemma2DecoderLayer, "forward", counted)
+    num_lengths = 4
+    two, four, twelve = (np.array(per_term_of(build("gemma2", num_hidden_layers=layers))) for layers in (2, 4, 12))
+    assert len(calls) == 3 * 2 * num_lengths
+    np.testing.assert_allclose(twelve - two, 5 * (four - two), rtol=1e-9, atol=1e-3)
+    calls.clear()
+    model = build("gemma2", num_hidden_layers=6)
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    frozen = np.array(per_term_of(model))
+    assert len(calls) == 5 * num_lengths
+    assert frozen[1] == pytest.approx(two[1] / 3 + 2 * two[1])
+
+
 def test_a_frozen_base_costs_two_thirds_and_its_adapter_all() -> None:
     import peft
 

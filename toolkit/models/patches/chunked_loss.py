@@ -142,7 +142,7 @@ def _makes_logits(model: PreTrainedModel) -> bool:
     widths = [getattr(head, "weight", torch.empty(0)).shape for head in heads.values()]
     if not widths or len(widths[0]) != 2:  # a head inside another module
         return True
-    without_weights = {"forward": lambda states_BTD: states_BTD @ states_BTD.new_zeros(*widths[0][::-1])}
+    without_weights = {"forward": lambda states_BTD: states_BTD.new_zeros(*states_BTD.shape[:-1], widths[0][0])}
     stand_ins = {name: _StandIn(head, without_weights) for name, head in heads.items()}
     try:
         _logits(model, stand_ins, torch.zeros(2, widths[0][1]))

@@ -72,6 +72,19 @@ def test_a_backbone_elsewhere_and_a_forward_that_reads_more_than_hidden_states_l
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
+def test_how_a_head_is_read_is_found_without_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An 8B model's are 2 GB in fp32, on each rank."""
+    shapes = []
+
+    def seen(self: torch.Tensor, *shape: int) -> torch.Tensor:
+        shapes.append(shape)
+        return torch.zeros(shape, dtype=self.dtype)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", seen)
+    assert not chunked_loss.holds_all_logits(build_causal("llama"))
+    assert shapes == [(1, 2, VOCAB_SIZE)]
+
+
 def test_the_head_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers looks for it module by module, which would cost the host time in every micro-batch."""
     model, collator, packs = build("llama")
