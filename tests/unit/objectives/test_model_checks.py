@@ -78,6 +78,30 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
     assert "its tokens see later ones" in refusal(check, model)
 
 
+def test_a_good_model_is_gathered_three_times_and_one_of_nan_is_named_for_that(model: Any) -> None:
+    calls: list[Any] = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    for packing in (True, False):
+        calls.clear()
+        check(model, packing=packing)
+        assert len(calls) == 3
+    model.model.norm.weight.data.fill_(float("nan"))
+    assert "its loss by hidden states is nan, by its logits nan" in refusal(check, model)
+
+
+def test_packed_rows_that_are_not_single_ones_are_found(model: Any) -> None:
+    """No leak: the second text of a pack stands at other positions than alone."""
+
+    class Shifted(CausalCollator):
+        def collate(self, packs: Any, *, is_dummy: bool = False) -> Any:
+            batch = super().collate(packs, is_dummy=is_dummy)
+            if "position_ids" in batch:
+                batch["position_ids"] = batch["position_ids"] * 2
+            return batch
+
+    assert "(packed: try data.packing false)" in refusal(check, model, Shifted(0))
+
+
 def test_the_tolerance_follows_what_the_model_computes_in(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the dtype of the logits: a good model in bf16 was held to fp32's tolerance."""
     monkeypatch.setattr(chunked_loss, "_logits", lambda model, heads, hidden_nD: 1.1 * heads["lm_head"].forward(hidden_nD))
