@@ -24,6 +24,7 @@ from toolkit.config.schema import Checkpointing
 from toolkit.errors import UserError
 from toolkit.launch.accelerator import fsdp_version
 from toolkit.parallel.units import repeated_blocks
+from toolkit.private import private
 
 logger = logging.getLogger("toolkit")
 
@@ -70,6 +71,10 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
         "dynamic": plugin.dynamic or None,
         "recompile_limit": RECOMPILE_LIMIT,
     }
+    if plugin.backend == DynamoBackend.INDUCTOR:
+        # Random numbers by eager's kernels. In 2.13 a compiled dropout may draw equal masks for several columns, and others in a
+        # recomputation (pytorch#198333: `rand4x` of one-dimensional kernels, _inductor/codegen/triton.py:2087).
+        options["options"] = private("list_mode_options")(options.pop("mode") or "default") | {"fallback_random": True}
     for block in repeated_blocks(model).values():
         compiled = torch.compile(block.forward, **options)
         block.forward = functools.partial(_compiled, block, block.forward, compiled)

@@ -6,7 +6,7 @@ import gc
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -72,6 +72,24 @@ def test_compilation_on_a_cpu_is_warned_about(device: str, backend: str, warns: 
     compile_blocks(accelerator, seq2seq_families.build_model("t5"))
     printed = "".join(capsys.readouterr())
     assert ("blocks are compiled (dynamo_backend INDUCTOR), which on a CPU" in printed) == warns
+
+
+def test_compiled_dropout_has_eager_masks() -> None:
+    """torch 2.13's own masks for compiled code may repeat on a GPU, and differ in a recomputation."""
+
+    model = torch.nn.Module()
+    layers = torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Dropout(0.1)
+    model.blocks = torch.nn.ModuleList([torch.nn.Sequential(*layers)])
+    inputs, taken = torch.rand(4, 64, requires_grad=True), []
+    torch._dynamo.utils.counters.clear()
+    for backend in ("NO", "INDUCTOR"):
+        accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
+        compile_blocks(accelerator, cast("Any", model))
+        torch.manual_seed(0)
+        outputs = model.blocks[0](inputs)
+        taken.append((outputs, *torch.autograd.grad(outputs.sum(), inputs)))
+    torch.testing.assert_close(taken[1], taken[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "compiled, not left to eager"
 
 
 @pytest.mark.parametrize(
