@@ -80,8 +80,8 @@ def _by_document(
     """
     lengths, own = documents.lengths, {name: value for name, value in inputs.items() if name not in OF_THE_ROW}
     if by_kernel:
-        repeats = torch.tensor(lengths)
-        numbers_1T = torch.repeat_interleave(repeats, output_size=sum(lengths))[None].to(documents.starts_N1)
+        # Made on the device: a copy from the host would wait for it. With the size given, nothing is read back either.
+        numbers_1T = torch.repeat_interleave(documents.starts_N1.diff(), output_size=sum(lengths))[None]
         return forward(*args, **own, cu_seq_lens_q=documents.starts_N1.long(), seq_idx=numbers_1T)
     parts = zip(*(_split(value, lengths) for value in (*args, *own.values())), strict=True)
     places = len(args)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -121,6 +122,23 @@ def test_kernels_that_keep_documents_apart_get_their_starts(monkeypatch: pytest.
     assert [name for name, _ in calls] == ["seq_idx", "cu_seqlens"] * num_layers and num_layers > 0
     for name, given in calls:
         assert given.tolist() == ([[0, 0, 1, 1, 1, 2]] if name == "seq_idx" else [0, 2, 5, 6])
+
+
+def test_starts_are_made_on_the_device() -> None:
+    """On a GPU the copy of a tensor of the host would wait for all that is queued, in every layer."""
+    devices = set()
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            devices.add(result.device.type)
+            return result
+
+    of_row = documents.Documents((2, 3, 1), torch.tensor([0, 2, 5, 6], dtype=torch.int32, device="meta"))
+    with Made():
+        given = recurrent._by_document(lambda **inputs: inputs, of_row, True, (), {})
+    assert devices == {"meta"}
+    assert [(value.dtype, tuple(value.shape)) for value in given.values()] == [(torch.int64, (4,)), (torch.int32, (1, 6))]
 
 
 @pytest.mark.parametrize(
