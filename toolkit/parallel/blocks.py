@@ -107,8 +107,7 @@ def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel, che
         accelerator.state.fsdp_plugin.activation_checkpointing = False  # otherwise `prepare_model` does it again
     if checkpointing == "none":
         return
-    selective = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-    contexts = selective if checkpointing == "selective" else noop_context_fn
+    contexts = _selective_contexts if checkpointing == "selective" else noop_context_fn
     if not (blocks := repeated_blocks(model)):
         raise UserError(
             f"activation checkpointing is {checkpointing}, but {type(model).__name__} has no repeated blocks: write none"
@@ -129,15 +128,36 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], contexts: Calla
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **inputs)
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    """Keep results of matrix products and attention. An attention that draws dropout is computed again: torch would take its kept
-    result without drawing, and every later mask of the block would be another one."""
+def _selective_contexts() -> tuple[Any, Any]:
+    """Contexts of a block's forward and recomputation. Results of matrix products and attention are kept, except those that the
+    block writes to later, as biased experts do: torch would end the run, since the recomputation would write again."""
+    kept: dict[int, tuple[Any, int]] = {}
+
+    def choose(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        for declared, value in zip(operator._schema.arguments, args, strict=False):
+            if declared.is_write and isinstance(value, torch.Tensor) and (place := kept.pop(_storage_of(value), None)):
+                caching.storage[place[0]][place[1]] = private("_RECOMPUTE")
+        if not _is_kept(context, operator, *args, **options):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        results = context.op_output  # of an attention, the first
+        kept[_storage_of(results[0] if isinstance(results, tuple) else results)] = operator, caching.func_counter[operator] - 1
+        return CheckpointPolicy.MUST_SAVE
+
+    caching, cached = create_selective_checkpoint_contexts(choose)
+    return caching, cached
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(private("_cdata", tensor.untyped_storage()))
+
+
+def _is_kept(context: Any, operator: Any, *args: Any, **options: Any) -> bool:
+    """Whether it is a matrix product or an attention. One that draws dropout is computed again: torch would take its kept result
+    without drawing, and every later mask of the block would be another one."""
     name = operator.name().partition("::")[2].partition(".")[0]
-    keeps = False
     if name in PRODUCTS:
-        inner_size = args[name == "addmm"].shape[-1]
-        keeps = inner_size >= LEAST_INNER_SHARE * context.op_output.shape[-1]
+        return bool(args[name == "addmm"].shape[-1] >= LEAST_INNER_SHARE * context.op_output.shape[-1])
     if name.startswith(ATTENTIONS):
         signatures: Any = get_signature_for_torch_op(operator)  # one
-        keeps = not signatures[0].bind(*args, **options).arguments.get("dropout_p")
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        return not signatures[0].bind(*args, **options).arguments.get("dropout_p")
+    return False

@@ -177,14 +177,16 @@ class DrawingBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
+        self.written = nn.Linear(16, 16, bias=False)
 
     def forward(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        hidden_BD = self.written(hidden_BD).add_(1).tanh()
         attended = attention_with_a_mask(self.linear(hidden_BD), 0.5)[0]
         return hidden_BD + nn.functional.dropout(attended.sin(), 0.5)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_masks_stay_where_a_kernel_draws_some_itself(mode: Any) -> None:
+def test_masks_stay_where_a_kernel_draws_some_itself_and_results_that_are_written_to_are_computed_again(mode: Any) -> None:
     def gradients(mode: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.ModuleList(DrawingBlock() for _ in range(2))).train()
