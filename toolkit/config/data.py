@@ -130,7 +130,7 @@ class LLMDataConfig(_Data):
     chats and completions are truncated at their end, and the share of tokens lost is printed."""
     packing: bool | Literal["auto"] = "auto"
     """Pack several rows of a step into one row of the tensors. They do not attend to each other, so the result is the same
-    as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (Bloom, OPT)."""
+    as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (GPT-1, DeepSeek V4)."""
     bucket_by_length: bool | None = None
     """Group rows of similar length into steps instead of drawing them at random. If unset, true without packing."""
 
@@ -158,7 +158,7 @@ class PreferenceDataConfig(_Data):
     the share of tokens lost is printed."""
     packing: bool | Literal["auto"] = "auto"
     """Pack several pairs of a step into one row of the tensors. Their answers do not attend to each other, so the result is the
-    same as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (Bloom, OPT)."""
+    same as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (GPT-1, DeepSeek V4)."""
     bucket_by_length: bool | None = None
     """Group pairs of similar length into steps instead of drawing them at random. If unset, true without packing."""
 

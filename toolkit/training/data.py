@@ -19,6 +19,7 @@ from toolkit.evaluation.rows import EvaluationRows, choose_rows
 from toolkit.launch.accelerator import bound_primitive_cache
 from toolkit.models.generation import list_end_ids
 from toolkit.models.load import num_token_embeddings
+from toolkit.models.patches.recurrent import warn_of_short_rows
 from toolkit.models.position_limits import check_positions, warn_of_shared_rope
 from toolkit.objectives.objective import Objective
 from toolkit.training.best_metric import check_metric_on_rows
@@ -65,6 +66,8 @@ def prepare_data(
         pack_length_tokens=objective.num_documents * data.max_length_tokens if data.packing else None,
         mix=Mix(columns["source_index"][:], weights) if weights else None,
     )
+    if config.packs and (warning := warn_of_short_rows(skeleton, float(plan.num_tokens.mean()))):
+        logger.warning(warning)
     collator = objective.build_collator(skeleton, rows.tokenizer.pad_token_id)
     if config.has_own_objective:
         _check_batch(objective, collator, rows.train[0])

@@ -30,6 +30,9 @@ WITHOUT_CONVOLUTION = (
 OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments of flash attention, which a model hands down to every layer."""
 
+SHORT_ROW_TOKENS = 64
+"""With fewer on average, a call for each row costs about what packing saves."""
+
 
 @dataclass
 class Current:
@@ -61,6 +64,19 @@ def takes_starts(layer: nn.Module) -> bool:
     """Whether the layer's kernels keep documents apart, both of them installed; transformers then calls them on every device."""
     has_kernels = all(importlib.util.find_spec(package) for package in ("fla", "causal_conv1d"))
     return has_kernels and "cu_seq_lens_q" in inspect.getsource(type(layer))
+
+
+def warn_of_short_rows(model: nn.Module, mean_tokens: float) -> str | None:
+    """The warning that packing may slow the model down; None where it does not. Found on a CPU with Qwen3-Next: rows of 24 tokens
+    take 1.7 times as long packed, rows of 128 tokens 0.76 times."""
+    num_layers = sum(not takes_starts(layer) for layer in find_layers(model))
+    if not num_layers or mean_tokens >= SHORT_ROW_TOKENS:
+        return None
+    of_layers = f"{num_layers} of the layers of {type(model).__name__}"
+    return (
+        f"rows have {mean_tokens:.0f} tokens on average, and {of_layers} compute those of a pack one by one: data.packing false "
+        "may be faster"
+    )
 
 
 def _forward(forward: Callable[..., Any], current: Current, by_kernel: bool, *args: Any, **inputs: Any) -> Any:

@@ -159,3 +159,11 @@ def test_compressed_blocks_of_tokens_are_not_packed() -> None:
         model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
     config = LLMConfig(model=ModelConfig(name_or_path="deepseek_v4"), data=LLMDataConfig())
     assert masks.choose_packing(config, model).data.packing is False
+
+
+def test_packs_of_short_rows_are_warned_about() -> None:
+    model = build("qwen3_next")
+    warning = recurrent.warn_of_short_rows(model, 23.6)
+    what = "rows have 24 tokens on average, and 1 of the layers of Qwen3NextForCausalLM compute those of a pack one by one"
+    assert warning == f"{what}: data.packing false may be faster"
+    assert recurrent.warn_of_short_rows(model, 64) is None and recurrent.warn_of_short_rows(build("llama"), 23.6) is None
