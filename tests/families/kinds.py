@@ -1,4 +1,5 @@
-"""Tiny models of every kind that transformers maps to a causal model or an encoder-decoder, their configs shrunk by rule."""
+"""Tiny models of every kind that transformers maps to a causal model, an encoder-decoder, or a model of images that continues
+texts, their configs shrunk by rule."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(
         (
             "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",
-            "num_decoder_layers",
+            "num_decoder_layers", "depth",
         ),
         2,
     ),
@@ -66,7 +67,15 @@ OTHERS: dict[str, str] = {
         ),
         "speech or music",
     ),
-    **dict.fromkeys(("git", "fuyu", "emu3", "trocr", "t5gemma2", "pix2struct_text_model", "gemma3n"), "images"),
+    **dict.fromkeys(
+        (
+            "blip", "blip-2", "diffusion_gemma", "evolla", "florence2", "git", "idefics", "instructblip", "instructblipvideo",
+            "kosmos-2", "pi0", "pix2struct", "pix2struct_text_model", "pp_formulanet", "t5gemma2", "trocr", "udop",
+            "vision-encoder-decoder",
+        ),
+        "no texts without images, proteins or blocks of noise",
+    ),
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "a tower of another library (timm)"),
     **dict.fromkeys(
         (
             "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
@@ -79,7 +88,30 @@ OTHERS: dict[str, str] = {
 }  # fmt: skip
 """Kinds that are not in the table, with what they are for."""
 MORE: dict[str, tuple[dict[str, Any], str]] = {
-    **{kind: ({"bos_token_id": 2}, "takes no None") for kind in ("cwm", "mllama", "modernbert-decoder")},
+    **{
+        kind: ({"bos_token_id": 2}, "takes no None")
+        for kind in ("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder")
+    },
+    **{
+        kind: (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}},
+            "splits its positions",
+        )
+        for section, kinds in {
+            (2, 3, 3): (
+                "cosmos3_edge_text",
+                "glm4v_text",
+                "glm_ocr_text",
+                "paddleocr_vl_text",
+                "qwen2_5_omni_text",
+                "qwen2_5_vl_text",
+                "qwen2_vl_text",
+            ),
+            (1, 1, 2): ("glm4v_moe_text",),
+        }.items()
+        for kind in kinds
+    },
+    "qwen2_vl_vision": ({"embed_dim": 64}, "has another name for its width"),
     "bamba": ({"attn_layer_indices": [1]}, "names its attention layers by their places"),
     "blt": ({"encoder_hash_byte_group_vocab": 64}, "its tables of byte groups have half a million rows"),
     "cohere_compass_text": (
@@ -133,6 +165,7 @@ def kinds() -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     causal = dict.fromkeys(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM")
+    causal |= dict.fromkeys(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText")
     return causal | dict.fromkeys(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM")
 
 

@@ -86,7 +86,8 @@ on the padding.
 
 SURVEY_HEADER = """## Every kind of transformers
 
-`make families` tries the kinds (`model_type`) that transformers maps to a causal model or an encoder-decoder, on one process,
+`make families` tries the kinds (`model_type`) that transformers maps to a causal model, an encoder-decoder, or a model of images
+that continues texts (`AutoModelForImageTextToText`), on one process,
 with the same checks as above, and the loss of an evaluation beside that of plain transformers: a tiny model by rule
 (`tests/families/kinds.py`), which plain transformers must run first.
 {num_tried} of {num_kinds} have run here, with {versions}: {num_trained} of them train in full. Those that have not are

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 
 from tests.families.families import BETA1, BETA2, EPS, IN_FP32, LR, NUM_STEPS
 
@@ -19,7 +20,9 @@ Row = dict[str, str]
 def load_base(folder: Path, dtype: torch.dtype, **how: Any) -> Any:
     """The model of `folder`, without dropout."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        auto = transformers.AutoModelForImageTextToText
     return auto.from_pretrained(folder, dtype=dtype, **how).eval()
 
 

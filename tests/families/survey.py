@@ -45,7 +45,7 @@ def main() -> None:
 
 def survey(kind: str) -> dict[str, str]:
     """The outcome of each cell of a kind; one alone, `plain`, if plain transformers does not run it."""
-    outcomes, is_causal = {}, kinds()[kind] == "AutoModelForCausalLM"
+    outcomes, is_causal = {}, kinds()[kind] != "AutoModelForSeq2SeqLM"
     with tempfile.TemporaryDirectory(prefix="survey-") as scratch:
         folder = Path(scratch)
         try:
@@ -67,7 +67,7 @@ def save_and_try(folder: Path, kind: str) -> None:
     """Write the tiny model and the rows, and run plain transformers forward and backward."""
     import torch
 
-    save_rows(folder, is_causal=kinds()[kind] == "AutoModelForCausalLM")
+    save_rows(folder, is_causal=kinds()[kind] != "AutoModelForSeq2SeqLM")
     model = save_kind(kind, folder / "model")
     tokens = torch.randint(3, 256, (2, 12))
     model(input_ids=tokens, labels=tokens).loss.backward()

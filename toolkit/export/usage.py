@@ -26,11 +26,11 @@ from toolkit.export.card import Origin, is_hub_id
 from toolkit.export.paths import ExportPaths
 from toolkit.export.run_data import RunData
 from toolkit.models.config import PROCESSOR_FILES
+from toolkit.models.freeze import text_part
 from toolkit.models.generation import list_end_ids
-from toolkit.models.lora import text_part
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from toolkit.objectives.objective import Objective
 
@@ -113,10 +113,17 @@ def causal_usage(tokenizer: PreTrainedTokenizerBase, data: RunData | None) -> Te
 
 
 def write_python(
-    objective: Objective, config: RecipeConfig, tokenizer: Any, folder: str, origin: Origin, *, is_adapter: bool
+    objective: Objective,
+    config: RecipeConfig,
+    model_config: PretrainedConfig,
+    tokenizer: Any,
+    folder: str,
+    origin: Origin,
+    *,
+    is_adapter: bool,
 ) -> str:
     """Python that loads the model with plain transformers (an adapter with peft), and generates as the run's evaluations did."""
-    auto_class, base, imports, adapt = objective.auto_class, "folder", "", []
+    auto_class, base, imports, adapt = objective.loader(model_config).__name__, "folder", "", []
     if is_adapter:
         base = "PeftConfig.from_pretrained(folder).base_model_name_or_path"
         base += f", revision={config.model.revision!r}" if config.model.revision else ""
@@ -182,7 +189,9 @@ def copy_processors(config: ModelConfig, folder: Path) -> None:
     """Copy what the base has of `PROCESSOR_FILES`; its images and sound are processed by it as before."""
     from transformers.utils import cached_file
 
-    for file in PROCESSOR_FILES:
+    # A processor prefers an old base's template to that of the tokenizer, where the run has one.
+    old = () if (folder / "chat_template.jinja").is_file() else ("chat_template.json",)
+    for file in (*PROCESSOR_FILES, *old):
         with suppress(OSError):  # the base has none, or is no longer within reach
             shutil.copyfile(str(cached_file(config.name_or_path, file, revision=config.revision)), folder / file)
 
@@ -195,7 +204,7 @@ def list_commands(
     assert folder is not None
     is_adapter, place = places.model is None, shlex.quote(str(folder))
     plain = " --plain" if tokenizer.chat_template and origin.data is not None and not origin.data.has_chats else ""
-    python = write_python(objective, config, tokenizer, str(folder), origin, is_adapter=is_adapter)
+    python = write_python(objective, config, skeleton.config, tokenizer, str(folder), origin, is_adapter=is_adapter)
     use = f"use it: python -m toolkit generate {place} --file FILE.csv --output OUT.jsonl{plain}"
     of_commands = [] if config.has_own_objective else [use]
     lines = [*of_commands, "use it in Python:", *python.splitlines()]

@@ -30,7 +30,8 @@ from toolkit.export.run_data import cut_check_rows, save_trainer_state
 from toolkit.export.usage import copy_processors, save_usage, set_generation, write_python
 from toolkit.files.durable import give_usual_mode, written_beside
 from toolkit.launch.accelerator import compute_dtype
-from toolkit.models.lora import is_enabled, text_part
+from toolkit.models.freeze import text_part
+from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name, hash_weight
 from toolkit.models.quantized import dequantized
 from toolkit.parallel.gather import dequantized_copy, evaluation_model, unsharded_parameters
@@ -175,7 +176,9 @@ class _Export:
         save_usage(self.config, unfinished, dtype=origin.computed_in, **facts)
         if kind != "adapter" and text_part(skeleton):
             copy_processors(self.config.model, unfinished)
-        use = write_python(self.objective, self.config, self.tokenizer, ".", origin, is_adapter=kind == "adapter")
+        use = write_python(
+            self.objective, self.config, skeleton.config, self.tokenizer, ".", origin, is_adapter=kind == "adapter"
+        )
         save_card(
             unfinished,
             self.config,

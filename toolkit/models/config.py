@@ -36,7 +36,6 @@ def load_model_config(config: ModelConfig, objective: Objective, *, is_trained: 
     """Read the model's `config.json` from a folder or the hub; if it `is_trained`, check that it can be, and set `model.dropout`;
     a `UserError` if there is no such model or config, if it is of another kind, or its weights are not safetensors files of its
     own, or quantized in a format that is not read."""
-    import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.utils import cached_file
@@ -83,10 +82,8 @@ def load_model_config(config: ModelConfig, objective: Objective, *, is_trained: 
             "model.attn_implementation sdpa or eager, or model.trust_remote_code true"
         )
     _take_quantization(model_config, name)
-    is_known = config.trust_remote_code or type(model_config) in private(
-        "_model_mapping", getattr(transformers, objective.auto_class)
-    )
-    if not is_known:
+    auto_class = objective.loader(model_config)
+    if not config.trust_remote_code and type(model_config) not in private("_model_mapping", auto_class):
         raise UserError(f"model.name_or_path {name} is a {model_config.model_type} model, not {objective.takes}")
     objective.check_model_config(model_config, config)
     if is_trained:
@@ -128,9 +125,10 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
         )
     if config.dropout is not None:
         # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
-        for key, value in model_config.to_dict().items():
-            if "drop" in key and "layerdrop" not in key and type(value) in (int, float):
-                setattr(model_config, key, config.dropout)
+        for part in _parts(model_config):
+            for key, value in part.to_dict().items():
+                if "drop" in key and "layerdrop" not in key and type(value) in (int, float):
+                    setattr(part, key, config.dropout)
     for rate in LAYER_DROP_RATES:
         if getattr(model_config, rate, None):
             # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
+import inspect
+import logging
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from toolkit.config.schema import TrainedDtype
+from toolkit.config.schema import RecipeConfig, TrainedDtype
 from toolkit.errors import UserError
+from toolkit.models.patches.chunked_loss import has_own_forward
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.models.quantized import QuantizedWeight
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger("toolkit")
+
+ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 FEW_TOKENS, MANY_TOKENS = 8, 256
 """The second is enough for the compressed blocks of sparse attention, of up to 128 tokens."""
 
@@ -41,9 +48,32 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         raise UserError(f"model.freeze {patterns} freezes every parameter: leave something to train")
 
 
+def text_part(model: PreTrainedModel) -> str:
+    """The name of the module that texts pass, in a model that has other parts too, as for images; else empty."""
+    if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
+        return ""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+def freeze_unreached(skeleton: PreTrainedModel, config: ConfigT) -> ConfigT:
+    """`config` with what the logits' loss does not reach in `model.freeze`, and a line that names it. A forward of the user's, or
+    a head that predicts no tokens, may be for a loss that reaches more."""
+    if config.adapter.modules_to_save or has_own_forward(skeleton) or not skeleton.can_generate():
+        return config
+    if not (names := find_unreached(skeleton)):
+        return config
+    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    logger.info(f"the loss of texts does not reach {', '.join(shown[:8])}{more}: frozen, and without an adapter")
+    freezes = [*config.model.freeze, *map(re.escape, names)]
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=freezes))
+
+
 def find_unreached(model: PreTrainedModel) -> list[str]:
     """The parameters that a text's loss never reaches by the code of the model: indexers of sparse attention, LED's global
-    attention, towers for images. Found by a forward and a backward on the meta device; empty where these fail.
+    attention, towers for images. Found by a forward and a backward on the meta device; empty where these fail. A model of images
+    that continues no text without them is a `UserError`.
 
     Args:
         model: on the meta device, without an adapter, nothing frozen.
@@ -53,17 +83,31 @@ def find_unreached(model: PreTrainedModel) -> list[str]:
 
 
 def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:
+    from transformers import AutoModelForImageTextToText
+
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or num_tokens
     tokens_BT = torch.zeros(1, min(limit, num_tokens), dtype=torch.int64, device="meta")
     inputs = {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT} if model.config.is_encoder_decoder else {})
     found: list[str] = []
     was_training = model.training
     model.eval()  # without a layer that is dropped at random
-    with contextlib.suppress(Exception), experts_by_token(model), _NothingIsMarked():
-        model(**inputs, use_cache=False).logits.sum().backward()
+    takes_images = type(model.config) in private("_model_mapping", AutoModelForImageTextToText)
+    try:
+        if takes_images and "labels" not in inspect.signature(type(model).forward).parameters:
+            raise TypeError("its forward takes no labels")
+        with experts_by_token(model), _NothingIsMarked():
+            model(**inputs, use_cache=False).logits.sum().backward()
         found = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
-    model.zero_grad()
-    model.train(was_training)
+    except NotImplementedError:  # what the forward reads is not known without weights
+        pass
+    except Exception as error:
+        if takes_images:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            what = f"{model.config.name_or_path} is a {model.config.model_type} model, which continues no text without images"
+            raise UserError(f"model.name_or_path {what} ({reason}): take one that does") from None
+    finally:
+        model.zero_grad()
+        model.train(was_training)
     return found
 
 

@@ -54,8 +54,9 @@ def own_class(given: Any, config: ModelConfig, objective: Objective) -> Iterator
         yield
         return
     own: Any = given if isinstance(given, type) else type(given)
-    kinds = private("_model_mapping", getattr(transformers, objective.auto_class))
-    if not issubclass(own, transformers.PreTrainedModel) or not own.can_generate() or own.config_class not in kinds:
+    is_model = issubclass(own, transformers.PreTrainedModel) and own.can_generate()
+    kinds: Any = private("_model_mapping", objective.loader(own.config_class)) if is_model else {}
+    if not is_model or own.config_class not in kinds:
         raise UserError(f"model is a {own.__name__}, not {objective.takes}, its class, or one that inherits from it")
     of_path: dict[str, Any] = {}
     with suppress(OSError):  # a tokenizer without a config, or reported with the config
@@ -121,7 +122,7 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, objectiv
         model_config = copy.deepcopy(model_config)  # stays that of the files
     try:
         with torch.device("meta"):
-            model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=torch.float32, **_options(config))
+            model = objective.loader(model_config).from_config(model_config, dtype=torch.float32, **_options(config))
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         if config.attn_implementation:
@@ -142,13 +143,12 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """The model that `load_model` would load in `dtype`, but with parameters on the meta device; buffers are on the CPU."""
     # Structure and ties, without drawing weights.
-    import transformers
     from accelerate import init_empty_weights
 
     model_config = copy.deepcopy(model_config)
     model_config.name_or_path = config.name_or_path
     with private("no_init_weights")(), init_empty_weights(include_buffers=False):
-        model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=dtype, **_options(config))
+        model = objective.loader(model_config).from_config(model_config, dtype=dtype, **_options(config))
     model.tie_weights()
     # Recompute buffers that are in no file, as `from_pretrained` does: a constructor in bf16 rounds GPT-J's positions.
     for tensor in model.state_dict(keep_vars=True).values():
@@ -172,13 +172,13 @@ def load_model(
     if config.from_scratch or objective.may_draw_head:
         seed_all("weights", seed)
     if config.from_scratch:
-        model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=dtype, **_options(config))
+        model = objective.loader(model_config).from_config(model_config, dtype=dtype, **_options(config))
     else:
         options = {"config": model_config, "revision": config.revision, "dtype": dtype, **_options(config)}
         if not config.trust_remote_code:  # `choose_generation` reads the base's, of which transformers may refuse some keys
             options["generation_config"] = transformers.GenerationConfig()
         model, report = from_files(
-            getattr(transformers, objective.auto_class), config.name_or_path, f"model {config.name_or_path}", options,
+            objective.loader(model_config), config.name_or_path, f"model {config.name_or_path}", options,
             lambda: build_on_meta(config, model_config, objective, dtype),
             ": give a folder with them, or model.from_scratch true for random ones",
         )  # fmt: skip

@@ -12,7 +12,7 @@ from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
-from toolkit.models.freeze import aliases, find_frozen, match_names
+from toolkit.models.freeze import aliases, find_frozen, match_names, text_part
 from toolkit.models.lora_files import base_name, check_fits, find_adapter, read_lora_config
 from toolkit.models.quantized import quantize_layers
 
@@ -105,14 +105,6 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
             module.trainable_tokens_original.clear()  # buffers that only `unmerge` reads
     if folder:
         check_fits(model, folder, base.name_or_path, what)
-
-
-def text_part(model: PreTrainedModel) -> str:
-    """The name of the module that texts pass, in a model that has other parts too, as for images; else empty."""
-    if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
-        return ""
-    decoder = model.get_decoder()
-    return next((name for name, module in model.named_modules() if module is decoder), "")
 
 
 def _new_lora(model: PreTrainedModel, config: AdapterConfig, frozen: list[str]) -> LoraConfig:

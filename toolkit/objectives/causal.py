@@ -47,6 +47,18 @@ class Causal(Objective):
     def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
         return CausalCollator(pad_token_id, one_row=attends_by_document(model))
 
+    def loader(self, model_config: Any) -> Any:
+        """That of all parts of a model of images and texts, unless `architectures` names the class of its texts' part alone."""
+        from transformers import AutoModelForImageTextToText
+
+        auto_class = super().loader(model_config)
+        kind = model_config if isinstance(model_config, type) else type(model_config)
+        of_texts: Any = private("_model_mapping", auto_class).get(kind, None)
+        named = getattr(model_config, "architectures", None) or ()
+        takes_part = of_texts is None or (of_texts.config_class is not kind and of_texts.__name__ not in named)
+        has_images = kind in private("_model_mapping", AutoModelForImageTextToText)
+        return AutoModelForImageTextToText if takes_part and has_images else auto_class
+
     def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
         """Refuse a model like BART, of which only the decoder would train, or like BERT, whose tokens see later ones.
 

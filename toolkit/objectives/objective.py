@@ -74,6 +74,12 @@ class Objective:
     continues_prompt: ClassVar[bool] = False
     """Whether a generated text takes the positions after its prompt."""
 
+    def loader(self, model_config: Any) -> Any:
+        """The class of transformers that loads a model of this config, or class of configs: `auto_class`."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
     # --- From the columns of a row to features.
 
     def choose_columns(self, where: object, existing: Any, config: Any, *, has_chat_template: bool = False) -> Columns:

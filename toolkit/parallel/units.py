@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import UserError
-from toolkit.models.freeze import aliases
+from toolkit.models.freeze import aliases, text_part
 from toolkit.models.patches.chunked_loss import called_once, find_head
 from toolkit.models.quantized import num_weights
 from toolkit.parallel.float8 import plain
@@ -64,7 +64,7 @@ class ShardUnit:
 
 
 def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that become shard units of their own, by name, outermost ones only.
+    """Modules that become shard units of their own, by name, outermost ones only: blocks, and towers that texts do not call.
 
     Raises:
         UserError: a wrap class of the YAML is not in the model, is all of it, or is called or read from outside a block; or
@@ -97,7 +97,22 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
                 f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
                 "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
             )
-    return blocks
+    towers = find_towers(model)
+    return _beside(blocks, towers) | towers
+
+
+def find_towers(model: Any) -> dict[str, nn.Module]:
+    """The modules of the backbone beside the part that texts pass, as for images, by name. Texts do not call them: units of their
+    own are never gathered. Empty for a model of texts alone."""
+    if not (part := text_part(model) if hasattr(model, "config") else ""):
+        return {}
+    parent, _, own = part.rpartition(".")
+    inside = {id(module) for outer in called_once(model) for module in outer.modules()} - {id(model.get_output_embeddings())}
+    return {
+        f"{parent}.{name}".lstrip("."): module
+        for name, module in model.get_submodule(parent).named_children()
+        if name != own and id(module) in inside and any(True for _ in module.parameters())
+    }
 
 
 def find_ends(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -120,7 +135,8 @@ def find_ends(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Mo
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's repeated layers by name: modules of its `_no_split_modules`, else the elements of its module lists.
 
-    A layer that shares a weight with a module outside is left out: BERT lists its embeddings, and its head ties them.
+    Left out is a layer that shares a weight with a module outside (BERT lists its embeddings, and its head ties them), or is in a
+    tower that texts do not call.
     """
     listed = private("_no_split_modules", model) if hasattr(model, "config") else ()  # a convnet is not from transformers
     classes = set(listed or ()) & set(_class_names(model))
@@ -131,7 +147,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     blocks = _outermost(model, lambda module: type(module).__name__ in classes)
     owned = [_owners(names, blocks) for names in aliases(model).values()]
     shared = {owner for owners in owned if "" in owners for owner in owners}
-    return {name: block for name, block in blocks.items() if name not in shared}
+    return _beside({name: block for name, block in blocks.items() if name not in shared}, find_towers(model))
 
 
 def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
@@ -141,6 +157,11 @@ def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict
         if is_wanted(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
+
+
+def _beside(blocks: dict[str, nn.Module], towers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks that lie in no tower."""
+    return {name: block for name, block in blocks.items() if _owners([name], towers) == {""}}
 
 
 def _owners(names: list[str], prefixes: Iterable[str]) -> set[str]:

@@ -40,7 +40,7 @@ from toolkit.models.tensor_reader import TensorReaders, allocate, copy_on_meta, 
 from toolkit.parallel.blocks import checkpoint_activations, choose_checkpointing, compile_blocks, compiles
 from toolkit.parallel.compute_copies import ComputeCopies, autocast_forward, mixes_dtypes
 from toolkit.parallel.float8 import choose_linears, convert
-from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends, repeated_blocks
+from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends, find_towers, repeated_blocks
 from toolkit.private import VIEW_RETURNED, private
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def shard_model(
         convert(model, linears, accelerator.ao_recipe_handler.config)
         blocks = {name: model.get_submodule(name) for name in blocks}  # a block that was a Linear has been replaced
     wrapped_alone = blocks | find_ends(model, blocks) if version else {}
+    uncalled = list(find_towers(model).values())
     units = build_units(model, wrapped_alone)
     # Changes to forwards come before wrapping, so that FSDP's hooks stay outside.
     memory_bytes = gpu_bytes or smallest_gpu_bytes(accelerator.device)
@@ -141,7 +142,7 @@ def shard_model(
         checkpoint_activations(accelerator, model, checkpointing)
     # Wrap: FSDP2 here; FSDP1, DDP and single process by accelerate.
     if version == 2:
-        wrapped: nn.Module = _fully_shard(accelerator, model, list(wrapped_alone.values()))
+        wrapped: nn.Module = _fully_shard(accelerator, model, list(wrapped_alone.values()), uncalled)
         if readers is not None:
             _read_shards(accelerator, wrapped, readers)
     else:
@@ -230,8 +231,8 @@ def _num_shards(accelerator: Accelerator) -> int:
     return parallelism.dp_shard_size if parallelism is not None else world_size()
 
 
-def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Module]) -> nn.Module:
-    """FSDP2 with the YAML's policies: these modules first, then the root with the rest."""
+def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Module], uncalled: list[nn.Module]) -> nn.Module:
+    """FSDP2 with the YAML's policies: these modules first, then the root with the rest. What no text calls is not prefetched."""
     plugin = accelerator.state.fsdp_plugin
     mesh = fsdp_mesh(accelerator) or init_device_mesh(accelerator.device.type, (world_size(),))
     # T5's blocks return their position bias, a view. Nothing changes it in place: the tests compare gradients.
@@ -243,7 +244,7 @@ def _fully_shard(accelerator: Accelerator, model: nn.Module, modules: list[nn.Mo
     for module in modules:
         fully_shard(module, reshard_after_forward=plugin.reshard_after_forward and module is not head, **policies)
     fully_shard(model, **policies)
-    _prefetch_in_order(model, modules)
+    _prefetch_in_order(model, [module for module in modules if module not in uncalled])
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,9 +25,9 @@ from toolkit.models import load
 from toolkit.models.attention import describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
 from toolkit.models.experts import check_experts, check_routers
-from toolkit.models.freeze import cast_frozen, cast_trained, find_unreached, freeze, freeze_as
+from toolkit.models.freeze import cast_frozen, cast_trained, freeze, freeze_as, freeze_unreached, text_part
 from toolkit.models.generation import choose_generation
-from toolkit.models.lora import add_adapter, is_enabled, text_part
+from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.patches.chunked_loss import has_own_forward, holds_all_logits
 from toolkit.models.patches.documents import choose_packed_attention
 from toolkit.models.patches.masks import attends_by_document, choose_packing
@@ -72,7 +71,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     config = replace(config, eval=on_all_ranks(lambda: choose_generation(config.eval, skeleton, config.model)))
     context.settings.update({f"eval.{key}": getattr(config.eval, key) for key in ("num_beams", "no_repeat_ngram_size")})
     on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
-    config = on_all_ranks(lambda: _freeze_unreached(skeleton, config))
+    config = on_all_ranks(lambda: freeze_unreached(skeleton, config))
     if config.model.init_from and config.model.freeze:  # frozen weights are in no checkpoint: a resume needs them too
         context.init_from = context.init_from or find_weights(config.model.init_from)
     on_all_ranks(lambda: _adapt(skeleton, config))
@@ -222,20 +221,6 @@ def _note_needless_shards(accelerator: Accelerator, skeleton: PreTrainedModel, f
             f"the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take "
             f"{needed / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB; {'ddp' if world_size() > 1 else 'single'}.yaml gathers nothing"
         )
-
-
-def _freeze_unreached(skeleton: PreTrainedModel, config: RecipeConfig) -> RecipeConfig:
-    """`config` with what the logits' loss does not reach in `model.freeze`, and a line that names it. A forward of the user's, or
-    a head that predicts no tokens, may be for a loss that reaches more."""
-    if config.adapter.modules_to_save or has_own_forward(skeleton) or not skeleton.can_generate():
-        return config
-    if not (names := find_unreached(skeleton)):
-        return config
-    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-    logger.info(f"the loss of texts does not reach {', '.join(shown[:8])}{more}: frozen, and without an adapter")
-    freezes = [*config.model.freeze, *map(re.escape, names)]
-    return replace(config, model=replace(config.model, freeze=freezes))
 
 
 def _adapt(model: PreTrainedModel, config: RecipeConfig) -> None:

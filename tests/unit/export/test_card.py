@@ -38,8 +38,9 @@ def card(
     config = load_config(recipe, overrides=required | {key.replace("__", "."): value for key, value in settings.items()})
     origin = Origin(step, "bfloat16", 2, DATA, lines)
     objective = built_in(config.data.objective)
-    use = write_python(objective, config, _build_tokenizer(("<pad>", "</s>")), ".", origin, is_adapter=kind == "adapter")
-    save_card(folder, config, model_config or SimpleNamespace(), origin, kind, "float32", use, objective.pipeline_tag(config))
+    model_config, tokenizer = model_config or SimpleNamespace(), _build_tokenizer(("<pad>", "</s>"))
+    use = write_python(objective, config, model_config, tokenizer, ".", origin, is_adapter=kind == "adapter")
+    save_card(folder, config, model_config, origin, kind, "float32", use, objective.pipeline_tag(config))
     return ModelCard.load(folder / CARD_FILE)
 
 

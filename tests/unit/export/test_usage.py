@@ -127,7 +127,7 @@ def commands(
     tokenizer.chat_template = chat_template
     use, in_python, *lines = list_commands(objective, config, skeleton, tokenizer, origin, places)
     folder = str(places.model or places.adapter)
-    python = write_python(objective, config, tokenizer, folder, origin, is_adapter=places.model is None)
+    python = write_python(objective, config, model_config, tokenizer, folder, origin, is_adapter=places.model is None)
     assert in_python == "use it in Python:" and "\n".join(lines).startswith(f"{python}\n")
     return [use, *lines[python.count("\n") + 1 :]]
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.families.kinds import kinds, tiny_config
+from tests.support.refusals import refusal
 from toolkit.models.freeze import find_unreached
 
 
@@ -21,6 +22,8 @@ from toolkit.models.freeze import find_unreached
         ("glm_moe_dsa", "indexer.wk"),
         ("hy_v4", "indexer.wk"),
         ("gemma3", "vision_tower"),
+        ("mistral3", "multi_modal_projector"),
+        ("qwen2_5_vl", "visual.blocks"),
         ("llama", ""),
         ("mamba", ""),
         ("bart", ""),
@@ -36,6 +39,14 @@ def test_unreached_parameters_are_those_without_a_gradient(kind: str, part: str)
     model(**inputs, use_cache=False).logits.sum().backward()
     assert found == [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert any(part in name for name in found) if part else not found
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("blip", "'pixel_values'"), ("diffusion_gemma", "its forward takes no labels")])
+def test_a_model_that_needs_images_is_refused_before_its_weights_load(kind: str, reason: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_config(kind))
+    said = refusal(find_unreached, model)
+    assert f"is a {kind} model, which continues no text without images (" in said and reason in said
 
 
 def test_a_forward_that_fails_without_weights_finds_nothing() -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 
 import toolkit
 from tests.support.refusals import refusal
@@ -57,3 +58,24 @@ def test_an_objective_of_a_users_own_is_never_found_by_its_name() -> None:
     assert refusal(name_objective, load_config("t5", overrides=REQUIRED), Own()).startswith(sentence)
     for given, shown in ((Own, "<class "), ("os", "'os'"), (Objective(), "Objective: give an object of a class that inherits")):
         assert refusal(name_objective, config, given).startswith(f"objective is {shown}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "auto_class"),
+    [
+        ("llama", "LlamaForCausalLM", "AutoModelForCausalLM"),
+        ("gemma3", "Gemma3ForConditionalGeneration", "AutoModelForCausalLM"),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "AutoModelForImageTextToText"),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", "AutoModelForImageTextToText"),
+        ("qwen3_5", None, "AutoModelForImageTextToText"),
+        ("qwen3_5", "Qwen3_5ForCausalLM", "AutoModelForCausalLM"),
+        ("llama4", "Llama4ForConditionalGeneration", "AutoModelForImageTextToText"),
+    ],
+)
+def test_a_model_of_images_and_texts_is_loaded_whole(kind: str, named: str | None, auto_class: str) -> None:
+    """As `architectures` says, where both of its classes take the config. Both classes are Gemma 3's own."""
+    config_class = transformers.CONFIG_MAPPING[kind]
+    objective = objective_of(load_config("llm", overrides=REQUIRED))
+    assert objective.loader(config_class(architectures=[named] if named else None)).__name__ == auto_class
+    if named and auto_class.endswith("ToText"):
+        assert objective.loader(config_class).__name__ == auto_class, "a user's class has a class of configs alone"

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from tests.families.kinds import tiny_config
 from tests.support.adapter_models import with_adapter
 from tests.support.refusals import refusal
 from toolkit.config.schema import AdapterConfig
@@ -24,7 +25,7 @@ from toolkit.launch import environment
 from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel import float8
 from toolkit.parallel.gather import unsharded_parameters
-from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends, repeated_blocks
+from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends, find_towers, repeated_blocks
 from toolkit.parallel.wrap import check_wrap
 from toolkit.tools.plan.trace import fake_ranks
 
@@ -144,6 +145,17 @@ def test_tied_weights_lie_in_the_root_and_untied_embedding_and_head_are_units_of
     wi = "encoder.block.{}.layer.1.DenseReluDense.wi.weight"
     said = refusal(check_ties, t5, build_units(t5, find_blocks(plugin, t5)))
     assert f"{wi.format(0)} and {wi.format(1)} are one tied weight" in said
+
+
+def test_towers_that_texts_do_not_call_are_units_of_their_own_and_their_layers_are_no_blocks() -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_vl"))
+    layers = ["model.language_model.layers.0", "model.language_model.layers.1"]
+    assert list(repeated_blocks(model)) == layers and list(find_towers(model)) == ["model.visual"]
+    for named in ([], ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]):
+        blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy, named), model)
+        assert sorted(blocks) == [*layers, "model.visual"]
+    assert find_towers(tiny_llama()) == find_towers(tiny_t5()) == find_towers(nn.Linear(1, 1)) == {}
 
 
 class Gathers(TorchDispatchMode):

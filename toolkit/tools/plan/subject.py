@@ -19,7 +19,7 @@ from toolkit.data.batch_plan import check_global_batch_size
 from toolkit.data.collate import Batch
 from toolkit.models.config import load_model_config
 from toolkit.models.experts import check_experts
-from toolkit.models.freeze import cast_frozen, cast_trained, freeze
+from toolkit.models.freeze import cast_frozen, cast_trained, freeze, freeze_unreached
 from toolkit.models.load import build_skeleton
 from toolkit.models.lora import add_adapter, check_adapter_config, is_enabled
 from toolkit.models.patches.documents import choose_packed_attention
@@ -80,6 +80,7 @@ def build_subject(model: str, strategy: Strategy, run_arguments: list[str], reci
     # The model, adapted and frozen.
     skeleton = build_skeleton(skeleton_config, model_config, objective)
     check_experts(skeleton, model)
+    config = freeze_unreached(skeleton, config)
     if is_enabled(config.adapter):
         add_adapter(skeleton, config.adapter, config.model)
     else:

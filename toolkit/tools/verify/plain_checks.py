@@ -65,11 +65,9 @@ def _load(run: WatchedRun, config: RecipeConfig) -> Any:
         model = load_plain(config, config.model.name_or_path)
         quantize_layers(model, frozen, config.adapter.base_dtype)
         return model
-    import transformers
-
     objective = objective_of(config)
     model_config = load_model_config(config.model, objective)
-    model = getattr(transformers, objective.auto_class).from_config(model_config, dtype=torch.float32).eval()
+    model = objective.loader(model_config).from_config(model_config, dtype=torch.float32).eval()
     weights = {name.removeprefix("model."): torch.from_numpy(w) for name, w in records.load_tensors(run, "loaded").items()}
     model.load_state_dict(weights, strict=False)
     return model

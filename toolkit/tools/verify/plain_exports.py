@@ -77,12 +77,11 @@ def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     objective = objective_of(config)
-    auto_class: Any = getattr(transformers, objective.auto_class)
     options |= {"dtype": torch.float32, "attn_implementation": attention, "ignore_mismatched_sizes": False}
-    base = config.model
+    base, model_config = config.model, load_model_config(config.model, objective)
     loaded, _ = from_files(
-        auto_class, str(name_or_path), f"model {name_or_path}", options,
-        lambda: build_on_meta(base, load_model_config(base, objective), objective, torch.float32),
+        objective.loader(model_config), str(name_or_path), f"model {name_or_path}", options,
+        lambda: build_on_meta(base, model_config, objective, torch.float32),
     )  # fmt: skip
     known = {name: weight.detach() for name, weight in loaded.named_parameters(remove_duplicate=False)}
     for name in grow_vocabulary(loaded, base) if "revision" in options else ():
