@@ -61,37 +61,34 @@ GROUPS = {"Encoder-decoders": ENCODER_DECODERS, "Causal models": CAUSAL, "Mixtur
 HEADER = """# Which families are supported
 
 Look here for your model's family before you choose how to train it. `make support` writes this page: it runs every cell on two
-CPU processes under FSDP2 (gloo), and fails if one neither passes nor is refused for one of [these reasons](#reasons).
+CPU processes under FSDP2, and fails if one neither passes nor is refused for one of [these reasons](#reasons).
 {num_cells} cells: {num_yes} yes, {num_refused} refused.
 {date}: {versions}.
 
-A cell says **yes** if a tiny random model of the family, in fp32, through what the recipes call:
+A cell says **yes** if a tiny random model of the family, in fp32:
 
-- trains three steps, whose losses are those of plain transformers (with LoRA also peft) on one process, a row at a time in fp64,
-  to 1e-5 each;
-- repeats the third step from the checkpoint after the second, with the same loss bit for bit;
+- trains three steps, whose losses are to 1e-5 those of plain transformers (with LoRA also peft) on one process, a row at a time in
+  fp64;
+- repeats the third step from the checkpoint after the second, bit for bit;
 - is exported, and plain transformers (with LoRA also peft) loads the export with the same logits, to 1e-4 of the largest.
 
 **full** trains all weights. **LoRA** adapts all linear layers (`adapter.target_modules: all-linear`). **4-bit** is LoRA on a base
 in NF4 codes (`adapter.base_dtype: nf4`), compared with a plain model of the codes' values. Experts are neither adapted nor
 quantized here (`adapter.experts`: [adapters on experts](configuration.md#adapters-on-a-mixture-of-experts)).
-**packed** puts several rows into one sequence (`data.packing: true`).
+**packed** puts several rows into one sequence (`data.packing: true`). [Guarantees](guarantees.md) names more families.
 """
-NOTES = """LED's global attention, which no text uses, is frozen and gets no adapter, as all that a text's loss does not reach.
-ProphetNet needs `disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend
+NOTES = """ProphetNet needs `disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend
 on the padding.
-[Guarantees](guarantees.md) names more families, and what else is proven.
 """
 
 
 SURVEY_HEADER = """## Every kind of transformers
 
 `make families` tries the kinds (`model_type`) that transformers maps to a causal model, an encoder-decoder, or a model of images
-that continues texts (`AutoModelForImageTextToText`), on one process,
-with the same checks as above, and the loss of an evaluation beside that of plain transformers: a tiny model by rule
-(`tests/families/kinds.py`), which plain transformers must run first.
-{num_tried} of {num_kinds} have run here, with {versions}: {num_trained} of them train in full. Those that have not are
-{untried}. A cell `-` has not run, or is not a cell of an encoder-decoder.
+that continues texts (`AutoModelForImageTextToText`), on one process, with the same checks, and the loss of an evaluation beside
+that of plain transformers: tiny models that plain transformers must run first.
+{num_tried} of {num_kinds} have run, with {versions}; {num_trained} train in full. Not run: {untried}.
+A cell `-` has not run, or is not a cell of an encoder-decoder.
 """
 OTHERS_HEADER = """Not for text rows, and so not here: {others}.
 """
