@@ -67,8 +67,8 @@ CPU processes under FSDP2, and fails if one neither passes nor is refused for on
 
 A cell says **yes** if a tiny random model of the family, in fp32:
 
-- trains three steps, whose losses are to 1e-5 those of plain transformers (with LoRA also peft) on one process, a row at a time in
-  fp64;
+- trains three steps, whose losses are to 1e-5 those of plain transformers (with LoRA also peft) on one process, a row at a time
+  in fp64;
 - repeats the third step from the checkpoint after the second, bit for bit;
 - is exported, and plain transformers (with LoRA also peft) loads the export with the same logits, to 1e-4 of the largest.
 
@@ -77,8 +77,8 @@ in NF4 codes (`adapter.base_dtype: nf4`), compared with a plain model of the cod
 quantized here (`adapter.experts`: [adapters on experts](configuration.md#adapters-on-a-mixture-of-experts)).
 **packed** puts several rows into one sequence (`data.packing: true`). [Guarantees](guarantees.md) names more families.
 """
-NOTES = """ProphetNet needs `disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its outputs depend
-on the padding.
+NOTES = """ProphetNet needs `disable_ngram_loss: true` in its `config.json`, and its cells take one row at a time, because its
+outputs depend on the padding.
 """
 
 
