@@ -78,7 +78,7 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
     # By class: those that the YAML names, else the repeated blocks.
     existing = _class_names(model)
     named = [name for name in plugin.transformer_cls_names_to_wrap or [] if name not in ("", "None")]
-    blocks = _outermost(model, lambda module: type(module).__name__ in named) if named else repeated_blocks(model)
+    blocks = _outermost(model, lambda module: type(module).__name__ in named) if named else _untied(model, repeated_blocks(model))
     if (missing := [name for name in named if name not in existing]) or not blocks:
         what = f"no repeated block found in {type(model).__name__}: name one in fsdp_transformer_layer_cls_to_wrap"
         if missing:
@@ -99,6 +99,16 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
             )
     towers = find_towers(model)
     return _beside(blocks, towers) | towers
+
+
+def _untied(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks without the classes whose blocks share weights with others (Zamba's hybrid layers): blocks inside those count
+    instead, and what is shared stays with the root."""
+    sharing = {owner for names in aliases(model).values() if len(owners := _owners(names, blocks)) > 1 for owner in owners}
+    if not (tied := {type(blocks[name]).__name__ for name in sharing if name}):
+        return blocks
+    classes = {type(block).__name__ for block in blocks.values()} - tied
+    return _outermost(model, lambda module: type(module).__name__ in classes) or blocks
 
 
 def find_towers(model: Any) -> dict[str, nn.Module]:

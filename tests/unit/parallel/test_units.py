@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.families.kinds import tiny_config
 from tests.support.adapter_models import with_adapter
@@ -50,6 +57,16 @@ def test_blocks_come_from_the_model_where_the_yaml_names_none_and_are_inferred_e
         t5._no_split_modules = classes
         blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), t5)
         assert sorted(blocks) == [f"{side}.block.{i}" for side in ("decoder", "encoder") for i in range(2)]
+
+
+def test_layers_that_share_weights_with_each_other_are_no_units_but_the_blocks_inside_them_are() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("zamba2"))
+    blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model)
+    check_ties(model, build_units(model, blocks))
+    hybrid = [kind == "hybrid" for kind in model.config.layers_block_type]
+    assert list(blocks) == [f"model.layers.{place}{'.mamba_decoder' * is_hybrid}" for place, is_hybrid in enumerate(hybrid)]
+    assert sum(hybrid) > 1
 
 
 A_UNIT = "makes lm_head a shard unit of its own, but the loss calls it once for each chunk"
