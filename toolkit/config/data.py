@@ -67,15 +67,10 @@ class OneSource(_Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(OneSource):
-    """Which rows to read, and how to tokenize them."""
+class _Seq2SeqData(OneSource):
+    """What the sections of encoder-decoders share. Of a pair of answers the prompt is the source, and each answer a target."""
 
-    objective = "seq2seq"
     source: str = stated("", path="named")
-    source_column: str | None = None
-    """Column with the text to summarize. If unset, the source's own column, else `source`."""
-    target_column: str | None = None
-    """Column with the summary. If unset, the source's own column, else `target`."""
     prefix: str = ""
     """Text to put before every source, as in `summarize: `."""
     source_language: str | None = None
@@ -86,6 +81,17 @@ class DataConfig(OneSource):
     """Maximum tokens per source. Longer sources are truncated, and the number is printed."""
     max_target_length_tokens: PositiveInt = 150  # type: ignore[valid-type]
     """Maximum tokens per target. Longer targets are truncated, and the number is printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_Seq2SeqData):
+    """Which rows to read, and how to tokenize them."""
+
+    objective = "seq2seq"
+    source_column: str | None = None
+    """Column with the text to summarize. If unset, the source's own column, else `source`."""
+    target_column: str | None = None
+    """Column with the summary. If unset, the source's own column, else `target`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +106,30 @@ class MixEntry(_Rows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMDataConfig(_Data):
-    """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
+class _CausalData(_Data):
+    """What the sections of causal models share."""
 
-    objective = "causal"
     source: str | None = stated(None, path="named")
     mix: list[MixEntry] = stated(default_factory=list, path="entries")
     """List of weighted sources, instead of `source` and `files`."""
+    chat_template: str | None = stated(None, path="path")
+    """Jinja chat template, or a file with one. If unset, the tokenizer's own."""
+    max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
+    """Maximum tokens per row, and length of packed rows; of a pair, of the prompt with one answer, and packed rows have twice as
+    many. Longer plain text is split into several rows and loses no token; longer chats, completions and answers are truncated at
+    their end, and the share of tokens lost is printed."""
+    packing: bool | Literal["auto"] = "auto"
+    """Pack several rows of a step into one row of the tensors. They do not attend to each other, so the result is the same
+    as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (GPT-1, DeepSeek V4)."""
+    bucket_by_length: bool | None = None
+    """Group rows of similar length into steps instead of drawing them at random. If unset, true without packing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMDataConfig(_CausalData):
+    """Which rows to read (chats, prompts with completions, or plain text), and how to tokenize them."""
+
+    objective = "causal"
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = stated("auto", resume=True)
     """How rows are read: `messages` (a chat), `sharegpt` (`conversations` of `from` and `value`), `alpaca` (`instruction`,
     `input`, `output`, `system`, `history`), `prompt_completion` or `text`. `auto` goes by the names of the columns; if two
@@ -120,30 +143,17 @@ class LLMDataConfig(_Data):
     """Column with the completion. If unset, `completion` if there is one."""
     text_column: str | None = None
     """Column with plain text. If unset, `text` if there is one."""
-    chat_template: str | None = stated(None, path="path")
-    """Jinja chat template, or a file with one. If unset, the tokenizer's own."""
     loss_on: Literal["completions", "all"] = "completions"
     """Tokens that the loss counts: completions only (every assistant turn without `"weight": 0` or `"train": false`), or all.
     Every token of plain text counts."""
-    max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
-    """Maximum tokens per row, and length of packed rows. Longer plain text is split into several rows and loses no token; longer
-    chats and completions are truncated at their end, and the share of tokens lost is printed."""
-    packing: bool | Literal["auto"] = "auto"
-    """Pack several rows of a step into one row of the tensors. They do not attend to each other, so the result is the same
-    as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (GPT-1, DeepSeek V4)."""
-    bucket_by_length: bool | None = None
-    """Group rows of similar length into steps instead of drawing them at random. If unset, true without packing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceDataConfig(_Data):
+class PreferenceDataConfig(_CausalData):
     """Which pairs of answers to read, and how to tokenize them."""
 
     objective = "preference"
     format, loss_on, messages_column, completion_column, text_column = "auto", "completions", None, None, None
-    source: str | None = stated(None, path="named")
-    mix: list[MixEntry] = stated(default_factory=list, path="entries")
-    """List of weighted sources, instead of `source` and `files`."""
     prompt_column: str | None = None
     """Column with the prompt, a text or a list of messages. If unset, `prompt` if there is one; else what both answers begin with
     is the prompt."""
@@ -151,37 +161,16 @@ class PreferenceDataConfig(_Data):
     """Column with the better answer, a text or a list of messages. If unset, `chosen`."""
     rejected_column: str | None = None
     """Column with the worse answer. If unset, `rejected`."""
-    chat_template: str | None = stated(None, path="path")
-    """Jinja chat template, or a file with one. If unset, the tokenizer's own."""
-    max_length_tokens: PositiveInt = 1024  # type: ignore[valid-type]
-    """Maximum tokens of a prompt with one answer; packed rows have twice as many. Both answers are truncated at their end, and
-    the share of tokens lost is printed."""
-    packing: bool | Literal["auto"] = "auto"
-    """Pack several pairs of a step into one row of the tensors. Their answers do not attend to each other, so the result is the
-    same as without packing. `auto` packs unless the model's masks cannot keep packed rows apart (GPT-1, DeepSeek V4)."""
-    bucket_by_length: bool | None = None
-    """Group pairs of similar length into steps instead of drawing them at random. If unset, true without packing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seq2SeqPreferenceDataConfig(OneSource):
+class Seq2SeqPreferenceDataConfig(_Seq2SeqData):
     """Which pairs of answers to read, and how to tokenize them for an encoder-decoder."""
 
     objective = "preference_seq2seq"
-    source: str = stated("", path="named")
     prompt_column: str | None = None
     """Column with the text that is encoded. If unset, `prompt` if there is one; else what both answers begin with is it."""
     chosen_column: str | None = None
     """Column with the better target. If unset, `chosen`."""
     rejected_column: str | None = None
     """Column with the worse target. If unset, `rejected`."""
-    prefix: str = ""
-    """Text to put before every prompt, as in `summarize: `."""
-    source_language: str | None = None
-    """Source language, as the tokenizer of a translation model names it (`eng_Latn`). If unset, the tokenizer's own."""
-    target_language: str | None = None
-    """Target language. Generated texts begin with its token."""
-    max_source_length_tokens: PositiveInt = 512  # type: ignore[valid-type]
-    """Maximum tokens per prompt. Longer prompts are truncated, and the number is printed."""
-    max_target_length_tokens: PositiveInt = 150  # type: ignore[valid-type]
-    """Maximum tokens of each answer. Both are truncated at their end, and the number is printed."""

@@ -141,6 +141,10 @@ class Objective:
         columns = rows.with_format("numpy")
         return dict(zip(self.limits, self.lengths(columns["num_tokens"][:], columns["num_label_tokens"][:]), strict=True))
 
+    def documents(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The features of each of a row's `num_documents`."""
+        return [row]
+
     def computed_lengths(self, rows: Dataset) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of each text that a row of `build_row` is computed as: tokens and labels, or source and target tokens, of all rows."""
         return [(next(iter(self.side_lengths(rows).values())), rows.with_format("numpy")["num_label_tokens"][:])]

@@ -10,9 +10,8 @@ Shapes: `P` pairs, with the chosen answer before the rejected one where a 2 foll
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -40,11 +39,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from toolkit.config.load import RecipeConfig
-    from toolkit.data.tokens.prepare import TokenizedRows
-    from toolkit.evaluation.rows import EvaluationRows
     from toolkit.parallel.wrap import ShardedModel
 
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+
+_TOKENS = ("input_ids", "labels")
+_SUMS = ("num_tokens", "num_given_tokens", "num_lost_tokens", "num_lost_target_tokens", "num_unknown_target_tokens")
+_OF_BOTH: dict[str, Callable[[tuple[Any, Any]], Any]] = {
+    **dict.fromkeys(_SUMS, sum),
+    **dict.fromkeys(("odd", "is_endless"), lambda pair: pair[0] or pair[1]),
+    "held": lambda pair: "\0".join(filter(None, pair)),
+    "omitted": lambda pair: ", ".join(filter(None, dict.fromkeys(pair))),
+    "stop_token_ids": lambda pair: sorted({*pair[0], *pair[1]}),
+}
+"""What a column of a pair is, of those of its answers."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class PairCollator(CausalCollator):
             Also what `of_answers` adds.
         """
         pairs = [pair for pack in packs for pair in pack]
-        documents = [[document for pair in pack for document in split_pair(pair)] for pack in packs]
+        documents = [[document for pair in pack for document in documents_of(pair, _TOKENS)] for pack in packs]
         if not self.one_row and len(pairs) == len(packs):
             documents = [[document] for pack in documents for document in pack]
         batch = super().collate(documents, is_dummy=is_dummy)
@@ -72,22 +80,17 @@ def of_answers(batch: Batch, pairs: list[Row], reference: Reference) -> Batch:
     """The batch of both answers of each pair (none in a dummy), with `answer_tokens` N, the tokens at `label_positions`;
     `answer_lengths`, a list of 2P counts of them; and `labels`, what counts: the pairs, by the reference's log-probabilities P2
     fp32, zeros where they are not known."""
-    answers = [part for pair in pairs for part in split(pair["labels"], pair)]
-    lengths = [int(np.count_nonzero(np.asarray(labels) != IGNORED_LABEL)) for labels in answers]
+    answers = [np.asarray(answer["labels"]) for pair in pairs for answer in documents_of(pair, ("labels",))]
+    lengths = [int(np.count_nonzero(labels != IGNORED_LABEL)) for labels in answers]
     known = {"labels": torch.from_numpy(reference.of_pairs(pairs)), "answer_lengths": lengths}
     return {**batch, "answer_tokens": batch["labels"], **known}
 
 
-def split(values: Any, pair: Row) -> tuple[Any, Any]:
-    """The chosen and the rejected answer's part of what a pair has for both."""
+def documents_of(pair: Row, names: tuple[str, ...]) -> list[Row]:
+    """The chosen and the rejected document of a pair, as rows of a model of texts; `names` are the columns that have the tokens
+    of both, one after the other."""
     place = pair["num_chosen_tokens"]
-    return values[:place], values[place:]
-
-
-def split_pair(pair: Row) -> list[Row]:
-    """The two documents of a pair, as rows of a causal model."""
-    ids, labels = (split(pair[name], pair) for name in ("input_ids", "labels"))
-    return [{"input_ids": ids[place], "labels": labels[place]} for place in (0, 1)]
+    return [pair | {name: pair[name][part] for name in names} for part in (slice(place), slice(place, None))]
 
 
 class Pairs(Objective):
@@ -99,7 +102,11 @@ class Pairs(Objective):
     num_documents = 2
     default_dropout = 0.0
 
+    both_tokens: ClassVar[tuple[str, ...]] = _TOKENS
+    """Columns that have the tokens of both answers, one after the other; the last one's are those that count."""
+
     choose_columns = staticmethod(choose_preference_columns)
+    complete_evaluation = know_reference
 
     def __init__(self, config: RecipeConfig | None = None) -> None:
         self.settings: PreferenceLossConfig = getattr(config, "preference", PreferenceLossConfig())
@@ -119,6 +126,44 @@ class Pairs(Objective):
 
     def list_settings(self, config: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         return super().list_settings(config, tokenizer) | {"pairs": 2}  # of these columns
+
+    def tokenize(  # type: ignore[override]
+        self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: Any, origins: list[tuple[str, int]]
+    ) -> dict[str, list]:
+        """As the answers' base, of both: their tokens one after the other, and what else holds for both."""
+        others = [
+            (None, other) if chat else (other, None) for chat, other in zip(rows["messages"], rows["rejected"], strict=True)
+        ]
+        answers = rows, rows | dict(zip(("completion", "messages"), map(list, zip(*others, strict=True)), strict=True))
+        chosen, rejected = (super(Pairs, self).tokenize(each, tokenizer, config, origins) for each in answers)
+        both = {name: list(zip(values, rejected[name], strict=True)) for name, values in chosen.items()}
+        counts, tokens = both["num_label_tokens"], both[self.both_tokens[0]]
+        return chosen | {
+            **{name: [np.concatenate(pair) for pair in both[name]] for name in self.both_tokens},
+            **{name: list(map(of_both, both[name])) for name, of_both in _OF_BOTH.items() if name in both},
+            "num_label_tokens": [int(all(nums) and not np.array_equal(*pair)) for nums, pair in zip(counts, tokens, strict=True)],
+            "num_chosen_tokens": [len(first) for first, _ in tokens],
+            "num_document_tokens": [max(map(len, pair)) for pair in tokens],
+            "num_answer_tokens": [sum(nums) for nums in counts],
+        }
+
+    def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
+        if model_config.is_encoder_decoder != bool(self.label_side):
+            what = f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, "
+            what += "not an encoder-decoder" if self.label_side else "an encoder-decoder"
+            other = "dpo" if self.label_side else "dpo_t5"
+            raise UserError(f"{what}: start recipes/{other}.py, or write recipe: {other}")
+        super().check_model_config(model_config, config)
+
+    def show_texts(self, example: Example, tokenizer: Any, config: Any, where: str) -> dict[str, str]:
+        other: Any = {"completion" if example.messages is None else "messages": example.rejected}
+        answers = example, dataclasses.replace(example, **other)
+        texts, rejected = (super(Pairs, self).show_texts(answer, tokenizer, config, where) for answer in answers)
+        side = [*self.limits][-1]
+        return texts | {side: f"chosen:\n{texts[side]}\nrejected:\n{rejected[side]}"}
+
+    def documents(self, row: Row) -> list[Row]:
+        return documents_of(row, self.both_tokens)
 
     def report(
         self, tokenized: Dataset, config: Any, name: str, origins: list[tuple[str, int]]
@@ -170,23 +215,6 @@ class Pairs(Objective):
         logps_P2 = torch.stack([part.sum() for part in logps_N.split(lengths)]).view(-1, 2)
         return Answers(logps_P2, reference_P2, torch.tensor(lengths, dtype=torch.float32).to(logps_P2.device).view(-1, 2))
 
-    # --- The reference.
-
-    def complete_evaluation(
-        self,
-        config: RecipeConfig,
-        sharded: ShardedModel,
-        rows: TokenizedRows,
-        evaluation: EvaluationRows,
-        folder: Path,
-        goes_on: bool,
-    ) -> EvaluationRows:
-        """With the reference's log-probabilities, if the loss has one."""
-        if self.settings.loss in WITHOUT_REFERENCE:
-            return evaluation
-        known: Any = config
-        return know_reference(self, known, sharded, rows, evaluation, folder, goes_on)
-
 
 class Preference(Pairs, Causal):
     """The better of two answers by a causal model."""
@@ -194,42 +222,6 @@ class Preference(Pairs, Causal):
     name = "preference"
     kind = "a causal model, of pairs of answers"
     counts_tokens = False
-
-    # --- From the columns of a row to features.
-
-    def tokenize(  # type: ignore[override]
-        self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: Any, origins: list[tuple[str, int]]
-    ) -> dict[str, list]:
-        """As `causal.tokenize`, of both answers: their tokens one after the other, and what else holds for both."""
-        is_chat = [messages is not None for messages in rows["messages"]]
-        others = {
-            "completion": [None if chat else text for chat, text in zip(is_chat, rows["rejected"], strict=True)],
-            "messages": [text if chat else None for chat, text in zip(is_chat, rows["rejected"], strict=True)],
-        }
-        chosen, rejected = (causal.tokenize(answers, tokenizer, config, origins) for answers in (rows, rows | others))
-        both = {name: list(zip(values, rejected[name], strict=True)) for name, values in chosen.items()}
-        ids, lost = both["input_ids"], both["num_label_tokens"]
-        return chosen | {
-            **{name: [np.concatenate(pair) for pair in both[name]] for name in ("input_ids", "labels")},
-            **{name: [sum(pair) for pair in both[name]] for name in ("num_tokens", "num_given_tokens", "num_lost_tokens")},
-            "num_label_tokens": [int(all(counts) and not np.array_equal(*pair)) for counts, pair in zip(lost, ids, strict=True)],
-            "num_chosen_tokens": [len(first) for first, _ in ids],
-            "num_document_tokens": [max(map(len, pair)) for pair in ids],
-            "num_answer_tokens": [sum(counts) for counts in lost],
-            "odd": [first or second for first, second in both["odd"]],
-            "held": ["\0".join(filter(None, pair)) for pair in both["held"]],
-            "is_endless": [first or second for first, second in both["is_endless"]],
-            "omitted": [", ".join(filter(None, dict.fromkeys(pair))) for pair in both["omitted"]],
-            "stop_token_ids": [sorted({*first, *second}) for first, second in both["stop_token_ids"]],
-        }
-
-    def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
-        if model_config.is_encoder_decoder:
-            what = f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, an encoder-decoder"
-            raise UserError(f"{what}: start recipes/dpo_t5.py, or write recipe: dpo_t5")
-        super().check_model_config(model_config, config)
-
-    # --- From features to the loss.
 
     def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
         return PairCollator(pad_token_id, one_row=attends_by_document(model))
@@ -249,10 +241,3 @@ class Preference(Pairs, Causal):
     def check_model(self, sharded: ShardedModel, collator: Any, config: RecipeConfig) -> None:
         plain = CausalCollator(collator.pad_token_id, one_row=collator.one_row)
         check_causal_model(sharded, plain, packing=config.packs)
-
-    def show_texts(self, example: Example, tokenizer: Any, config: Any, where: str) -> dict[str, str]:
-        is_chat = example.messages is not None
-        other: Any = {"messages": example.rejected} if is_chat else {"completion": example.rejected}
-        answers = example, dataclasses.replace(example, **other)
-        chosen, rejected = (super(Preference, self).show_texts(answer, tokenizer, config, where)["row"] for answer in answers)
-        return {"row": f"chosen:\n{chosen}\nrejected:\n{rejected}"}

@@ -5,27 +5,22 @@ Shapes: `P` pairs, `S` source positions, `T` target positions; both targets of a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from toolkit.config.schema import ModelConfig
 from toolkit.data.collate import Batch, Collator, Row, SummarizationCollator
-from toolkit.data.rows.columns import choose_preference_columns
-from toolkit.data.rows.example import Example
-from toolkit.data.tokens import seq2seq
 from toolkit.data.tokens.causal import locate
 from toolkit.errors import UserError
-from toolkit.objectives.preference import Pairs, of_answers, split
+from toolkit.objectives.preference import Pairs, documents_of, of_answers
 from toolkit.objectives.reference import Reference
 from toolkit.objectives.seq2seq import Seq2Seq
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from toolkit.config.load import RecipeConfig
     from toolkit.parallel.wrap import ShardedModel
@@ -42,7 +37,7 @@ class SourcePairCollator(SummarizationCollator):
         """As `SummarizationCollator.collate`, and what `of_answers` adds; `input_ids` and `attention_mask` PS, the decoder's
         inputs 2P, T."""
         pairs = [pair for pack in packs for pair in pack]
-        targets = [pair | {"labels": labels} for pair in pairs for labels in split(pair["labels"], pair)]
+        targets = [target for pair in pairs for target in documents_of(pair, ("labels",))]
         batch = super().collate([[target] for target in targets], is_dummy=is_dummy)
         batch |= {name: batch[name][::2] for name in ("input_ids", "attention_mask") if name in batch}
         return of_answers(batch, [] if is_dummy else pairs, self.reference)
@@ -62,34 +57,19 @@ class Seq2SeqPreference(Pairs, Seq2Seq):
     name = "preference_seq2seq"
     kind = "an encoder-decoder, of pairs of answers"
 
-    choose_columns = staticmethod(choose_preference_columns)
-
-    # --- From the columns of a row to features.
+    both_tokens = ("labels",)
 
     def tokenize(  # type: ignore[override]
         self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: Any, origins: list[tuple[str, int]]
     ) -> dict[str, list]:
-        """As `seq2seq.tokenize`, of both targets: their tokens one after the other, and what else holds for both."""
+        """As of both targets, with the source once."""
         chats = [row_id for row_id, messages in zip(rows["row_id"], rows["messages"], strict=True) if messages is not None]
         if chats:
             where = locate(chats[0], origins)
             raise UserError(f"{where}: a pair of lists of messages, and an encoder-decoder takes texts: give texts")
-        answers = rows, rows | {"completion": rows["rejected"]}
-        chosen, rejected = (seq2seq.tokenize(each, tokenizer, config, origins) for each in answers)
-        both = {name: list(zip(values, rejected[name], strict=True)) for name, values in chosen.items()}
-        targets, lengths = both["labels"], both["num_label_tokens"]
-        sums = ("num_lost_target_tokens", "num_unknown_target_tokens")
-        return chosen | {
-            "labels": [[*first, *second] for first, second in targets],
-            "num_tokens": [num + second for num, (_, second) in zip(chosen["num_tokens"], lengths, strict=True)],
-            "num_label_tokens": [int(first != second) for first, second in targets],
-            "num_chosen_tokens": [first for first, _ in lengths],
-            "num_document_tokens": [max(pair) for pair in lengths],
-            "num_answer_tokens": [sum(pair) for pair in lengths],
-            **{name: [sum(pair) for pair in both[name]] for name in sums},
-            "odd": [first or second for first, second in both["odd"]],
-            "held": ["\0".join(filter(None, pair)) for pair in both["held"]],
-        }
+        columns = super().tokenize(rows, tokenizer, config, origins)
+        once = zip(columns["num_tokens"], columns["input_ids"], strict=True)
+        return columns | {"num_tokens": [num - len(source) for num, source in once]}
 
     def side_lengths(self, rows: Dataset) -> dict[str, np.ndarray]:
         columns = rows.with_format("numpy")
@@ -101,14 +81,6 @@ class Seq2SeqPreference(Pairs, Seq2Seq):
         chosen = columns["num_chosen_tokens"][:]
         return [(sources, chosen), (sources, columns["num_answer_tokens"][:] - chosen)]
 
-    def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
-        if not model_config.is_encoder_decoder:
-            what = f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, not an encoder-decoder"
-            raise UserError(f"{what}: start recipes/dpo.py, or write recipe: dpo")
-        super().check_model_config(model_config, config)
-
-    # --- From features to the loss.
-
     def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
         of_one: Any = super().build_collator(model, pad_token_id)
         return SourcePairCollator(of_one.pad_token_id, of_one.decoder_start_token_id, of_one.own_shift)
@@ -119,8 +91,3 @@ class Seq2SeqPreference(Pairs, Seq2Seq):
 
     def check_model(self, sharded: ShardedModel, collator: Any, config: RecipeConfig) -> None:
         super().check_model(sharded, collator.plain(), config)
-
-    def show_texts(self, example: Example, tokenizer: Any, config: Any, where: str) -> dict[str, str]:
-        texts = super().show_texts(example, tokenizer, config, where)
-        rejected = super().show_texts(dataclasses.replace(example, completion=example.rejected), tokenizer, config, where)  # type: ignore[arg-type]
-        return texts | {"target": f"chosen:\n{texts['target']}\nrejected:\n{rejected['target']}"}

@@ -19,14 +19,17 @@ from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.data.collate import Row, move_to
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks, on_rank_0, rank, world_size
+from toolkit.distributed.progress import Phase
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError, refusal_named
 from toolkit.files.durable import give_usual_mode, written_beside
+from toolkit.launch.accelerator import frozen_dtype
 from toolkit.models.config import load_model_config
 from toolkit.models.load import build_skeleton, num_token_embeddings
 from toolkit.models.tensor_reader import hash_readers
 from toolkit.models.weights import complete_readers, open_weights
+from toolkit.objectives.preference_losses import WITHOUT_REFERENCE
 from toolkit.parallel.gather import evaluation_model
 from toolkit.parallel.wrap import shard_model
 
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset
 
-    from toolkit.config.schema import PreferenceConfig, Seq2SeqPreferenceConfig
     from toolkit.data.tokens.prepare import TokenizedRows
     from toolkit.evaluation.rows import EvaluationRows
     from toolkit.parallel.wrap import ShardedModel
@@ -59,19 +61,18 @@ class Reference:
 
 def know_reference(
     objective: Any,
-    config: PreferenceConfig | Seq2SeqPreferenceConfig,
+    config: Any,
     sharded: ShardedModel,
     rows: TokenizedRows,
     evaluation: EvaluationRows,
     folder: Path,
     goes_on: bool,
 ) -> EvaluationRows:
-    """Put the reference's log-probabilities into the collator: those that the run folder keeps, else those of
-    `preference.reference`, or of the model as it starts, dropout off. Collective.
-
-    Args:
-        objective: of pairs, as `preference.Pairs`.
-    """
+    """`Objective.complete_evaluation` of `preference.Pairs`: the reference's log-probabilities, if the loss has one, in the
+    collator. Those that the run folder keeps, else those of `preference.reference`, or of the model as it starts, dropout off.
+    Collective."""
+    if objective.settings.loss in WITHOUT_REFERENCE:
+        return evaluation
     digest = hashlib.sha256(json.dumps([rows.fingerprint, evaluation.fingerprint]).encode()).hexdigest()
     path = folder / REFERENCE_FILE
     known = on_all_ranks(lambda: _read_reference(path, digest)) if goes_on else None
@@ -84,8 +85,10 @@ def know_reference(
         about = {"rows": digest}
         if config.preference.reference:  # beside the model, which has neither gradients nor moments yet
             sharded, about["weights"] = _load(config, objective, sharded.accelerator, rows)
-        split = rows.train, evaluation.rows
-        parts = [log_probabilities(objective, sharded, part, evaluation.collator, config.eval) for part in split]
+        splits = {"training": rows.train, "evaluation": evaluation.rows}
+        parts = [
+            log_probabilities(objective, sharded, part, name, evaluation.collator, config.eval) for name, part in splits.items()
+        ]
         ids, values_R2 = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         order = np.argsort(ids, kind="stable")
         known = Reference(ids[order], values_R2[order])
@@ -94,10 +97,9 @@ def know_reference(
     return dataclasses.replace(evaluation, collator=collator)
 
 
-def _load(
-    config: PreferenceConfig | Seq2SeqPreferenceConfig, objective: Any, accelerator: Accelerator, rows: TokenizedRows
-) -> tuple[ShardedModel, str]:
-    """The model of `preference.reference`, sharded as the trained one, and a hash of its weights. Collective."""
+def _load(config: Any, objective: Any, accelerator: Accelerator, rows: TokenizedRows) -> tuple[ShardedModel, str]:
+    """The model of `preference.reference`, sharded as the trained one, in the dtype of frozen weights, and a hash of these.
+    Collective."""
     name, options = str(config.preference.reference), config.model
     model = ModelConfig(
         name_or_path=name, trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation
@@ -112,15 +114,16 @@ def _load(
             raise UserError(f"{what}, so its log-probabilities would be of other tokens: give a model with the same one")
 
     on_all_ranks(check_tokenizer)
-    built, weights = open_weights(model, model_config, objective, skeleton, torch.float32)
+    dtype = frozen_dtype(accelerator, options.frozen_dtype, has_adapter=True)
+    built, weights = open_weights(model, model_config, objective, skeleton, dtype)
     readers = complete_readers(built, weights, AdapterConfig(), model, seed=0)
-    hashes = hash_readers(readers, dict.fromkeys(readers, torch.float32))
+    hashes = hash_readers(readers, dict.fromkeys(readers, dtype))
     return shard_model(accelerator, built, readers), hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
 @torch.no_grad()
 def log_probabilities(
-    objective: Any, sharded: ShardedModel, rows: Dataset, collator: Any, config: Any
+    objective: Any, sharded: ShardedModel, rows: Dataset, name: str, collator: Any, config: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The row ids of all pairs, (R,), and the log-probabilities of their answers, R2 fp32. Collective.
 
@@ -131,7 +134,8 @@ def log_probabilities(
     batches = [order[first : first + size].tolist() for first in range(0, len(order), size)]
     batches += [[]] * (-len(batches) % world_size())
     found: list[tuple[list[int], np.ndarray]] = []
-    with random_state_kept(), evaluation_model(sharded, config.unshard) as (model, in_step):
+    doing = Phase(f"computing the reference of {name} pairs", len(rows), "pairs")
+    with doing, random_state_kept(), evaluation_model(sharded, config.unshard) as (model, in_step):
         for indices in batches[rank() :: world_size()]:
             enter_phase("computing the reference")
             if not indices and not in_step:
@@ -140,6 +144,7 @@ def log_probabilities(
             answers = objective.answers_of(model, move_to(sharded.accelerator.device, batch))
             if indices:
                 found.append(([rows[i]["row_id"] for i in indices], answers.logps_P2.float().cpu().numpy()))
+                doing.add(len(indices) * world_size())
     parts = [part for of_rank in gather_objects(found) for part in of_rank]
     ids = np.array([row_id for row_ids, _ in parts for row_id in row_ids], dtype=np.int64)
     return ids, np.concatenate([values for _, values in parts]) if parts else np.zeros((0, 2), dtype=np.float32)

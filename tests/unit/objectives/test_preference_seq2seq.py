@@ -91,7 +91,7 @@ def test_rows_hold_both_targets_and_what_is_cut_or_equal_is_said(tmp_path: Any) 
         answers = [texts[name][place] for name in ("completion", "rejected")]
         ids = [tokenizer(text_target=text, truncation=True, max_length=4)["input_ids"] for text in answers]
         source = tokenizer("say: " + texts["prompt"][place], truncation=True, max_length=8)["input_ids"]
-        assert columns["labels"][place] == ids[0] + ids[1] and columns["input_ids"][place] == source
+        assert list(columns["labels"][place]) == ids[0] + ids[1] and columns["input_ids"][place] == source
         assert columns["num_chosen_tokens"][place] == len(ids[0]) and columns["num_label_tokens"][place] == 1
         assert columns["num_tokens"][place] == len(source) + len(ids[0]) + len(ids[1])
         assert columns["num_answer_tokens"][place] == len(ids[0]) + len(ids[1])

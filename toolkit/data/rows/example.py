@@ -13,9 +13,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows.columns import KINDS, Columns
-from toolkit.data.rows.instructions import read_alpaca, read_sharegpt
+from toolkit.data.rows.instructions import read_alpaca, read_sharegpt, read_turns
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat, read_tools
-from toolkit.data.rows.pairs import read_pair, read_turns
+from toolkit.data.rows.pairs import read_pair
 from toolkit.data.sources.row import check_text, is_nan, read_optional_text
 from toolkit.errors import UserError
 
@@ -106,7 +106,7 @@ def build_example(
             return f"with an empty {what}"
         if is_nan(value):
             return f"with a missing {what} (NA, NaN, None)"
-    if kind.startswith("preference"):
+    if kind in ("prompt", "pair") or kind.startswith("preference"):
         cells = {name: read_turns(value, f"{where}, column {name}") for name, value in cells.items()}
     has_messages = any(isinstance(value, list) for value in cells.values())
     if kind in ("prompt", "pair", "preference", "preference_alone", "preference_beside") and not has_messages:

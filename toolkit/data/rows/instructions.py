@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from toolkit.data.rows.messages import read_chat, read_json, read_list
+from toolkit.data.rows.messages import read_chat, read_json, read_list, refuse_printed
 from toolkit.data.sources.row import check_text, read_optional_text
 from toolkit.errors import UserError
+from toolkit.files.json_lines import DECODER
 
 _ROLES = {
     "user": ("human", "user"),
@@ -40,6 +42,24 @@ def read_sharegpt(
     system = read_optional_text(row, "system", where)
     cells = {column: messages}
     return read_chat(cells, tools, where, system=system, calls_may_be_text=True, for_generation=for_generation)
+
+
+def read_turns(value: Any, where: str) -> Any:
+    """A cell with one or several messages, or ShareGPT's turns, also as JSON text, as a list of messages; others as they are.
+    Messages as Python prints them are a `UserError`."""
+    turns = value
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        refuse_printed(value, where)
+        with suppress(ValueError, RecursionError):
+            turns = DECODER.decode(value)
+    turns = [turns] if isinstance(turns, dict) else turns
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return value
+    if isinstance(value, str) and not all(
+        {"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys() for turn in turns
+    ):
+        return value  # an answer that is JSON
+    return [read_turn(turn, f"{where}, turn {number}") if "from" in turn else turn for number, turn in enumerate(turns, start=1)]
 
 
 def read_turn(turn: Any, where: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ counted, as rows with empty cells are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ _WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 _OTHER_WEIGHTS = {"train_detail", "loss_scale", "mask", "masked"}
 """Keys that say it for parts of a turn, by other numbers, or the other way round."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_PRINTED = re.compile(r"\s*\[?\s*\{'(role|content|from|value)': ")
 
 
 def read_chat(
@@ -185,8 +187,16 @@ def read_list(value: Any, what: str, where: str, remedy: str, *, is_optional: bo
     return value
 
 
+def refuse_printed(text: str, where: str) -> None:
+    """Refuse messages as Python, numpy and pandas print them, which a CSV file of theirs has."""
+    if _PRINTED.match(text) and text.rstrip()[-1] in "]}":
+        remedy = "write the column as JSON, as in df[column].map(lambda cell: json.dumps(list(cell)))"
+        raise UserError(f"{where}: {text!r:.60} are messages as Python prints them: {remedy}")
+
+
 def read_json(text: str, where: str) -> Any:
     """The value of a cell that is JSON text; a `UserError` if it is not."""
+    refuse_printed(text, where)
     try:
         return DECODER.decode(text)
     except (ValueError, RecursionError) as error:

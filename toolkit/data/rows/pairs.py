@@ -5,15 +5,12 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
-from toolkit.data.rows.instructions import read_turn
 from toolkit.data.rows.messages import read_chat
 from toolkit.data.sources.row import check_text
 from toolkit.errors import UserError
-from toolkit.files.json_lines import DECODER
 
 _TURN_OF_TEXT = "\n\nAssistant:"
 """Begins the answers in the texts of HH-RLHF."""
@@ -75,22 +72,6 @@ def read_pair(
             raise UserError(f"{where}: a turn of an answer has weight 0, but answers count as a whole: leave the weight out")
     first, second = (of_answer for of_answer in read if not isinstance(of_answer, str))
     return {**first, "weight_0": [], "rejected": second["messages"]}
-
-
-def read_turns(value: Any, where: str) -> Any:
-    """A cell with one or several messages, or ShareGPT's turns, also as JSON text, as a list of messages; others as they are."""
-    turns = value
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError, RecursionError):
-            turns = DECODER.decode(value)
-    turns = [turns] if isinstance(turns, dict) else turns
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return value
-    if isinstance(value, str) and not all(
-        {"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys() for turn in turns
-    ):
-        return value  # an answer that is JSON
-    return [read_turn(turn, f"{where}, turn {number}") if "from" in turn else turn for number, turn in enumerate(turns, start=1)]
 
 
 def _find_fault(answers: list[Any], names: list[str], is_empty: Any) -> str:

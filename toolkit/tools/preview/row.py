@@ -122,7 +122,8 @@ def view_row(objective: Objective, rows: TokenizedRows, config: Any, model: Mode
         full = {column: values[0] for column, values in columns.items()}
         texts = objective.show_texts(example, rows.tokenizer, config, where)
         if example.messages is not None:
-            turns = _list_turns(example, config.loss_on, full["labels"], len(row["input_ids"]))
+            first, kept = (objective.documents(columns)[0] for columns in (full, row))
+            turns = _list_turns(example, config.loss_on, first["labels"], len(kept["input_ids"]))
     counted = sum(label != IGNORED_LABEL for label in row["labels"])
     return RowView(
         row_id=row_id,
@@ -171,21 +172,29 @@ def _find(splits: TokenizedRows | TextRows, row_id: int) -> tuple[str, dict[str,
 def _build_side(
     objective: Objective, tokenizer: Any, name: str, text: str, row: dict[str, Any], full: dict[str, Any], config: Any
 ) -> Side:
-    """Compare the tokens that are kept, in `row`, with those without a limit, in `full`: what the kept ones leave out is lost."""
+    """Compare the tokens that are kept, in `row`, with those without a limit, in `full`: what the kept ones leave out of a
+    document is lost."""
     column = "labels" if name == objective.label_side else "input_ids"
-    kept, ids = row[column], [int(token) for token in full[column]]
-    counts = [name == objective.label_side] * len(ids)
-    if not objective.label_side:
-        counts = [label != IGNORED_LABEL for label in full["labels"]]
-    # The end token is put back after a cut source or target.
-    start = next((i for i, (ours, other) in enumerate(zip(kept, ids, strict=False)) if ours != other), len(kept))
-    num_lost = len(ids) - len(kept)
-    kinds = [
-        LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT for place, does_count in enumerate(counts)
-    ]
-    tokens = list(zip(kinds, token_texts(tokenizer, ids), strict=True))
-    limit = getattr(config, objective.limits[name])
-    return Side(name=name, text=text, tokens=tokens, num_tokens=len(kept), num_lost=num_lost, limit=limit)
+    tokens, num_kept, num_all = list[Token](), 0, 0
+    documents = [*zip(objective.documents(row), objective.documents(full), strict=True)]
+    documents = documents[:1] if objective.label_side not in ("", name) else documents  # a source is there once
+    for kept, given in documents:
+        ids = [int(token) for token in given[column]]
+        counts = [label != IGNORED_LABEL for label in given["labels"]]
+        if objective.label_side:
+            counts = [name == objective.label_side] * len(ids)
+        # The end token is put back after a cut source or target.
+        both = enumerate(zip(kept[column], ids, strict=False))
+        start = next((i for i, (ours, other) in both if ours != other), len(kept[column]))
+        num_lost = len(ids) - len(kept[column])
+        kinds = [
+            LOST if start <= place < start + num_lost else LOSS if does_count else CONTEXT
+            for place, does_count in enumerate(counts)
+        ]
+        tokens += zip(kinds, token_texts(tokenizer, ids), strict=True)
+        num_kept, num_all = num_kept + len(kept[column]), num_all + len(ids)
+    limit = len(documents) * getattr(config, objective.limits[name])
+    return Side(name=name, text=text, tokens=tokens, num_tokens=num_kept, num_lost=num_all - num_kept, limit=limit)
 
 
 def _list_turns(example: Example, loss_on: str, labels: Sequence[int], num_kept: int) -> list[str]:

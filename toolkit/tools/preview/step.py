@@ -98,25 +98,26 @@ def _view_packs(
     objective: Objective, micro_batch: MicroBatch, batch: Batch, rows: Dataset, row_ids: np.ndarray, rank: int
 ) -> Iterator[Pack]:
     """The packs of a micro-batch, with the padding that its tensors have."""
-    num_rows, width = batch["input_ids"].shape
-    side, target = next(iter(objective.limits)), objective.label_side
+    sides, num_rows = [*objective.limits], len(batch[objective.inputs[-1]])
+    widths = [batch[name].shape[1] for name in objective.inputs]
     for pack in micro_batch.packs:
         parts: list[tuple[str, int]] = []
-        begins = []
+        begins, padding = [], dict.fromkeys(sides, 0)
+        # Documents that are not packed are rows of the tensors, each with padding of its own.
+        is_apart = len(pack) == 1 and num_rows == objective.num_documents * len(micro_batch.packs)
         for row in pack:
             begins.append(len(parts))
-            if target:
-                parts.append((CONTEXT, len(rows[row]["input_ids"])))
-                continue
-            for is_counted, group in itertools.groupby(label != IGNORED_LABEL for label in rows[row]["labels"]):
-                parts.append((LOSS if is_counted else CONTEXT, len(list(group))))
-        num_padding = width - sum(num for _, num in parts) if num_rows == len(micro_batch.packs) else 0
-        padding = {side: num_padding}
-        parts.append((PADDING, num_padding))
-        if target:
-            num_labels = len(rows[pack[0]]["labels"])
-            padding[target] = batch[objective.inputs[-1]].shape[1] - num_labels
-            parts += [(LOSS, num_labels), (PADDING, padding[target])]
+            documents = objective.documents(rows[row])
+            if objective.label_side:
+                parts.append((CONTEXT, len(documents[0]["input_ids"])))
+                _pad(parts, padding, sides[0], widths[0] - parts[-1][1])
+            for document in documents:
+                for is_counted, group in itertools.groupby(label != IGNORED_LABEL for label in document["labels"]):
+                    parts.append((LOSS if is_counted else CONTEXT, len(list(group))))
+                if is_apart:
+                    _pad(parts, padding, sides[-1], widths[-1] - len(document["labels"]))
+        if num_rows == len(micro_batch.packs) and not objective.label_side:
+            _pad(parts, padding, sides[0], widths[0] - sum(num for _, num in parts))
         yield Pack(
             rank=rank,
             micro_batch=micro_batch.index,
@@ -125,6 +126,11 @@ def _view_packs(
             begins=begins,
             padding=padding,
         )
+
+
+def _pad(parts: list[tuple[str, int]], padding: dict[str, int], side: str, num: int) -> None:
+    parts.append((PADDING, num))
+    padding[side] += num
 
 
 def describe_step(step: StepView) -> Iterator[Any]:

@@ -110,6 +110,10 @@ def test_pairs_and_text_are_grouped_by_what_comes_first_and_a_pair_of_message_li
     example = build("pair", prompt=say("hello", "one", "two"), completion=say("x", "three")[1:])
     assert example.messages == say("hello", "one", "two", "three")
     assert (example.first_trained, example.opening) == (3, "hello")
+    as_json = {"prompt": json.dumps(say("hello", "one", "two")), "completion": json.dumps(say("x", "three")[1])}
+    assert build("pair", **as_json) == example  # as CSV files have them
+    of_code = build("pair", prompt="{'role': 'user'} is", completion='[{"a": 1}]')
+    assert (of_code.prompt, of_code.completion) == ("{'role': 'user'} is", '[{"a": 1}]')
 
 
 def test_what_is_stored_is_read_back():
@@ -165,7 +169,8 @@ def answer(**keys):
     ("messages", "sentence"),
     [
         (3, 'column messages: 3 is not a list of messages: write {"role": ..., "content": ...} for each in a list'),
-        ("[{'role': 'user'}]", "column messages: not JSON (Expecting property name"),
+        ("[{role: 'user'}]", "column messages: not JSON (Expecting property name"),
+        (str(say("a", "b")), f"column messages: {str(say('a', 'b'))!r:.60} are messages as Python prints them: write the column"),
         (["hi"], "message 1: 'hi' is not a message"),
         ([{"from": "human", "value": "hi"}], "message 1 has from and value, as ShareGPT's turns do: set data.format sharegpt"),
         ([{"role": "user"}], 'message 1 has no content (its keys: role): write {"role": ..., "content": ...}'),
@@ -209,6 +214,10 @@ def test_chats_that_are_put_together_wrongly_are_refused_by_row_and_message(mess
     ("kind", "cells", "sentence"),
     [
         ("pair", {"q": 3, "a": "b"}, "x, column q: 3 is of type int, not text"),
+        *(
+            (kind, dict.fromkeys(names, " [{'content': 'a',\n 'role': 'user'}\n {'content': nan}]"), f'x, column {names[0]}: " [')
+            for kind, names in (("prompt", "a"), ("pair", "ab"), ("preference", "abc"), ("preference_alone", "ab"))
+        ),  # numpy's, which parquet files are read as
         ("text", {"text": "a\0"}, "x, column text: the text holds a NUL"),
         ("text", {"text": ["a", "b"]}, "x, column text: ['a', 'b'] is of type list, not text: write it as a string"),
         ("seq2seq", {"source": "a", "target": say("x")}, "x, column target: [{'role': 'user', 'content': 'x'}] is of type list"),

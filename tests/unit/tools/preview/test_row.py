@@ -12,7 +12,7 @@ import pytest
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.rows import prepare_rows
 from tests.support.tokenizer_kinds import EXACT_KINDS, draw_text
-from toolkit.config.data import DataConfig, LLMDataConfig
+from toolkit.config.data import DataConfig, LLMDataConfig, PreferenceDataConfig, Seq2SeqPreferenceDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.objectives import built_in
@@ -30,7 +30,8 @@ class Rows:
             tokenizer._tokenizer.post_processor = _ends_texts(tokenizer.eos_token_id)
         tokenizer.save_pretrained(folder / "model")
         self.model = ModelConfig(name_or_path=str(folder / "model"))
-        kind: Any = LLMDataConfig if is_llm else DataConfig
+        is_pair = "rejected" in rows[0]
+        kind: Any = [[DataConfig, LLMDataConfig], [Seq2SeqPreferenceDataConfig, PreferenceDataConfig]][is_pair][is_llm]
         files = {"files": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache")}
         self.config = kind(**{"eval_fraction": 0.0, **files, **settings})
         self.rows: TokenizedRows = prepare_rows(self.config, self.model, 400)
@@ -121,3 +122,22 @@ def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Pa
         assert (first, second, third, end) == (kind, LOST, kind, "</s>")
         assert kept + lost == side.text and side.num_tokens == limit and side.num_lost > 0
     assert list(rows.rows.train[0]["labels"])[-1] == rows.rows.tokenizer.eos_token_id
+
+
+def test_both_answers_of_a_pair_show_what_each_has_lost(tmp_path: Path) -> None:
+    pair = {"prompt": "hello there", "chosen": " thanks welcome four", "rejected": " four welcome thanks"}
+    full = Rows(tmp_path, [pair], True).view(0).sides[0]
+    most = full.num_tokens // 2 - 2
+    (side,) = Rows(tmp_path, [pair], True, max_length_tokens=most).view(0).sides
+    of_one = [CONTEXT, LOSS, LOST]
+    assert [kind for kind, _ in kinds(side.tokens)] == 2 * of_one and side.tokens != full.tokens
+    assert (side.num_tokens, side.num_lost, side.limit) == (2 * most, 4, 2 * most)
+    (tmp_path / "t5").mkdir()
+    source, target = Rows(tmp_path / "t5", [pair], False, max_target_length_tokens=3).view(0).sides
+    assert [kind for kind, _ in kinds(source.tokens)] == [CONTEXT] and source.num_lost == 0
+    assert [kind for kind, _ in kinds(target.tokens)] == [LOSS, LOST, LOSS, LOST, LOSS] and target.num_tokens == target.limit == 6
+
+
+def test_the_turn_of_an_answer_says_how_much_of_it_counts(tmp_path: Path) -> None:
+    pair = {"chosen": say("hello there", "it is four"), "rejected": say("hello there", "welcome")}
+    assert uses(Rows(tmp_path, [pair], True).view(0)) == ["context", "4 tokens count"]

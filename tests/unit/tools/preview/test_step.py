@@ -11,6 +11,8 @@ from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.collate import CausalCollator, SummarizationCollator
 from toolkit.objectives.causal import Causal
+from toolkit.objectives.preference import PairCollator, Preference
+from toolkit.objectives.preference_seq2seq import Seq2SeqPreference, SourcePairCollator
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.tools.preview.step import CONTEXT, LOSS, PADDING, StepView, view_step
 
@@ -32,7 +34,8 @@ def view(rows: Dataset, collator: Any, num_processes: int, **settings: Any) -> S
     columns = rows.with_format("numpy")
     train = TrainConfig(global_batch_size_rows=7, micro_batch_size_rows=2, max_steps=1)
     plan = BatchPlan(columns["num_tokens"][:], columns["num_label_tokens"][:], train, num_processes, **settings)
-    objective = Causal() if isinstance(collator, CausalCollator) else Seq2Seq()
+    kinds = {PairCollator: Preference, SourcePairCollator: Seq2SeqPreference, CausalCollator: Causal}
+    objective: Any = kinds.get(type(collator), Seq2Seq)()
     return view_step(objective, plan, rows, collator, 1)
 
 
@@ -85,3 +88,30 @@ def test_an_encoder_decoder_pads_sources_and_targets() -> None:
             (PADDING, pack.padding["target"]),
         ]
         assert pack.parts == [part for part in expected if part[1]]
+
+
+@pytest.mark.parametrize("of_source", [False, True])
+def test_documents_of_a_pair_are_padded_each_by_itself_unless_they_are_packed(of_source: bool) -> None:
+    answers = [(n, other) for n, other in zip(LENGTHS, LENGTHS[::-1], strict=True)]
+    labels = [[6] * n + [6] * other if of_source else [-100, *[6] * (n - 1), -100, *[6] * (other - 1)] for n, other in answers]
+    ids = [[5] * (4 if of_source else n + other) for n, other in answers]
+    rows = make_rows(ids, labels, [len(row) for row in ids], [1] * 7)
+    rows = rows.add_column("num_chosen_tokens", LENGTHS)
+    collator = SourcePairCollator(0, 0) if of_source else PairCollator(0)
+    step = view(rows, collator, 1)
+    of_step: dict[int, list[Any]] = {}
+    for pack in step.packs:
+        of_step.setdefault(pack.micro_batch, []).append(pack)
+    for packs in of_step.values():
+        width = max(n for pack in packs for n in answers[pack.row_ids[0] - 100])
+        for pack in packs:
+            expected = [(CONTEXT, 4)] if of_source else []
+            for num in answers[pack.row_ids[0] - 100]:
+                expected += [(LOSS, num)] if of_source else [(CONTEXT, 1), (LOSS, num - 1)]
+                expected += [(PADDING, width - num)] if num < width else []
+            assert pack.parts == expected
+            assert [*pack.padding.values()][-1] == sum(num for kind, num in expected if kind == PADDING)
+    if not of_source:
+        packed = view(rows, collator, 1, pack_length_tokens=24).packs
+        assert any(len(pack.row_ids) > 1 for pack in packed)
+        assert all([kind for kind, _ in pack.parts[:4]] == [CONTEXT, LOSS] * 2 for pack in packed)
