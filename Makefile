@@ -1,4 +1,4 @@
-# Commands on a fresh machine: `make t5`, `make llm`, `make moe`, `make test` and `make test-faults`. Everything is installed into $(VENV).
+# Commands on a fresh machine: `make t5`, `make llm`, `make moe`, `make dpo`, `make test` and `make test-faults`. Everything is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
 PYTHONS ?= python3.11 python3.12 python3.13
@@ -13,7 +13,7 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 TRACKERS := tensorboard wandb trackio mlflow
 READERS := lm-eval ctranslate2
 
-.PHONY: t5 llm moe test test-faults test-browser test-slurm test-versions test-container test-transformers4 $(TRACKERS:%=test-%) $(READERS:%=test-%) soak support families bench bench-growth gpu gpu-small check docs clean
+.PHONY: t5 llm moe dpo test test-faults test-browser test-slurm test-versions test-container test-transformers4 $(TRACKERS:%=test-%) $(READERS:%=test-%) soak support families bench bench-growth gpu gpu-small check docs clean
 
 t5: $(VENV)/.installed
 	$(LAUNCH) recipes/t5.py --config recipes/configs/t5_functions.yaml
@@ -29,6 +29,18 @@ llm: $(VENV)/.installed
 # A small mixture of experts from scratch.
 moe: $(VENV)/.installed
 	$(LAUNCH) recipes/llm.py --config recipes/configs/llm_moe.yaml
+
+# From the model of `make llm`, which comes first where it is missing: right lines beside the wrong ones that it has written.
+dpo: $(VENV)/.installed runs/dpo_lines.jsonl
+	$(LAUNCH) recipes/dpo.py --config recipes/configs/dpo_functions.yaml
+
+runs/dpo_lines.jsonl: | runs/llm_functions/merged
+	$(BIN)/python recipes/sources/pairs.py runs/dpo_rows.jsonl
+	$(LAUNCH) -m toolkit generate runs/llm_functions/merged --file runs/dpo_rows.jsonl --column prompt --output $@.part
+	mv $@.part $@
+
+runs/llm_functions/merged:
+	$(MAKE) llm
 
 # The unit tests, a process for each core; then the tests that start ranks, three at a time: ranks that wait for each other leave
 # cores idle. Those that measure GPUs run alone. All of them run; what failed is named at the end.

@@ -8,15 +8,23 @@ A run reads it with `data.source: recipes/sources/pairs.py:load_rows`, in the co
 
     chosen: Takes name and root, returns Font(name=name, exists=True, root=root).
     rejected: Takes name and root, raises KeyError.
+
+Or beside what a model wrote, where it is wrong (`make dpo`): `python recipes/sources/pairs.py FILE` writes rows to generate lines
+for, and `data.source: recipes/sources/pairs.py:load_lines` with `data.files: [FILE, LINES]` reads both.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from pathlib import Path
+from typing import Any
 
 from functions import identify as identify  # the file beside this one
 from functions import read_functions
 
+NUM_TRAINING_ROWS = 4000  # lines for these take two cores a minute
 _PARTS = re.compile(r"(Takes .*?)(, (?:returns|raises) .*)")
 
 
@@ -40,3 +48,35 @@ def build_pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:
                 kept = {name: row[name] for name in ("prompt", "lead_text", "group", "split")}
                 pairs.append(kept | {"chosen": row["target"], "rejected": rejected})
     return pairs
+
+
+def load_lines(config: Any) -> list[dict[str, str]]:
+    """As `load_rows`, of the rows and the model's lines in the two files of `data.files`."""
+    rows, lines = ([json.loads(line) for line in open(file, encoding="utf-8")] for file in config.files)
+    return pair_lines(rows, [line["prediction"] for line in lines])
+
+
+def pair_lines(rows: list[dict[str, str]], lines: list[str]) -> list[dict[str, str]]:
+    """A pair for each function whose line is wrong; in the evaluation split one for each, with a mistake of `build_pairs` where
+    the line is right, so that texts are generated for all."""
+    mistakes = {pair["prompt"]: pair for pair in build_pairs([row for row in rows if row["split"] == "eval"])}
+    pairs = []
+    for row, line in zip(rows, lines, strict=True):
+        if line.strip() != row["target"].strip():
+            kept = {name: row[name] for name in ("prompt", "lead_text", "group", "split")}
+            pairs.append(kept | {"chosen": row["target"], "rejected": line})
+        elif row["prompt"] in mistakes:
+            pairs.append(mistakes[row["prompt"]])
+    return pairs
+
+
+def main() -> None:
+    """Write the rows of `load_lines` into the file that the command names."""
+    rows = read_functions()
+    training = [row for row in rows if row["split"] == "train"][:NUM_TRAINING_ROWS]
+    chosen = training + [row for row in rows if row["split"] == "eval"]
+    Path(sys.argv[1]).write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -71,6 +71,7 @@ RUN_CONFIGS = [
     "llm_moe_lora",
     "llm_100b",
     "dpo",
+    "dpo_functions",
     "dpo_t5",
     "mnist_digits",
 ]
@@ -170,6 +171,20 @@ def test_pairs_config_trains_an_adapter_and_says_how_often_it_prefers_the_chosen
     check_whole_run(workbench, generates=False, exports="adapter_model.safetensors")
     figures = workbench.lines("run", "eval")[-1]
     assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
+
+
+def test_functions_pairs_config_reads_lines_of_a_model_and_generates(llm_workbench: Workbench, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": row["source"], "target": row["target"], "lead_text": "", "group": "", "split": "eval" if n < 9 else "train"}
+        for n, row in enumerate(make_rows(60))
+    ]
+    lines = [{"row": number, "prediction": f"{row['target']}."} for number, row in enumerate(rows, start=1)]
+    files = [str(save_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in (("rows", rows), ("lines", lines))]
+    source = f"{REPOSITORY}/recipes/sources/pairs.py:load_lines"
+    flags = {"data__source": source, "data__files": json.dumps(files), "optim__warmup_steps": 1, "data__eval_fraction": None}
+    workbench = replace(llm_workbench, recipe="dpo")
+    workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo_functions.yaml", model="llama", **flags)
+    check_whole_run(workbench)
 
 
 def test_pairs_config_trains_a_t5_and_generates_beside_the_chosen_answers(workbench: Workbench, tmp_path: Path) -> None:

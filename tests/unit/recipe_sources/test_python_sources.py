@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -248,4 +250,21 @@ def test_a_wrong_line_has_a_part_of_another_functions_and_pairs_stay_in_their_sp
         ("a", lines["a"], "Takes b, returns 1."),
         ("b", lines["b"], "Takes b, returns 3."),
         ("c", lines["c"], "Takes a, returns 3."),
+    ]
+
+
+def test_a_wrong_line_of_a_model_is_beside_the_right_one_and_each_evaluation_row_has_a_pair(tmp_path: Path) -> None:
+    lines = {"a": "Takes a, returns 1.", "b": "Takes b, raises KeyError.", "c": "Takes c, returns 3.", "d": "Takes d, returns 4."}
+    rows = [
+        {"prompt": name, "target": line, "lead_text": "", "group": "", "split": "train" if name < "c" else "eval"}
+        for name, line in lines.items()
+    ]
+    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = [lines["a"] + "\n", "Takes b, returns b.", lines["c"], "Takes d."]
+    (tmp_path / "lines").write_text("".join(json.dumps({"prediction": line}) + "\n" for line in written))
+    made = pairs.load_lines(SimpleNamespace(files=[tmp_path / "rows", tmp_path / "lines"]))
+    assert [(pair["split"], pair["chosen"], pair["rejected"]) for pair in made] == [
+        ("train", lines["b"], "Takes b, returns b."),
+        ("eval", lines["c"], "Takes d, returns 3."),
+        ("eval", lines["d"], "Takes d."),
     ]
