@@ -181,7 +181,7 @@ def test_functions_pairs_config_reads_lines_of_a_model_and_generates(llm_workben
     lines = [{"row": number, "prediction": f"{row['target']}."} for number, row in enumerate(rows, start=1)]
     files = [str(save_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in (("rows", rows), ("lines", lines))]
     source = f"{REPOSITORY}/recipes/sources/pairs.py:load_lines"
-    flags = {"data__source": source, "data__files": json.dumps(files), "optim__warmup_steps": 1, "data__eval_fraction": None}
+    flags = {"data__source": source, "data__files": json.dumps(files), "optim__warmup_steps": 1}
     workbench = replace(llm_workbench, recipe="dpo")
     workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo_functions.yaml", model="llama", **flags)
     check_whole_run(workbench)
