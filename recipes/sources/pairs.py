@@ -52,7 +52,7 @@ def build_pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def load_lines(config: Any) -> list[dict[str, str]]:
     """As `load_rows`, of the rows and the model's lines in the two files of `data.files`."""
-    rows, lines = ([json.loads(line) for line in open(file, encoding="utf-8")] for file in config.files)
+    rows, lines = ([json.loads(line) for line in Path(file).read_bytes().splitlines()] for file in config.files)
     return pair_lines(rows, [line["prediction"] for line in lines])
 
 
