@@ -26,8 +26,8 @@ from toolkit.export.card import Origin, is_hub_id
 from toolkit.export.paths import ExportPaths
 from toolkit.export.run_data import RunData
 from toolkit.models.config import PROCESSOR_FILES
-from toolkit.models.freeze import text_part
 from toolkit.models.generation import list_end_ids
+from toolkit.models.patches.chunked_loss import text_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -30,9 +30,9 @@ from toolkit.export.run_data import cut_check_rows, save_trainer_state
 from toolkit.export.usage import copy_processors, save_usage, set_generation, write_python
 from toolkit.files.durable import give_usual_mode, written_beside
 from toolkit.launch.accelerator import compute_dtype
-from toolkit.models.freeze import text_part
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name, hash_weight
+from toolkit.models.patches.chunked_loss import text_part
 from toolkit.models.quantized import dequantized
 from toolkit.parallel.gather import dequantized_copy, evaluation_model, unsharded_parameters
 from toolkit.parallel.wrap import ShardedModel

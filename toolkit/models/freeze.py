@@ -48,14 +48,6 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         raise UserError(f"model.freeze {patterns} freezes every parameter: leave something to train")
 
 
-def text_part(model: PreTrainedModel) -> str:
-    """The name of the module that texts pass, in a model that has other parts too, as for images; else empty."""
-    if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
-        return ""
-    decoder = model.get_decoder()
-    return next((name for name, module in model.named_modules() if module is decoder), "")
-
-
 def freeze_unreached(skeleton: PreTrainedModel, config: ConfigT) -> ConfigT:
     """`config` with what the logits' loss does not reach in `model.freeze`, and a line that names it. A forward of the user's, or
     a head that predicts no tokens, may be for a loss that reaches more."""

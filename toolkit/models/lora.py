@@ -12,8 +12,9 @@ from toolkit.config.schema import AdapterConfig, ModelConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
-from toolkit.models.freeze import aliases, find_frozen, match_names, text_part
+from toolkit.models.freeze import aliases, find_frozen, match_names
 from toolkit.models.lora_files import base_name, check_fits, find_adapter, read_lora_config
+from toolkit.models.patches.chunked_loss import text_part
 from toolkit.models.quantized import quantize_layers
 
 if TYPE_CHECKING:

@@ -88,7 +88,8 @@ class Causal(Objective):
         at = f",revision={config.model.revision}" if is_adapter and config.model.revision else ""
         pretrained = f"{base},peft={place},tokenizer={place}" if is_adapter else place
         score = f"score it: lm_eval --model hf --model_args pretrained={pretrained}{at} --tasks TASK"
-        return [*([f"serve it: {serve}"] if serve else []), score]
+        is_scored = self.loader(skeleton.config).__name__ == self.auto_class  # which lm_eval takes
+        return [*([f"serve it: {serve}"] if serve else []), *([score] if is_scored else [])]
 
     def pipeline_tag(self, config: RecipeConfig) -> str:
         return "text-generation"

@@ -18,8 +18,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import UserError
-from toolkit.models.freeze import aliases, text_part
-from toolkit.models.patches.chunked_loss import called_once, find_head
+from toolkit.models.freeze import aliases
+from toolkit.models.patches.chunked_loss import called_once, find_head, text_part
 from toolkit.models.quantized import num_weights
 from toolkit.parallel.float8 import plain
 from toolkit.private import private

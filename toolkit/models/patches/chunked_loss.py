@@ -153,6 +153,14 @@ def _makes_logits(model: PreTrainedModel) -> bool:
     return True
 
 
+def text_part(model: PreTrainedModel) -> str:
+    """The name of the module that texts pass, in a model that has other parts too, as for images; else empty."""
+    if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
+        return ""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
 def has_own_forward(model: Any) -> bool:
     """Whether the model's class has a forward of the user's, which may make its logits of more than one position's hidden state,
     or change what goes into the backbone. Code of the hub counts as transformers'."""

@@ -27,6 +27,7 @@ import torch
 from toolkit.config.schema import RecipeConfig
 from toolkit.errors import UserError
 from toolkit.models.patches import recurrent
+from toolkit.models.patches.chunked_loss import text_part
 from toolkit.models.patches.documents import BY_DOCUMENT, Documents
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.private import private
@@ -56,7 +57,7 @@ def install(model: PreTrainedModel) -> None:
     arguments = inspect.signature(model.base_model.forward).parameters.values()
     hands_down = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
     takes_positions = hands_down or any(argument.name == "position_ids" for argument in arguments)
-    names, current = _names_of_forward(model), recurrent.install(model)
+    names, current, has_axes = _names_of_forward(model), recurrent.install(model), _has_axes(model)
     is_flash = hands_down and "flash" in (private("_attn_implementation", model.config) or "")
 
     @functools.wraps(forward)  # generate inspects its signature
@@ -72,6 +73,8 @@ def install(model: PreTrainedModel) -> None:
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.starts_N1)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), max(documents.lengths))
         position_ids = inputs.get("position_ids") if takes_positions else inputs.pop("position_ids", None)
+        if position_ids is not None and has_axes:
+            inputs["position_ids"] = position_ids.expand(4, -1, -1)
         with known_masks(is_packed=position_ids is not None, documents=documents), _positions_given(names, position_ids):
             return forward(*args, **inputs)
 
@@ -95,7 +98,7 @@ def choose_packing(config: ConfigT, model: PreTrainedModel, *, is_one_graph: boo
     is_recurrent = bool(recurrent.find_layers(model))
     packing = is_recurrent or "position_ids" in signature or "**" in signature
     is_flash = "flash" in (private("_attn_implementation", model.config) or "")
-    called = {name for name in _globals(model) if re.fullmatch("create_\\w+_mask", name)}
+    called = {name for stack in _stacks(model) for name in _globals(stack) if re.fullmatch("create_\\w+_mask", name)}
     if (RECURRENT in called and not is_recurrent) or (is_recurrent and is_one_graph):
         packing = False
     if any(name.endswith(".compressor") for name, _ in model.named_modules()):  # DeepSeek V4's blocks of tokens go across texts
@@ -106,7 +109,8 @@ def choose_packing(config: ConfigT, model: PreTrainedModel, *, is_one_graph: boo
         tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         given = _positions_given(_names_of_forward(model), tokens_BT)
         with known_masks(is_packed=True, documents=None) as asked, given, contextlib.suppress(Exception), experts_by_token(model):
-            model.base_model(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
+            positions = tokens_BT.expand(4, -1, -1) if _has_axes(model) else tokens_BT
+            model.base_model(input_ids=tokens_BT, position_ids=positions, use_cache=False)
             packing = bool(asked)
     why = "lets packed rows see each other" + (" under dynamo_use_fullgraph" if is_recurrent and is_one_graph else "")
     if not packing and config.data.packing is True:
@@ -189,14 +193,25 @@ def known_masks(*, is_packed: bool, documents: Documents | None) -> Iterator[lis
 def _names_of_forward(model: PreTrainedModel) -> dict[str, Any]:
     """The global names of the code of a model's forward; empty where masks alone do not keep packed rows apart: positions are
     neither rotary, nor given, nor those of ALiBi (of which attention sees differences only), nor left to recurrent layers."""
-    base, names = model.base_model, _globals(model)
+    base, names = model.base_model, _globals(model.base_model)
     is_apart = hasattr(base, "rotary_emb") or "position_ids" in inspect.signature(base.forward).parameters
     is_apart = is_apart or any("alibi" in name for name in names) or bool(recurrent.find_layers(model))
     return names if is_apart else {}
 
 
-def _globals(model: PreTrainedModel) -> dict[str, Any]:
-    found: dict[str, Any] = inspect.unwrap(type(model.base_model).forward).__globals__
+def _stacks(model: PreTrainedModel) -> tuple[Any, Any]:
+    """The backbone, and in a model of images the part of it that texts pass."""
+    return model.base_model, model.get_submodule(text_part(model))
+
+
+def _has_axes(model: PreTrainedModel) -> bool:
+    """Whether a position is four numbers (Qwen-VL, GLM-V): the first keeps packed rows apart, which transformers does not do by
+    positions BT; time, height and width are the same in texts."""
+    return "text_position_ids" in inspect.unwrap(type(_stacks(model)[1]).forward).__code__.co_varnames
+
+
+def _globals(stack: Any) -> dict[str, Any]:
+    found: dict[str, Any] = inspect.unwrap(type(stack).forward).__globals__
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import ModernBertConfig, masking_utils
 
+from tests.families.kinds import tiny_config
 from tests.support.host_reads import recorded
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.seq2seq_families import IN_PROCESS, build_collator
@@ -39,14 +40,21 @@ ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
 GIVEN_POSITIONS = ("falcon", "gpt_oss", "afmoe", "opt", "bloom", "mpt")
 """Families whose masks get none in transformers 5.23, and do not need more than positions."""
 HYBRID = ("granitemoehybrid", "bamba")
+OF_IMAGES = ("qwen2_vl", "qwen3_vl", "glm4v", "mistral3", "llava")
+"""Kinds of images and texts. A position of the first three is several numbers."""
 WITHOUT_POSITIONS = ("biogpt",)
 """Families whose masks can get no positions in transformers 5.23."""
 
 
-@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *GIVEN_POSITIONS, *HYBRID, *WITHOUT_POSITIONS])
+def build_of_images(kind: str) -> Any:
+    return transformers.AutoModelForImageTextToText.from_config(tiny_config(kind), experts_implementation="batched_mm")
+
+
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *GIVEN_POSITIONS, *HYBRID, *OF_IMAGES, *WITHOUT_POSITIONS])
 def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: pytest.LogCaptureFixture) -> None:
     packs = family not in WITHOUT_POSITIONS
-    model = causal_skeleton(family)
+    with torch.device("meta"):
+        model = build_of_images(family) if family in OF_IMAGES else causal_skeleton(family)
 
     def chosen(packing: Any) -> bool | str:
         with caplog.at_level("INFO", "toolkit"):
@@ -80,6 +88,7 @@ def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions: b
     """Of `trust_remote_code`. What fails on the meta device is left to the check of the real model."""
     model: Any = torch.nn.Module()
     model.base_model, model.config = torch.nn.Module(), types.SimpleNamespace(_attn_implementation="eager")
+    model.config.is_encoder_decoder, model.config.get_text_config = False, lambda: model.config
 
     def fails(input_ids: torch.Tensor, use_cache: bool, position_ids: torch.Tensor) -> None:
         raise ValueError("no language is set")
@@ -89,12 +98,17 @@ def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions: b
     assert masks.choose_packing(config, model).data.packing is takes_positions
 
 
-@pytest.mark.parametrize(("family", "settings"), [*((family, {}) for family in GIVEN_POSITIONS), ("falcon", {"alibi": True})])
+@pytest.mark.parametrize(
+    ("family", "settings"), [*((family, {}) for family in (*GIVEN_POSITIONS, *OF_IMAGES)), ("falcon", {"alibi": True})]
+)
 def test_rows_do_not_see_each_other_where_masks_are_given_positions(family: str, settings: dict[str, Any]) -> None:
     """A packed row has the loss that it has alone, and does not change with the row before it."""
     torch.manual_seed(0)
-    config = causal_config(family, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval()
+    if family in OF_IMAGES:
+        model = build_of_images(family).eval()
+    else:
+        config = causal_config(family, **settings)
+        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # so that attention has something to say
     masks.install(model)
