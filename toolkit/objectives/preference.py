@@ -78,11 +78,13 @@ class PairCollator(CausalCollator):
 
 def of_answers(batch: Batch, pairs: list[Row], reference: Reference) -> Batch:
     """The batch of both answers of each pair (none in a dummy), with `answer_tokens` N, the tokens at `label_positions`;
-    `answer_lengths`, a list of 2P counts of them; and `labels`, what counts: the pairs, by the reference's log-probabilities P2
-    fp32, zeros where they are not known."""
+    `answer_lengths`, a list of 2P counts of them, and `num_tokens_P2`, the same in fp32, which move with the batch: a tensor made
+    in the step would wait for a GPU; and `labels`, what counts: the pairs, by the reference's log-probabilities P2 fp32, zeros
+    where they are not known."""
     answers = [np.asarray(answer["labels"]) for pair in pairs for answer in documents_of(pair, ("labels",))]
     lengths = [int(np.count_nonzero(labels != IGNORED_LABEL)) for labels in answers]
-    known = {"labels": torch.from_numpy(reference.of_pairs(pairs)), "answer_lengths": lengths}
+    num_tokens_P2 = torch.tensor(lengths, dtype=torch.float32).view(-1, 2)
+    known = {"labels": torch.from_numpy(reference.of_pairs(pairs)), "answer_lengths": lengths, "num_tokens_P2": num_tokens_P2}
     return {**batch, "answer_tokens": batch["labels"], **known}
 
 
@@ -206,14 +208,15 @@ class Pairs(Objective):
     def answers_of(self, model: nn.Module, batch: Batch) -> Answers:
         """The log-probabilities of a batch of `of_answers`, on the device. Collective under FSDP."""
         lengths, reference_P2 = batch["answer_lengths"], batch["labels"]
-        inputs = {name: value for name, value in batch.items() if name not in ("answer_lengths", "answer_tokens", "labels")}
+        own = ("answer_lengths", "num_tokens_P2", "answer_tokens", "labels")
+        inputs = {name: value for name, value in batch.items() if name not in own}
         of_encoding = len(self.limits)  # an encoder-decoder's answers share the encoding of their prompt
         logps_N = label_log_probabilities(model, {**inputs, "labels": batch["answer_tokens"]}, of_encoding)
         if not lengths:
             return Answers(logps_N.sum() * reference_P2, reference_P2, reference_P2)
         # Sums of slices, because adding by an index has no fixed order on a GPU.
         logps_P2 = torch.stack([part.sum() for part in logps_N.split(lengths)]).view(-1, 2)
-        return Answers(logps_P2, reference_P2, torch.tensor(lengths, dtype=torch.float32).to(logps_P2.device).view(-1, 2))
+        return Answers(logps_P2, reference_P2, batch["num_tokens_P2"])
 
 
 class Preference(Pairs, Causal):
