@@ -13,7 +13,7 @@ from tests.support.seq2seq_families import IN_PROCESS
 SIZES: dict[str, Any] = {
     # Widths; 8 a head.
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "model_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"), 96),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "dff", "n_inner"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "mlp_dim"), 48),
     **dict.fromkeys(("head_dim", "d_kv", "v_head_dim", "attention_head_dim", "global_head_dim", "swa_head_dim"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim", "rotary_dim"), 8),
@@ -88,10 +88,7 @@ OTHERS: dict[str, str] = {
 }  # fmt: skip
 """Kinds that are not in the table, with what they are for."""
 MORE: dict[str, tuple[dict[str, Any], str]] = {
-    **{
-        kind: ({"bos_token_id": 2}, "takes no None")
-        for kind in ("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder")
-    },
+    **{kind: ({"bos_token_id": 2}, "takes no None") for kind in ("cwm", "emu3_text_model", "modernbert-decoder")},
     **{
         kind: (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}},
@@ -134,9 +131,33 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
         "compresses 128 tokens, more than a row has",
     ),
-    "dots3_note_text": ({"per_layer_config": None}, "names layers beyond the second"),
+    "dots3_note_audio_encoder": ({"adapter_input_size": 64, "adapter_out_dim": 64}, "has widths of its own for them"),
+    "dots3_note_vision_encoder": (
+        {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64, "adapter_out_dim": 64},
+        "has more experts in each of 42 layers unless told",
+    ),
+    "dots3_note_text": (
+        {
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 8,
+            "swa_kv_lora_rank": 8,
+            "swa_head_dim": 16,
+            "swa_qk_nope_head_dim": 8,
+            "swa_v_head_dim": 16,
+            "shared_experts_intermediate_size": 48,
+        },
+        "has sizes of its own for the layers with a window",
+    ),
     "falcon": ({"head_dim": None}, "computes it"),
     "falcon_h1": ({"mamba_d_ssm": 128}, "heads times their size is the width of the state"),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        (
+            {"global_head_dim": 16},
+            "its full attention has heads of 512 unless told, whose scores rounding changes",
+        ),
+    ),
     "gemma3n_text": ({"num_kv_shared_layers": 0}, "shares keys between more layers than there are"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "names its layers by pairs"),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"]}, "has no attention unless told"),
@@ -144,6 +165,10 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "has attention only in its default types"),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "has no types unless told"),
     "mamba2": ({"num_heads": 8, "head_dim": 16}, "heads times their size is twice the width"),
+    "mllama_text_model": (
+        {"bos_token_id": 2, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "has layers for images beyond the second",
+    ),
     "phimoe": ({"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, "draws its experts at random while it trains"),
     "prophetnet": ({"num_hidden_layers": None, "disable_ngram_loss": True}, "has two kinds of layers, and a second loss"),
     "recurrent_gemma": ({"num_hidden_layers": 3}, "its third layer has attention"),
@@ -153,6 +178,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         "has no sizes of its indexer",
     ),
     "xlstm": ({"v_head_dim": None, "head_dim": None, "qk_dim_factor": 1.0}, "computes them"),
+    "youtu": ({"pad_token_id": None}, "sets the row of a padding token to 0 whenever it is loaded"),
     "zamba": ({"layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "num_hidden_layers": 6}, "two layers share weights"),
     "zamba2": ({"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "num_mem_blocks": 1}, "has 54 layers"),
     "zaya": ({"num_experts_per_tok": 1}, "takes no other number"),
@@ -207,8 +233,9 @@ def save_kind(kind: str, folder: Path) -> Any:
     config = tiny_config(kind)
     torch.manual_seed(0)
     model = getattr(transformers, kinds()[kind]).from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.ndim > 1:
+    for name, parameter in model.named_parameters():
+        is_shut = not parameter.any() and not name.endswith(("weight", "bias"))  # a factor of 0 lets no gradient through
+        if parameter.requires_grad and (parameter.ndim > 1 or is_shut):
             torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
     model.save_pretrained(folder)
     save_tokenizer(kind, folder, has_start=getattr(config, "pad_token_id", 0) == 1)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from tests.families.families import BETA1, BETA2, EPS, IN_FP32, LR, NUM_STEPS
+from tests.families.families import BETA1, BETA2, EPS, IN_FP32, LR, NUM_STEPS, SETTINGS
 
 Row = dict[str, str]
 
@@ -59,13 +59,17 @@ def train_plain(
         if kind == "full" and frozen and frozen in name:
             parameter.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
+    lr = SETTINGS.get(kind_of_model, {}).get("optim.lr", LR)
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
     losses = []
     for of_step in [rows] * NUM_STEPS + [held_out]:
         tokens = [(_seq2seq_tokens if model.config.is_encoder_decoder else _causal_tokens)(tokenizer, row) for row in of_step]
         num_labels, loss = sum(count for _, count in tokens), 0.0
         for inputs, count in tokens:
-            row_loss = model(**inputs).loss * count / num_labels
+            if kind_of_model == "fsmt":  # without these its decoder reads the source
+                start = torch.tensor([[model.config.decoder_start_token_id]])
+                inputs["decoder_input_ids"] = torch.cat([start, inputs["labels"][:, :-1]], dim=1)
+            row_loss = model(**inputs, use_cache=False).loss * count / num_labels
             row_loss.backward()
             loss += row_loss.item()
         losses.append(loss)

@@ -26,13 +26,14 @@ def main() -> None:
     possible = [kind for kind in kinds() if kind not in OTHERS]
     chosen = sys.argv[1:] or possible
     before = json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"]
-    found, start = {kind: before[kind] for kind in before if sys.argv[1:]}, time.monotonic()
+    found, start = dict[str, dict[str, str]](), time.monotonic()
     run_on_ranks(int, preset="single", overrides=FP32)  # starts the server that ranks are forked from, before threads
     with ThreadPoolExecutor(2) as pool:
         running = {pool.submit(survey, kind): kind for kind in chosen}
         for future in as_completed(running):
             found[running[future]] = future.result()
-            in_order = {kind: found[kind] for kind in possible if kind in found}
+            others = json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"] if sys.argv[1:] else {}
+            in_order = {kind: (others | found)[kind] for kind in possible if kind in others | found}
             results = {"versions": library_versions(), "possible": possible, "kinds": in_order}
             SURVEY.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_page()

@@ -117,23 +117,23 @@ def _parts(model_config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:
-    """Set `model.dropout`, and what no run can train with, in place; refuse models that need a loss of their own."""
+    """Set `model.dropout`, and what no run can train with, in place, also in nested configs; refuse models that need a loss of
+    their own."""
     if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
         raise UserError(
             f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model that predicts {model_config.ngram} "
             "tokens at once (ngram), so its loss is not that of its labels: set disable_ngram_loss true in its config.json"
         )
-    if config.dropout is not None:
-        # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
-        for part in _parts(model_config):
-            for key, value in part.to_dict().items():
-                if "drop" in key and "layerdrop" not in key and type(value) in (int, float):
-                    setattr(part, key, config.dropout)
-    for rate in LAYER_DROP_RATES:
-        if getattr(model_config, rate, None):
-            # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
-            setattr(model_config, rate, 0.0)
-            logger.warning(f"{rate} of {config.name_or_path} is set to 0: every rank must run every layer")
+    for part in _parts(model_config):
+        for key, value in part.to_dict().items() if config.dropout is not None else ():
+            # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
+            if "drop" in key and "layerdrop" not in key and type(value) in (int, float):
+                setattr(part, key, config.dropout)
+        for rate in LAYER_DROP_RATES:
+            if getattr(part, rate, None):
+                # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).
+                setattr(part, rate, 0.0)
+                logger.warning(f"{rate} of {config.name_or_path} is set to 0: every rank must run every layer")
     if not model_config.return_dict:
         model_config.return_dict = True
         logger.warning(f"return_dict of {config.name_or_path} is set to true: outputs are read by their names")

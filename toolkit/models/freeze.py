@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -49,17 +50,24 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def freeze_unreached(skeleton: PreTrainedModel, config: ConfigT) -> ConfigT:
-    """`config` with what the logits' loss does not reach in `model.freeze`, and a line that names it. A forward of the user's, or
-    a head that predicts no tokens, may be for a loss that reaches more."""
+    """`config` with what the logits' loss does not reach in `model.freeze`, and where an adapter would not be called, and a line
+    that names each. A forward of the user's, or a head that predicts no tokens, may be for a loss that reaches more."""
     if config.adapter.modules_to_save or has_own_forward(skeleton) or not skeleton.can_generate():
         return config
-    if not (names := find_unreached(skeleton)):
-        return config
-    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-    logger.info(f"the loss of texts does not reach {', '.join(shown[:8])}{more}: frozen, and without an adapter")
-    freezes = [*config.model.freeze, *map(re.escape, names)]
+    names, uncalled = find_unreached(skeleton), find_uncalled(skeleton) if config.adapter.method != "none" else []
+    uncalled = [name for name in uncalled if name not in names]
+    if names:
+        logger.info(f"the loss of texts does not reach {_shorten(names)}: frozen, and without an adapter")
+    if uncalled:
+        logger.info(f"the model's code reads {_shorten(uncalled)} without a call of the layer: without an adapter")
+    freezes = [*config.model.freeze, *map(re.escape, names + uncalled)]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=freezes))
+
+
+def _shorten(names: list[str]) -> str:
+    """The first eight of names whose numbers of layers are `*`."""
+    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
 def find_unreached(model: PreTrainedModel) -> list[str]:
@@ -74,26 +82,43 @@ def find_unreached(model: PreTrainedModel) -> list[str]:
     return [name for name in _unreached_by(model, MANY_TOKENS) if name in found] if found else []
 
 
+def find_uncalled(model: PreTrainedModel) -> list[str]:
+    """The weights of linear layers that are never called, as their weight is read by other code, which would not see an adapter:
+    Jamba's `dt_proj`; Gemma 3n's `correction_coefs`, in training only. Found as by `find_unreached`, in both modes.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    drops_layers = any(getattr(module, "layerdrop", 0) for module in model.modules())  # at random, in training
+    called, uncalled, was_training = set[nn.Module](), set[str](), model.training
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in linear.values()]
+    for mode in (False,) if drops_layers else (False, True):
+        called.clear()
+        model.train(mode)
+        with contextlib.suppress(Exception), experts_by_token(model), _NothingIsMarked(), torch.no_grad():
+            model(**_meta_inputs(model, FEW_TOKENS), use_cache=False)
+            uncalled |= {f"{name}.weight" for name, module in linear.items() if module not in called}
+    for hook in hooks:
+        hook.remove()
+    model.train(was_training)
+    return sorted(uncalled)
+
+
 def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:
     from transformers import AutoModelForImageTextToText
 
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or num_tokens
-    tokens_BT = torch.zeros(1, min(limit, num_tokens), dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT} if model.config.is_encoder_decoder else {})
     found: list[str] = []
-    was_training = model.training
+    was_training, marks = model.training, _NothingIsMarked()
     model.eval()  # without a layer that is dropped at random
     takes_images = type(model.config) in private("_model_mapping", AutoModelForImageTextToText)
     try:
         if takes_images and "labels" not in inspect.signature(type(model).forward).parameters:
             raise TypeError("its forward takes no labels")
-        with experts_by_token(model), _NothingIsMarked():
-            model(**inputs, use_cache=False).logits.sum().backward()
+        with experts_by_token(model), marks:
+            model(**_meta_inputs(model, num_tokens), use_cache=False).logits.sum().backward()
         found = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     except NotImplementedError:  # what the forward reads is not known without weights
         pass
     except Exception as error:
-        if takes_images:
+        if takes_images and not marks.has_guessed:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             what = f"{model.config.name_or_path} is a {model.config.model_type} model, which continues no text without images"
             raise UserError(f"model.name_or_path {what} ({reason}): take one that does") from None
@@ -103,12 +128,25 @@ def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:
     return found
 
 
+def _meta_inputs(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Tensor]:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or num_tokens
+    tokens_BT = torch.zeros(1, min(limit, num_tokens), dtype=torch.int64, device="meta")
+    return {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT} if model.config.is_encoder_decoder else {})
+
+
 class _NothingIsMarked(TorchFunctionMode):
-    """Context in which a flag that is read from the meta device is false: no token is an image, or attends globally."""
+    """Context in which a flag that is read from the meta device is false, as no token is an image or attends globally; and, which
+    is a guess, no element is 0."""
+
+    has_guessed = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].is_meta and args[0].dtype is torch.bool:
             return False
+        if function in (torch.nonzero, torch.Tensor.nonzero) and args[0].is_meta:
+            self.has_guessed = True
+            indices = args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.int64)
+            return indices.unbind(1) if (kwargs or {}).get("as_tuple") else indices
         return function(*args, **(kwargs or {}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from toolkit.objectives.seq2seq import Seq2Seq
 DROPOUT_RATES: dict[str, tuple[Objective, list[str]]] = {
     "T5Config": (Seq2Seq(), ["dropout_rate"]),
     "BartConfig": (Seq2Seq(), ["dropout", "attention_dropout", "activation_dropout"]),
+    "T5GemmaConfig": (Seq2Seq(), ["dropout_rate", "encoder.dropout_rate", "decoder.attention_dropout"]),
     "LlamaConfig": (Causal(), ["attention_dropout"]),
     "GPT2Config": (Causal(), ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
     "GPTNeoXConfig": (Causal(), ["attention_dropout", "hidden_dropout"]),
@@ -37,8 +39,8 @@ def test_dropout_is_that_of_every_rate(tmp_path: Path, family: str) -> None:
     task, names = DROPOUT_RATES[family]
     getattr(transformers, family)(decoder_start_token_id=0).save_pretrained(tmp_path)
     own, changed = (load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=p), task) for p in (None, 0.25))
-    assert [getattr(changed, name) for name in names] == [0.25] * len(names)
-    assert all(getattr(own, name) != 0.25 for name in names)
+    assert [attrgetter(name)(changed) for name in names] == [0.25] * len(names)
+    assert all(attrgetter(name)(own) != 0.25 for name in names)
 
 
 def test_layers_are_never_dropped_and_outputs_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import transformers
 
 from tests.families.kinds import kinds, tiny_config
 from tests.support.refusals import refusal
-from toolkit.models.freeze import find_unreached
+from toolkit.models.freeze import find_uncalled, find_unreached
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ from toolkit.models.freeze import find_unreached
         ("gemma3", "vision_tower"),
         ("mistral3", "multi_modal_projector"),
         ("qwen2_5_vl", "visual.blocks"),
+        ("qwen4_exp_text", "indexer."),
         ("llama", ""),
         ("mamba", ""),
         ("bart", ""),
@@ -54,3 +55,13 @@ def test_a_forward_that_fails_without_weights_finds_nothing() -> None:
         model = transformers.LlamaForCausalLM(tiny_config("llama"))
     with patch.object(type(model), "forward", side_effect=RuntimeError):
         assert find_unreached(model) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [("jamba", "mamba.dt_proj.weight"), ("gemma3n_text", "altup.correction_coefs.weight"), ("nllb-moe", ""), ("bart", "")],
+)
+def test_linear_layers_whose_weight_is_read_without_a_call_are_found(kind: str, weight: str) -> None:
+    with torch.device("meta"):
+        found = find_uncalled(getattr(transformers, kinds()[kind]).from_config(tiny_config(kind)))
+    assert all(name.endswith(weight) for name in found) and bool(found) == bool(weight)
