@@ -35,24 +35,27 @@ from benchmarks.measuring import (
     report_path,
     write_report,
 )
-from benchmarks.throughput.comparisons import Comparison, llm_training, t5_evaluation, t5_training
+from benchmarks.throughput.comparisons import Comparison, dpo_training, llm_training, t5_evaluation, t5_training
 
 PACKAGES = ["torch", "transformers", "accelerate", "trl", "datasets", "tokenizers"]
 SMALL = {
     "t5-training": {"num_rows": 32, "default_steps": 1},
     "t5-evaluation": {"num_rows": 8, "weights_steps": 2},
     "llm-training": {"num_rows": 32, "default_steps": 1},
+    "dpo-training": {"num_rows": 32, "default_steps": 1},
 }
 FULL = {
     "t5-training": {"num_rows": 240, "default_steps": 6},
     "t5-evaluation": {"num_rows": 96, "weights_steps": 60},
     "llm-training": {"num_rows": 128, "default_steps": 4},
+    "dpo-training": {"num_rows": 96, "default_steps": 3},
 }
 PARTS = [*FULL, "saves"]
 COMPARISONS: dict[str, Callable[..., Comparison]] = {
     "t5-training": t5_training,
     "t5-evaluation": t5_evaluation,
     "llm-training": llm_training,
+    "dpo-training": dpo_training,
 }
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.throughput.rows import MAX_LENGTH_TOKENS, MAX_SOURCE_TOKENS, MAX_TARGET_TOKENS, write_llm_data, write_t5_data
+from benchmarks.throughput.rows import (
+    MAX_LENGTH_TOKENS,
+    MAX_SOURCE_TOKENS,
+    MAX_TARGET_TOKENS,
+    write_llm_data,
+    write_pairs,
+    write_t5_data,
+)
 from benchmarks.turns import Side
 
 BATCH_SIZE_ROWS, EVAL_BATCH_SIZE_ROWS = 16, 48
@@ -18,6 +25,7 @@ OURS, BARE = "ours", "bare loop, our batches and forward"
 T5_DEFAULTS, T5_MATCHED = "Seq2SeqTrainer, defaults", "Seq2SeqTrainer, matched"
 T5_EAGER = f"{T5_MATCHED}, eager attention"
 TRL_DEFAULTS = "SFTTrainer, defaults"
+DPO_DEFAULTS, DPO_MATCHED = "DPOTrainer, defaults", "DPOTrainer, matched"
 PACK_LENGTHS = (512, 2048)
 
 
@@ -197,6 +205,38 @@ computes entropy and token accuracy in every step, which cannot be turned off.""
         unit="tokens",
         sides=sides,
         against=against,
+        figures=("padding_share",),
+    )
+
+
+def dpo_training(folder: Path, num_threads: int, *, num_rows: int, default_steps: int) -> Comparison:
+    """Training steps of a causal model from random weights on pairs of answers."""
+    num_tokens = write_pairs(folder, num_rows)
+    start, num_steps = _Start(folder, num_threads), num_rows // BATCH_SIZE_ROWS
+    flags = _TRAINING | {"data.max_length_tokens": MAX_LENGTH_TOKENS, "log_every_steps": num_steps}
+
+    def peer(steps_per_turn: int, **options: Any) -> Callable[[], Side]:
+        files = {"model_folder": folder / "model", "rows_file": folder / "train.jsonl"}
+        sizes = {"batch_size_rows": BATCH_SIZE_ROWS, "max_length_tokens": MAX_LENGTH_TOKENS, "steps_per_turn": steps_per_turn}
+        return start("benchmarks/baselines/dpo_trainer.py", {"lr": LEARNING_RATE, "options": options, **files, **sizes})
+
+    return Comparison(
+        title="DPO, training",
+        about=f"""Llama of 8 layers from random weights; {num_rows} docstrings as prompt and chosen answer, with the
+next docstring's summary as the rejected one, {num_tokens / num_rows:.0f} tokens of both documents in the mean. A step has
+{BATCH_SIZE_ROWS} pairs. A turn is an epoch, or {default_steps} steps of the defaults, whose reference is computed in each step,
+with gradient checkpointing. Matched: the reference computed before, no checkpointing, fused AdamW. TRL pads each batch: its
+`padding_free` needs flash attention.""",
+        unit="tokens",
+        sides={
+            DPO_DEFAULTS: peer(default_steps),
+            DPO_MATCHED: peer(num_steps, precompute_ref_log_probs=True, gradient_checkpointing=False, optim="adamw_torch_fused"),
+            OURS: start.recipe("ours", "dpo", flags, steps_per_turn=num_steps),
+        },
+        against=[
+            Against(ours=OURS, beside=DPO_DEFAULTS, goal=2.0),
+            Against(ours=OURS, beside=DPO_MATCHED, goal=1.3),
+        ],
         figures=("padding_share",),
     )
 

@@ -68,6 +68,27 @@ def write_llm_data(folder: Path, num_rows: int) -> int:
     return sum(lengths)
 
 
+def write_pairs(folder: Path, num_rows: int) -> int:
+    """As `write_llm_data`, with `chosen` and `rejected` (the next row's) for `completion`; the tokens of both documents."""
+    from transformers import AutoTokenizer
+
+    from toolkit.files.json_lines import load_json_lines, save_json_lines
+
+    write_llm_data(folder, num_rows)
+    for split in ("train", "eval"):
+        rows = load_json_lines(folder / f"{split}.jsonl")
+        answers = [row.pop("completion") for row in rows]
+        others = [*answers[1:], *answers[:1]]
+        rows = [row | {"chosen": ours, "rejected": other} for row, ours, other in zip(rows, answers, others, strict=True)]
+        rows = [row for row in rows if row["chosen"] != row["rejected"]]
+        save_json_lines(folder / f"{split}.jsonl", rows)
+        if split == "train":
+            tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+            texts = [row["prompt"] + row[answer] for row in rows for answer in ("chosen", "rejected")]
+            num_tokens = sum(min(len(ids) + 1, MAX_LENGTH_TOKENS) for ids in tokenizer(texts)["input_ids"])
+    return num_tokens
+
+
 def load_docstrings(folder: Path, num_train_rows: int, num_eval_rows: int) -> dict[str, list[dict[str, str]]]:
     """Docstrings with a body, `source` and `target`, of the splits `train` and `eval`, evenly spaced over what there is."""
     from toolkit.config.data import DataConfig

@@ -196,6 +196,10 @@ class Objective:
         a run that goes on, from the run folder if that has it. Collective."""
         return evaluation
 
+    def describe_first_pass(self, config: RecipeConfig) -> str:
+        """What `complete_evaluation` takes, for a memory plan; empty if nothing."""
+        return ""
+
     # --- Generation, and what the tools must know.
 
     def start_generation(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collator: Any) -> None:

@@ -205,6 +205,13 @@ class Pairs(Objective):
         means = np.broadcast_to(second_sums, len(FIGURES)) / num_labels
         return {"loss": loss_sum / num_labels} | dict(zip(FIGURES, means.tolist(), strict=True))
 
+    def describe_first_pass(self, config: RecipeConfig) -> str:
+        if self.settings.loss in WITHOUT_REFERENCE:
+            return ""
+        other = f", and {self.settings.reference} in the dtype of frozen weights" if self.settings.reference else ""
+        doing = f"before step 1 a forward of all pairs, eval.batch_size_rows {config.eval.batch_size_rows} at a time"
+        return f"{doing}: a third of an epoch's time, half with an adapter; memory of an evaluation without texts{other}"
+
     def answers_of(self, model: nn.Module, batch: Batch) -> Answers:
         """The log-probabilities of a batch of `of_answers`, on the device. Collective under FSDP."""
         lengths, reference_P2 = batch["answer_lengths"], batch["labels"]

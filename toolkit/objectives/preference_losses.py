@@ -73,7 +73,7 @@ def orpo(answers: Answers, settings: PreferenceLossConfig) -> torch.Tensor:
     tokens of a micro-batch, so that its loss depends on that.
     """
     means_P2 = answers.means_P2
-    log_odds_P2 = means_P2 - torch.log1p(-torch.exp(means_P2.clamp(max=-1e-6)))
+    log_odds_P2 = means_P2 - torch.log(-torch.expm1(means_P2.clamp(max=-1e-6)))
     return -means_P2[:, 0] - settings.beta * F.logsigmoid(difference(log_odds_P2))
 
 

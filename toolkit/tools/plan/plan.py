@@ -186,6 +186,7 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
         f"{fits} fits too, and takes {num_micro_batches(subject, strategy, max(fits, rows))}"
     )
     dense = warn_of_full_rows(subject.skeleton, subject.why_dense) or ""
+    first_pass = subject.objective.describe_first_pass(subject.config)
     halved = "; the weights of converted Linears are gathered in half the bytes" * strategy.is_fsdp
     notes = {
         waits: strategy.offload and num > 1 and fits > rows,
@@ -197,6 +198,7 @@ def _notes(subject: Subject, strategy: Strategy, largest: int | None) -> list[st
         dense: bool(dense),
         f"float8: planned as bf16{halved}": strategy.is_float8,
         "torch.compile: not planned; compiled blocks usually keep less": strategy.is_compiled,
+        first_pass: bool(first_pass),
         "of training: an evaluation that generates, or with longer rows, may need more (eval.unshard)": True,
         "largest micro-batch and changes: extrapolated from models of few blocks": True,
     }

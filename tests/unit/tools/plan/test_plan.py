@@ -442,6 +442,19 @@ def test_float8_is_planned_as_bf16_and_says_so() -> None:
     ]
 
 
+def test_a_pair_is_planned_as_two_rows_and_the_pass_of_its_reference_is_said() -> None:
+    pairs = {
+        loss: plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, f"--preference.loss={loss}", "--eval.batch_size_rows=16")
+        for loss in ("sigmoid", "orpo")
+    }
+    rows = plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, "--train.micro_batch_size_rows=2", "--train.global_batch_size_rows=8")
+    assert pairs["sigmoid"].device_bytes[ACTIVATIONS] == pytest.approx(rows.device_bytes[ACTIVATIONS], rel=0.02)
+    assert [note for note in pairs["sigmoid"].notes if note not in pairs["orpo"].notes] == [
+        "before step 1 a forward of all pairs, eval.batch_size_rows 16 at a time: a third of an epoch's time, half with an "
+        "adapter; memory of an evaluation without texts"
+    ]
+
+
 def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:
     preset = edited("fsdp2_hsdp", "dp_shard_size: 8", "dp_shard_size: 4")
     preset.write_text(preset.read_text().replace("num_processes: 16", "num_processes: 8"))
