@@ -50,6 +50,7 @@ NAMES = listed(
     ("accelerate", "state.AcceleratorState._reset_state", "a second run in one process"),
     ("accelerate", "PartialState._shared_state", "FSDP on a CPU"),
     ("peft.utils.transformers_weight_conversion", "convert_peft_config_for_transformers", "adapters on mixtures of experts"),
+    ("peft.utils.transformers_weight_conversion", "convert_peft_adapter_state_dict_for_transformers", "reading adapters again"),
     ("transformers.integrations.moe", "_grouped_linear _batched_linear", "adapters on experts"),
     ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts._apply_gate", "adapters on experts"),
     # `_weight_conversions`, `_is_hf_initialized` and `_from_model_config` are only written.

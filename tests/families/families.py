@@ -34,8 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prophetnet": {"train.micro_batch_size_rows": 1, "eval.batch_size_rows": 1},
     **dict.fromkeys(
         (
-            "dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "qwen3_5_moe",
-            "qwen3_5_moe_text",
+            "dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "olmoe",
+            "qwen3_5_moe", "qwen3_5_moe_text",
         ),
         {"optim.lr": LR / 10},
     ),

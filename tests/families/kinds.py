@@ -13,6 +13,7 @@ from tests.support.seq2seq_families import IN_PROCESS
 SIZES: dict[str, Any] = {
     # Widths; 8 a head.
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "model_dim"), 64),
+    "hidden_size_global": 64,
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "dff", "n_inner"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "mlp_dim"), 48),
     **dict.fromkeys(("head_dim", "d_kv", "v_head_dim", "attention_head_dim", "global_head_dim", "swa_head_dim"), 16),

@@ -33,6 +33,10 @@ REASONS: dict[str, tuple[str, str]] = {
         "is incompatible with Mamba-based models",
         "peft does not adapt `out_proj` and `conv1d` of this family, whose weights its kernels read: name other layers",
     ),
+    "not read by peft": (
+        "that peft would not read from its file again",
+        "transformers renames weights of older files, and with them layers of this family in peft's: leave these out",
+    ),
     "separate experts": (
         "experts as separate modules",
         "experts are modules of their own, of which a rank runs only those that its tokens are routed to",

@@ -9,6 +9,7 @@ peft is imported at the top: import this where a model gets an adapter.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +31,9 @@ RANK_MULTIPLE = 8
 """A grouped product wants rows of a multiple of 16 bytes."""
 
 
-def choose_linears(model: PreTrainedModel) -> list[str] | None:
-    """Ends of the names of all linear layers of a mixture of experts but head and routers; None if it is none.
+def choose_linears(model: PreTrainedModel, excluded: str) -> list[str] | None:
+    """Ends of the names of all linear layers of a mixture of experts but head, routers and what an expression excludes; None if
+    it is none.
 
     peft's `all-linear` also takes experts and routers in some models, and in the place of dense layers with the names of experts.
     """
@@ -39,6 +41,7 @@ def choose_linears(model: PreTrainedModel) -> list[str] | None:
         return None
     head = model.get_output_embeddings()
     named = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    named = [name for name in named if not re.fullmatch(excluded, name)]  # a tower's may end in a number, as decoder layers do
     dense = [name for name in named if not any(part.endswith(("gate", "router")) for part in name.split("."))]
     ends = sorted({name.rpartition(".")[2] for name in dense})
     return sorted({*ends} - taken_for_experts(model, ends))

@@ -13,9 +13,10 @@ from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import hub_commit
 from toolkit.models.freeze import aliases, find_frozen, match_names
-from toolkit.models.lora_files import base_name, check_fits, find_adapter, read_lora_config
+from toolkit.models.lora_files import base_name, check_fits, file_names, find_adapter, read_lora_config
 from toolkit.models.patches.chunked_loss import text_part
 from toolkit.models.quantized import quantize_layers
+from toolkit.private import private
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -95,6 +96,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
                 reason = reason.replace(str(lora.target_modules), ", ".join(sorted(lora.target_modules)))
             raise UserError(f"{what} does not fit {base.name_or_path}: {reason}") from None
     _check_ties(model, what)
+    _check_names(model, what)
     compute_beside(model, what)
     if config.base_dtype is not None:
         quantize_layers(model, config.base_dtype)
@@ -118,7 +120,7 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig, frozen: list[str]) 
     targets: list[str] | str = config.target_modules
     excluded = _exclude(model, config.exclude_modules, frozen)
     if targets == ALL_LINEAR:
-        targets = choose_linears(model) or targets
+        targets = choose_linears(model, excluded) or targets
     else:
         if isinstance(targets, str) and any(f".{name}".endswith(f".{targets}") for name, _ in model.named_modules()):
             targets = [targets]
@@ -209,6 +211,19 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str, modules_to_
                 raise UserError(
                     f"adapter.target_modules {end} matches {name}, which adapter.modules_to_save trains whole: choose one"
                 )
+
+
+def _check_names(model: PreTrainedModel, what: str) -> None:
+    """Check after the injection that plain peft would read all of the adapter from its file. Where transformers renames weights
+    of older files, it renames new ones too: `mlp.shared_experts` in a Laguna."""
+    stored = {name: model.get_parameter(own) for name, own in file_names(model).items() if ".lora_" in name}
+    read: Any = private("convert_peft_adapter_state_dict_for_transformers")(model, model.peft_config["default"], stored)
+    missing = {name.partition(".lora_")[0] for name in {*stored} - {*read}}
+    if ends := sorted({".".join(name.split(".")[-2:]) for name in missing}):
+        raise UserError(
+            f"{what} adapts layers that peft would not read from its file again, because transformers renames them in a "
+            f"{model.config.model_type}: name {', '.join(ends)} in adapter.exclude_modules"
+        )
 
 
 def _check_ties(model: PreTrainedModel, what: str) -> None:

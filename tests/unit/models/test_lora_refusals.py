@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LagunaForCausalLM
 
+from tests.families.kinds import tiny_config
 from tests.support.adapter_models import adapted, adapter_config, export_adapter, randomize
 from tests.support.refusals import refusal
 from toolkit.config.schema import ExportConfig, ModelConfig
 from toolkit.launch.accelerator import check_trained_dtype, frozen_dtype
-from toolkit.models.lora import check_adapter_config
+from toolkit.models.lora import add_adapter, check_adapter_config
 from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
 
 
@@ -207,3 +210,16 @@ def test_where_trained_weights_are_kept_in_bf16(kind: str, version: int | None, 
         return check_trained_dtype(accelerator, "bfloat16_stochastic")
     sentence = f"model.trained_dtype is bfloat16_stochastic, but {reason}: take one process with mixed_precision: bf16, or FSDP2"
     assert refusal(check_trained_dtype, accelerator, "bfloat16_stochastic").startswith(sentence)
+
+
+def test_layers_that_peft_would_not_read_again_are_refused_until_they_are_left_out() -> None:
+    """transformers renames `mlp.shared_expert.` in old Lagunas, as an expression that also finds the new name."""
+    with torch.device("meta"):
+        model = LagunaForCausalLM(tiny_config("laguna"))
+    ends = [f"shared_experts.{end}_proj" for end in ("down", "gate", "up")]
+    said = refusal(add_adapter, copy.deepcopy(model), adapter_config(), ModelConfig(name_or_path="base"))
+    assert said == (
+        "the adapter adapts layers that peft would not read from its file again, because transformers renames them in a laguna: "
+        f"name {', '.join(ends)} in adapter.exclude_modules"
+    )
+    add_adapter(model, adapter_config(exclude_modules=ends), ModelConfig(name_or_path="base"))
