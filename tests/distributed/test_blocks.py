@@ -177,10 +177,11 @@ def report_prefetch(accelerator: Any, decoder_first: bool) -> list[dict[str, lis
     ]
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter: str) -> None:
-    """The root holds the norm alone. The ranks have different numbers of chunks, and gather equally often all the same."""
-    reports = run_on_ranks(report_gathers, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}, args=(adapter,))
+@pytest.mark.parametrize(("adapter", "has_images"), [("none", False), ("lora", False), ("none", True)])
+def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter: str, has_images: bool) -> None:
+    """The root holds the norm alone. The ranks have different numbers of chunks, and gather equally often all the same. A tower
+    for images is never gathered."""
+    reports = run_on_ranks(report_gathers, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}, args=(adapter, has_images))
     ends, blocks = ["model.embed_tokens", "lm_head"], ["model.layers.0", "model.layers.1"]
     forward = ["", ends[0], *blocks, ends[1]]
     backward = [*blocks[::-1], *(ends[:1] if adapter == "none" else [])]  # a frozen embedding has no backward
@@ -190,7 +191,7 @@ def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter
     assert reports[0][2] != reports[1][2]
 
 
-def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
+def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], dict[str, list[str]], int]:
     """On every rank: the units that one micro-batch gathers, in order; which of embedding and head are
     held where the first block's forward ends and where its backward begins; and the number of the loss's chunks."""
     import torch
@@ -198,6 +199,7 @@ def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+    from tests.families.kinds import tiny_config
     from tests.support.adapter_models import with_adapter
     from tests.support.model_folders import CAUSAL_FAMILIES
     from toolkit.config.schema import AdapterConfig
@@ -211,10 +213,15 @@ def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
     chunked_loss.MAX_LOGITS_AT_ONCE = 4 * 256
     accelerator = build_accelerator()
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
+    if has_images:
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("qwen3_vl"))
+        model.model.visual.requires_grad_(False)
     if adapter == "lora":
         model = with_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]))
     sharded = shard_model(accelerator, model)
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    of_fsdp = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    units = {name.replace("language_model.", ""): module for name, module in of_fsdp}
+    assert ("model.visual" in units) is has_images
     groups: Any = {name: module._get_fsdp_state()._fsdp_param_group for name, module in units.items()}
     gathered, held, chunks = [], {}, []
     gather, head_forward = _fsdp_param_group.foreach_all_gather, model.lm_head.forward
@@ -235,7 +242,7 @@ def report_gathers(adapter: str) -> tuple[list[str], dict[str, list[str]], int]:
         hidden_BTD.register_hook(lambda _: see_held("backward"))
 
     _fsdp_param_group.foreach_all_gather, model.lm_head.forward = see_gather, see_head
-    model.model.layers[0].register_forward_hook(after_first_block)
+    model.get_decoder().layers[0].register_forward_hook(after_first_block)
     ids = torch.arange(3, 11 + 8 * rank()).tolist()
     batch = CausalCollator(0).collate([[{"input_ids": ids, "labels": [-100, *ids[1:]]}]])
     summed_loss(sharded.model, batch)[0].backward()
