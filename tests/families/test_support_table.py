@@ -22,8 +22,8 @@ CHOSEN: dict[str, list[str]] = {
 """Cells by family: of each column and each group, and some that are refused."""
 
 
-SURVEYED = ("ernie4_5",)
-"""A kind of the survey that the first table does not have."""
+SURVEYED = ("ernie4_5", "qwen2_5_vl")
+"""Kinds of the survey that the first table does not have."""
 
 
 def recorded() -> dict[str, Any]:

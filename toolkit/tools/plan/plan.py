@@ -21,7 +21,7 @@ from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
 from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.optimizers import state_bytes
-from toolkit.parallel.units import describe_units, local_tensor
+from toolkit.parallel.units import describe_units, find_towers, local_tensor
 from toolkit.tools.plan.search import MOST_ROWS, find_change, largest_micro_batch, show_progress
 from toolkit.tools.plan.strategy import Strategy, load_strategy, with_checkpointing
 from toolkit.tools.plan.subject import (
@@ -119,7 +119,7 @@ def build_plan(
         change = find_change(subject, strategy, usable) if searches and not fits else None
     # The rest is arithmetic. A checkpoint has no frozen weights.
     num, itemsize = num_micro_batches(subject, strategy, rows), strategy.compute_dtype.itemsize
-    trained = [p for p in subject.skeleton.parameters() if p.requires_grad]
+    trained, towers = [p for p in subject.skeleton.parameters() if p.requires_grad], find_towers(subject.skeleton)
     trainable_bytes = sum(p.nbytes for p in trained)
     return Plan(
         model=model,
@@ -135,7 +135,10 @@ def build_plan(
             OPTIMIZER: sum(state_bytes(subject.config.optim.name, tuple(p.shape)) for p in trained),
         },
         moved_bytes=_moved_bytes(strategy, trace, trainable_bytes, num),
-        units=describe_units(sharded.units, gather_bytes=lambda unit: unit.gathered_bytes(itemsize) if strategy.is_fsdp else 0),
+        units=describe_units(
+            sharded.units,
+            gather_bytes=lambda unit: unit.gathered_bytes(itemsize) if strategy.is_fsdp and unit.name not in towers else 0,
+        ),
         largest_gather_bytes=trace.largest_gather_bytes,
         tied=[names for names in aliases(subject.skeleton).values() if len(names) > 1],
         usable_bytes=usable,
