@@ -93,6 +93,9 @@ that continues texts (`AutoModelForImageTextToText`), on one process, with the s
 that of plain transformers: tiny models that plain transformers must run first.
 {num_tried} of {num_kinds} have run, with {versions}; {num_trained} train in full. Not run: {untried}.
 A cell `-` has not run, or is not a cell of an encoder-decoder.
+Some kinds have a tenth of the learning rate, with which rounding alone moves no loss by 1e-5. Phi-MoE draws its experts at random
+in training: its model here has no jitter, and frozen routers. Youtu's has no padding token, whose row transformers sets to 0
+whenever it loads one: an export of one with such a token fails its own check.
 """
 OTHERS_HEADER = """Not for text rows, and so not here: {others}.
 """

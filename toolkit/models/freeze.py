@@ -59,7 +59,7 @@ def freeze_unreached(skeleton: PreTrainedModel, config: ConfigT) -> ConfigT:
     if names:
         logger.info(f"the loss of texts does not reach {_shorten(names)}: frozen, and without an adapter")
     if uncalled:
-        logger.info(f"the model's code reads {_shorten(uncalled)} without a call of the layer: without an adapter")
+        logger.info(f"the model's code reads {_shorten(uncalled)} without a call of the layer, or by groups: without an adapter")
     freezes = [*config.model.freeze, *map(re.escape, names + uncalled)]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=freezes))
 
@@ -83,13 +83,19 @@ def find_unreached(model: PreTrainedModel) -> list[str]:
 
 
 def find_uncalled(model: PreTrainedModel) -> list[str]:
-    """The weights of linear layers that are never called, as their weight is read by other code, which would not see an adapter:
-    Jamba's `dt_proj`; Gemma 3n's `correction_coefs`, in training only. Found as by `find_unreached`, in both modes.
+    """The weights of linear layers that an adapter cannot be beside: other code reads their weight without a call (Jamba's
+    `dt_proj`; Gemma 3n's `correction_coefs`, in training only), or their product has another shape (DeepSeek V4's, by groups).
+    Found as by `find_unreached`, in both modes.
     """
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and output.shape == (*inputs[0].shape[:-1], module.out_features):
+            called.add(module)
+
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     drops_layers = any(getattr(module, "layerdrop", 0) for module in model.modules())  # at random, in training
     called, uncalled, was_training = set[nn.Module](), set[str](), model.training
-    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in linear.values()]
+    hooks = [module.register_forward_hook(note) for module in linear.values()]
     for mode in (False,) if drops_layers else (False, True):
         called.clear()
         model.train(mode)

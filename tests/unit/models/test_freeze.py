@@ -59,7 +59,14 @@ def test_a_forward_that_fails_without_weights_finds_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "weight"),
-    [("jamba", "mamba.dt_proj.weight"), ("gemma3n_text", "altup.correction_coefs.weight"), ("nllb-moe", ""), ("bart", "")],
+    [
+        ("jamba", "mamba.dt_proj.weight"),
+        ("gemma3n_text", "altup.correction_coefs.weight"),
+        ("deepseek_v4", "self_attn.o_a_proj.weight"),
+        ("falcon", ""),
+        ("nllb-moe", ""),
+        ("bart", ""),
+    ],
 )
 def test_linear_layers_whose_weight_is_read_without_a_call_are_found(kind: str, weight: str) -> None:
     with torch.device("meta"):
