@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from toolkit.data.tokens.prepare import TokenizedRows
     from toolkit.evaluation.rows import EvaluationRows
     from toolkit.parallel.wrap import ShardedModel
+
+logger = logging.getLogger("toolkit")
 
 REFERENCE_FILE = "reference.safetensors"
 
@@ -82,6 +85,8 @@ def know_reference(
                 f"{path} is missing or of other rows, and the reference, model.init_from {config.model.init_from}, is not "
                 "loaded on a resume: put the file back, or begin a run with another run.name"
             )
+        if goes_on:
+            logger.info(f"the reference is computed again: {path.name} is missing, damaged or of other rows")
         about = {"rows": digest}
         if config.preference.reference:  # beside the model, which has neither gradients nor moments yet
             sharded, about["weights"] = _load(config, objective, sharded.accelerator, rows)
