@@ -95,7 +95,7 @@ that of plain transformers: tiny models that plain transformers must run first.
 A cell `-` has not run, or is not a cell of an encoder-decoder.
 Some kinds have a tenth of the learning rate, with which rounding alone moves no loss by 1e-5. Phi-MoE draws its experts at random
 in training: its model here has no jitter, and frozen routers. Youtu's has no padding token, whose row transformers sets to 0
-whenever it loads one: an export of one with such a token fails its own check.
+whenever it loads one: with such a token it is refused before its weights load.
 """
 OTHERS_HEADER = """Not for text rows, and so not here: {others}.
 """

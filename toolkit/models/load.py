@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build, name_folder
@@ -136,6 +137,37 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, objectiv
         model.generation_config = transformers.GenerationConfig()
     grow_vocabulary(model, config)
     return model
+
+
+class _Writes(TorchDispatchMode):
+    """Context that collects the names of what is written in place: `found`, of the tensors of `names`, by their storage."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names, self.found = names, set[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            self.found |= {self.names.get(private("_cdata", args[0].untyped_storage()), "")} - {""}
+        return function(*args, **(kwargs or {}))
+
+
+def check_kept(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model on the meta device whose class sets weights anew after transformers has loaded them, by a `UserError`: a
+    Youtu's row of the padding token. An export would load as another model."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # as when its value has been loaded
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]
+    names = {private("_cdata", parameter.untyped_storage()): own for own, parameter in model.named_parameters()}
+    with _Writes(names) as writes, torch.device("meta"), suppress(Exception):
+        model.initialize_weights()
+    if writes.found:
+        what = f"{min(writes.found)} of {name}, or a part of it, anew whenever it loads a {model.config.model_type}"
+        raise UserError(
+            f"transformers sets {what}, so that an export would load as another model: if it is the row of the padding token, set "
+            "pad_token_id null in a copy of its config.json"
+        )
 
 
 def build_on_meta(

@@ -71,6 +71,7 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
     config = replace(config, eval=on_all_ranks(lambda: choose_generation(config.eval, skeleton, config.model)))
     context.settings.update({f"eval.{key}": getattr(config.eval, key) for key in ("num_beams", "no_repeat_ngram_size")})
     on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
+    on_all_ranks(lambda: load.check_kept(skeleton, config.model.name_or_path))
     config = on_all_ranks(lambda: freeze_unreached(skeleton, config))
     if config.model.init_from and config.model.freeze:  # frozen weights are in no checkpoint: a resume needs them too
         context.init_from = context.init_from or find_weights(config.model.init_from)

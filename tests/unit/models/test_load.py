@@ -11,14 +11,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import YoutuForCausalLM
 
+from tests.families.kinds import tiny_config
 from tests.support.model_folders import FAMILIES, build_model_folders
 from tests.support.own_models import own_class as make_class
 from tests.support.refusals import refusal
 from toolkit.config.schema import ModelConfig
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as
-from toolkit.models.load import build_on_meta, grow_vocabulary, load_model, own_class, save_built
+from toolkit.models.load import build_on_meta, check_kept, grow_vocabulary, load_model, own_class, save_built
 from toolkit.models.safetensors_index import match_files
 from toolkit.objectives.causal import Causal
 from toolkit.objectives.objective import Objective
@@ -188,3 +190,17 @@ def test_a_model_with_a_scalar_parameter_grows(folder: str) -> None:
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     grown = grow_vocabulary(model, ModelConfig(name_or_path=folder, add_tokens=[f"<|{n}|>" for n in range(256)]))
     assert "shared.weight" in grown and "scale" not in grown
+
+
+@pytest.mark.parametrize("pad", [None, 0])
+def test_a_model_whose_weights_are_set_anew_after_they_are_loaded_is_refused(pad: int | None) -> None:
+    config = tiny_config("youtu")
+    config.pad_token_id = pad
+    with torch.device("meta"):
+        model = YoutuForCausalLM(config)
+    if pad is None:
+        return check_kept(model, "base")
+    said = refusal(check_kept, model, "base")
+    assert said.startswith(
+        "transformers sets model.embed_tokens.weight of base, or a part of it, anew whenever it loads a youtu,"
+    )
