@@ -165,8 +165,8 @@ def check_kept(model: PreTrainedModel, name: str) -> None:
     if writes.found:
         what = f"{min(writes.found)} of {name}, or a part of it, anew whenever it loads a {model.config.model_type}"
         raise UserError(
-            f"transformers sets {what}, so that an export would load as another model: if it is the row of the padding token, set "
-            "pad_token_id null in a copy of its config.json"
+            f"transformers sets {what}, so that an export would load as another model: if it is the row of the padding token, "
+            "set pad_token_id null in a copy of its config.json"
         )
 
 
