@@ -209,5 +209,5 @@ def test_fingerprints_of_rows_are_those_of_this_version_of_the_reader(config):
     of_llm = LLMDataConfig(cache_dir="cache", eval_fraction=0.0)
     prints = [load(config, files="a.csv", eval_fraction=0.0), load(of_llm, files="a.txt")]
     prints += [load(of_llm, source="jsonl", files="a.jsonl"), load(of_llm, source="own.py:load")]
-    expected = ["308584b697f8", "43379670f534", "c9a4bc18b2e9", "6f9b10a734f2"]
+    expected = ["b2c783bf84e5", "10f5a34f0606", "0e73d8fb397c", "1e8f31c9ef66"]
     assert [rows.fingerprint[:12] for rows in prints] == expected
