@@ -70,6 +70,11 @@ class Causal(Objective):
         is_masked = type(model_config) in private("_model_mapping", AutoModelForMaskedLM)
         if model_config.is_encoder_decoder or (is_masked and not is_decoder):
             raise UserError(f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, not {self.takes}")
+        if getattr(model_config.get_text_config(), "use_bidirectional_attention", None) is True:  # PaliGemma's prompts
+            what = (
+                f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model with use_bidirectional_attention"
+            )
+            raise UserError(f"{what} in its config.json: its tokens see later ones, so it is not {self.takes}")
 
     def check_model(self, sharded: ShardedModel, collator: Collator, config: RecipeConfig) -> None:
         check_causal_model(sharded, collator, packing=config.packs)

@@ -9,8 +9,10 @@ import pytest
 import transformers
 
 import toolkit
+from tests.families.kinds import tiny_config
 from tests.support.refusals import refusal
 from toolkit.config.python import load_config
+from toolkit.config.schema import ModelConfig
 from toolkit.objectives import name_objective, objective_of
 from toolkit.objectives.objective import Objective
 
@@ -79,3 +81,14 @@ def test_a_model_of_images_and_texts_is_loaded_whole(kind: str, named: str | Non
     assert objective.loader(config_class(architectures=[named] if named else None)).__name__ == auto_class
     if named and auto_class.endswith("ToText"):
         assert objective.loader(config_class).__name__ == auto_class, "a user's class has a class of configs alone"
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused_by_its_config() -> None:
+    objective = objective_of(load_config("llm", overrides=REQUIRED))
+    said = refusal(objective.check_model_config, tiny_config("paligemma"), ModelConfig(name_or_path="m"))
+    what = (
+        "model.name_or_path m is a paligemma model with use_bidirectional_attention in its config.json: its tokens see later ones"
+    )
+    assert said.startswith(f"{what}, so it is not a causal language model")
+    for kind in ("gemma3", "gemma4", "llama"):
+        objective.check_model_config(tiny_config(kind), ModelConfig(name_or_path="m"))
