@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +48,8 @@ DTYPES = {
 _OF_EXPERTS = [("MergeModulelist", 0), ("Concatenate", 1)]
 """transformers' operations, one or both, on the tensors of the experts that are one weight in the model."""
 _NUM_NAMES = 12
+LEAST_IGNORED_SHARE = 1e-3
+"""T5's files have a bias that no layer reads, of a few hundred elements."""
 
 
 class ShardedReadUnsupported(UserError):
@@ -66,6 +68,8 @@ class Match:
     """Names of the model whose stored tensor has another shape → the stored shape."""
     unknown: list[str]
     """Names that the model does not have, as transformers renames them; without those that it ignores in models of this class."""
+    ignored: list[str] = field(default_factory=list)
+    """Those, if their matrices are at least `LEAST_IGNORED_SHARE` of the files: layers that predict further tokens (`mtp`)."""
 
 
 def open_files(paths: Iterable[Path], what: str) -> TensorReaders:
@@ -152,7 +156,8 @@ def match_names(model: PreTrainedModel, files: TensorReaders, what: str = "the f
     # Rename each key as transformers does.
     rename = private("rename_source_key")
     tensors: dict[str, str] = {}
-    unknown: set[str] = set()
+    unknown: dict[str, int] = {}
+    """Elements, of matrices: masks of GPT-2's old files have more dimensions."""
     of_experts: dict[str, dict[str, list[TensorReader]]] = {}  # the tensors of a weight, by the pattern of their names
     for key in sorted(files, key=private("dot_natural_key")):  # expert 10 after 9
         name, pattern = rename(key, renamings, converters, prefix, wanted)
@@ -160,7 +165,8 @@ def match_names(model: PreTrainedModel, files: TensorReaders, what: str = "the f
             name, pattern = rename(key, [], [], prefix, wanted)
         if name not in wanted:
             first, *others = next((one.target_patterns for one in converters if pattern in one.source_patterns), [name])
-            unknown |= {name, *(name.replace(first, other) for other in others)}
+            num_elements = math.prod(files[key].shape) if len(files[key].shape) == 2 else 0
+            unknown |= {name: num_elements} | dict.fromkeys((name.replace(first, other) for other in others), 0)
         elif pattern is not None and name not in tensors:
             of_experts.setdefault(name, {}).setdefault(pattern, []).append(files[key])
         elif name in of_experts:
@@ -176,8 +182,10 @@ def match_names(model: PreTrainedModel, files: TensorReaders, what: str = "the f
             files[name], tensors[name] = merged, name
     # transformers keeps the conversions for saving.
     model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
-    ignoring: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=unknown)
+    ignoring: Any = SimpleNamespace(missing_keys=set(), unexpected_keys={*unknown})
     private("_adjust_missing_and_unexpected_keys", model)(ignoring)
+    ignored = {name: size for name, size in unknown.items() if name not in ignoring.unexpected_keys}
+    least = LEAST_IGNORED_SHARE * sum(math.prod(tensor.shape) for tensor in files.values())
     present = {id(wanted[name]) for name in tensors}
     shapes = {name: files[key].shape for name, key in tensors.items()}
     return Match(
@@ -185,6 +193,7 @@ def match_names(model: PreTrainedModel, files: TensorReaders, what: str = "the f
         missing=sorted(name for name, tensor in wanted.items() if id(tensor) not in present),
         other_shapes={name: shape for name, shape in shapes.items() if shape != tuple(wanted[name].shape)},
         unknown=sorted(ignoring.unexpected_keys),
+        ignored=sorted(ignored) if sum(ignored.values()) >= least > 0 else [],
     )
 
 
@@ -205,12 +214,13 @@ def check_loaded(objective: Objective, model: PreTrainedModel, name_or_path: str
             "the config.json that the weights were saved with"
         )
     named: dict[str, list[str]] = {}
-    for name in unknown:
+    for name in (unclaimed := sorted([*unknown, *match.ignored])):
         named.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
     if named:
         shown = [f"{pattern} ({len(names)})" if len(names) > 1 else names[0] for pattern, names in named.items()]
         more = f" and {len(shown) - _NUM_NAMES} names more" * (len(shown) > _NUM_NAMES)
-        also = f"{what} also have {plural(len(unknown), 'tensor')} that the model does not take, so neither trained nor exported"
+        number = plural(len(unclaimed), "tensor")
+        also = f"{what} also have {number} that the model does not take, so neither trained nor exported"
         logger.warning(f"{also}: {', '.join(shown[:_NUM_NAMES])}{more}")
 
 

@@ -16,6 +16,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.families.kinds import tiny_config
 from tests.support.adapter_models import LLAMA_SIZES
 from tests.support.refusals import refusal
 from toolkit.models import tensor_reader
@@ -23,6 +24,7 @@ from toolkit.models.freeze import aliases, hash_tensor
 from toolkit.models.safetensors_index import (
     DTYPES,
     ShardedReadUnsupported,
+    check_loaded,
     find_weight_files,
     match_names,
     open_files,
@@ -30,6 +32,8 @@ from toolkit.models.safetensors_index import (
 )
 from toolkit.models.tensor_reader import TensorReader, fill_parameters, hash_readers, pieces, state_readers
 from toolkit.models.weights import hash_frozen
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.seq2seq import Seq2Seq
 
 SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
@@ -93,6 +97,27 @@ def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
     assert match.tensors["transformer.wte.weight"] == "wte.weight"
     assert match.tensors["transformer.h.1.mlp.c_fc.bias"] == "h.1.mlp.c_fc.bias"
     assert (match.missing, match.unknown, match.other_shapes) == (["transformer.wpe.weight"], ["more"], {})
+
+
+def test_layers_that_transformers_leaves_out_are_named_and_remains_of_old_files_are_not(tmp_path: Path, caplog: Any) -> None:
+    """Layers that predict further tokens; T5's bias that no layer reads and GPT-2's masks are in every such file."""
+    nothing = torch.zeros
+    cases = {
+        "qwen3_next": {"mtp.layers.0.fc.weight": nothing(32, 64), "mtp.norm.weight": nothing(32)},
+        "t5": {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": nothing(4, 2)},
+        "gpt2": {"transformer.h.0.attn.bias": nothing(1, 1, 128, 128)},
+    }
+    for kind, more in cases.items():
+        objective: Any = Seq2Seq() if kind == "t5" else Causal()
+        model = objective.loader(config := tiny_config(kind)).from_config(config)
+        model.save_pretrained(tmp_path / kind)
+        save_file(load_file(path := tmp_path / kind / "model.safetensors") | more, path)
+        match = match_names(model, open_files([path], "it"))
+        check_loaded(objective, model, kind, match)
+        assert (match.missing, match.unknown) == ([], []), kind
+    (line,) = caplog.messages
+    what = "the weights of model.name_or_path qwen3_next also have 2 tensors that the model does not take, so neither trained nor"
+    assert line == f"{what} exported: mtp.layers.0.fc.weight, mtp.norm.weight"
 
 
 def test_tensors_that_are_put_together_are_not_guessed(tmp_path: Path) -> None:
