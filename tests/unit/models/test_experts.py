@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations import moe
 
+from tests.families.kinds import tiny_config
 from tests.support.adapter_models import adapter_config, logits, randomize, with_adapter
 from tests.support.model_folders import LLAMA_SIZES, MIXTURES, SMALL_EXPERTS, T5_SIZES
 from tests.support.refusals import refusal
@@ -227,3 +228,15 @@ def test_on_copies_in_bf16_experts_compute_in_it_with_gradients_in_fp32(monkeypa
     assert dtypes == [torch.bfloat16] * 4
     gradients = [p.grad for p in model.parameters() if p.ndim == 3]
     assert all(gradient is not None and gradient.dtype == torch.float32 and gradient.any() for gradient in gradients)
+
+
+def test_nested_configs_keep_their_own_choice_of_products() -> None:
+    """Aria's tower for images could not be built again with the choice of its texts' part."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("aria"))
+    config = model.config
+    before = [part._experts_implementation for part in (config, config.text_config, config.vision_config)]
+    with experts_by_token(model):
+        assert config.text_config._experts_implementation == "batched_mm"
+    assert [part._experts_implementation for part in (config, config.text_config, config.vision_config)] == before
+    assert before[1] != before[2]

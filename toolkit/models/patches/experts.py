@@ -36,12 +36,14 @@ def experts_by_token(model: PreTrainedModel) -> Iterator[None]:
     experts. Grouped products change size with the routing of other tokens, which changes last bits; on the meta device they are
     in bf16 only.
     """
-    before = private("_experts_implementation", model.config)
-    model.config._experts_implementation = "batched_mm"
+    config: Any = model.config
+    parts = {key: part for key in config.sub_configs if hasattr(part := getattr(config, key, None), "to_dict")}
+    before = {key: private("_experts_implementation", part) for key, part in {"": config, **parts}.items()}
+    config._experts_implementation = "batched_mm"  # also in nested configs: a tower for images may take none
     try:
         yield
     finally:
-        model.config._experts_implementation = before
+        config._experts_implementation = before
 
 
 def router_scores(model: PreTrainedModel) -> dict[type, str]:
