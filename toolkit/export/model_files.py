@@ -109,7 +109,9 @@ class ModelFiles:
         self._stored_names = {first_names.get(name, name): name for name in state}
         converted = private("revert_weight_conversion")(model, state)
         # What cannot be converted alone: here, one tensor of the model can become many, but not many one.
-        self._together = {name for name, tensor in state.items() if not self._converts_alone(name, tensor, converted)}
+        self._together = {name for name, tensor in state.items() if not self._converts_alone({name: tensor}, converted)}
+        if not self._converts_alone({name: state[name] for name in self._together}, converted):  # one of others' names
+            self._together |= {name for name, tensor in state.items() if converted.get(name) is not tensor}
         if self._together:
             num_bytes = sum(state[name].nbytes for name in self._together)
             logger.info(
@@ -167,14 +169,19 @@ class ModelFiles:
             if found:
                 raise RuntimeError(f"{self._folder} does not load: {kind.replace('_', ' ')} {sorted(map(str, found))[0]}")
 
-    def _converts_alone(self, name: str, tensor: torch.Tensor, converted: Tensors) -> bool:
-        """Whether the files' tensors that are made of this one are made of this one only."""
+    def _converts_alone(self, tensors: Tensors, converted: Tensors) -> bool:
+        """Whether the files' tensors that are made of these are made of these only. Names that transformers changes in groups
+        (Kimi-K2.5's tower: `fc1` to `fc0`, `fc2` to `fc1`) may be those of other tensors where one of the group is missing."""
         revert = private("revert_weight_conversion")
         try:
-            alone = revert(self._model, {name: tensor})
+            alone = revert(self._model, dict(tensors))
         except Exception:  # an operation without its other tensors raises nothing more exact
             return False
-        return all(other in converted and converted[other].shape == part.shape for other, part in alone.items())
+        own = {id(tensor) for tensor in tensors.values()}
+        return all(
+            other in converted and (converted[other] is part if id(part) in own else converted[other].shape == part.shape)
+            for other, part in alone.items()
+        )
 
     def _write(self, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
