@@ -1,55 +1,23 @@
 """TRL's `DPOTrainer` on given pairs: trains in turns, knows no toolkit.
 
-`python benchmarks/baselines/dpo_trainer.py CONFIG.json`; the fields of the config are those of `PeerConfig`.
+`python benchmarks/baselines/dpo_trainer.py CONFIG.json`; the fields of the config are those of `PeerConfig`, without an adapter,
+and `rows_file` has `prompt`, `chosen` and `rejected`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import DPOConfig, DPOTrainer
 
+from benchmarks.baselines.sft_trainer import PeerConfig, TrainingTurns
 from benchmarks.turns import Turns
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerConfig:
-    """One measurement."""
-
-    model_folder: str
-    """Config and tokenizer; the weights are random."""
-    rows_file: str
-    """JSON lines with `prompt`, `chosen` and `rejected`."""
-    work_folder: str
-    """Where the Trainer may write."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `DPOConfig`, on top of those that are equal in all measurements."""
-    batch_size_rows: int
-    """Pairs of a step."""
-    max_length_tokens: int
-    lr: float
-    steps_per_turn: int
-    seed: int = 0
-
-
-class TrainingTurns(TrainerCallback):
-    """Ends a turn whenever the Trainer logs: every `steps_per_turn` steps, with the mean loss since the last time."""
-
-    def __init__(self, turns: Turns, collator: CountingCollator, steps_per_turn: int):
-        self.turns, self.collator, self.steps_per_turn = turns, collator, steps_per_turn
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        counts = torch.tensor(self.collator.counts[state.global_step - self.steps_per_turn : state.global_step])
-        pairs, tokens, positions = counts.sum(0).tolist()
-        self.turns.end(rows=pairs, tokens=tokens, padding_share=1 - tokens / positions, loss=logs["loss"])
-        self.turns.begin()
 
 
 class CountingCollator:

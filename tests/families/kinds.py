@@ -119,7 +119,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
                 kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
             },
         },
-        "has no rotary positions unless told",
+        "has no rotary positions by default",
     ),
     "dbrx": (
         {
@@ -135,7 +135,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "dots3_note_audio_encoder": ({"adapter_input_size": 64, "adapter_out_dim": 64}, "has widths of its own for them"),
     "dots3_note_vision_encoder": (
         {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64, "adapter_out_dim": 64},
-        "has more experts in each of 42 layers unless told",
+        "has more experts in each of 42 layers by default",
     ),
     "dots3_note_text": (
         {
@@ -156,15 +156,15 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         ("gemma4_text", "gemma4_unified_text"),
         (
             {"global_head_dim": 16},
-            "its full attention has heads of 512 unless told, whose scores rounding changes",
+            "its full attention has heads of 512 by default, whose scores rounding changes",
         ),
     ),
     "gemma3n_text": ({"num_kv_shared_layers": 0}, "shares keys between more layers than there are"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "names its layers by pairs"),
-    "granitemoehybrid": ({"layer_types": ["mamba", "attention"]}, "has no attention unless told"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"]}, "has no attention by default"),
     "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, "names its attention layers by a period"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "has attention only in its default types"),
-    "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "has no types unless told"),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "has no types by default"),
     "mamba2": ({"num_heads": 8, "head_dim": 16}, "heads times their size is twice the width"),
     "mllama_text_model": (
         {"bos_token_id": 2, "num_hidden_layers": 3, "cross_attention_layers": [1]},

@@ -89,7 +89,7 @@ def find_uncalled(model: PreTrainedModel) -> list[str]:
     """
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if inputs and output.shape == (*inputs[0].shape[:-1], module.out_features):
+        if not inputs or output.shape == (*inputs[0].shape[:-1], module.out_features):
             called.add(module)
 
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
