@@ -43,15 +43,17 @@ runs/llm_functions/merged:
 	$(MAKE) llm
 
 # The unit tests, a process for each core; then the tests that start ranks, three at a time: ranks that wait for each other leave
-# cores idle. Those that measure GPUs run alone. All of them run; what failed is named at the end.
+# cores idle. Those that measure GPUs run alone. All of them run; what failed is named at the end. A process that crashes ends its
+# group of tests, with the test's name: pytest-xdist may wait for ever for the one that takes its place.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m tests.run "--numprocesses logical --maxprocesses 8 --dist loadfile tests/unit" \
-	  "--numprocesses 3 --dist loadfile tests/recipes tests/distributed tests/families tests/trackers/test_tensorboard.py" \
+	$(BIN)/python -m tests.run "--numprocesses logical --maxprocesses 8 --dist loadfile --max-worker-restart 0 tests/unit" \
+	  "--numprocesses 3 --dist loadfile --max-worker-restart 0 tests/recipes tests/distributed tests/families \
+	  tests/trackers/test_tensorboard.py" \
 	  "tests/gpu"
 
 # Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each, two tests at a time.
 test-faults: $(VENV)/.installed-test
-	$(BIN)/python -m tests.run "--numprocesses 2 --dist loadfile tests/faults"
+	$(BIN)/python -m tests.run "--numprocesses 2 --dist loadfile --max-worker-restart 0 tests/faults"
 
 # The pages of `report` and `preview` in Chromium, which is installed from the system's packages if it is not there.
 test-browser: $(VENV)/.installed-browser

@@ -38,6 +38,15 @@ def own_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def no_watchdog() -> Iterator[None]:
+    """End the one of a run that a test has started: it would end this process after half an hour without a further step."""
+    yield
+    from toolkit.distributed import watchdog  # imports torch
+
+    watchdog.stop()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     """Escape half surrogates in what a test has printed: pytest-xdist could not send its report (execnet raises DumpError)."""

@@ -75,6 +75,10 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
         # Random numbers by eager's kernels. In 2.13 a compiled dropout may draw equal masks for several columns, and others in a
         # recomputation (pytorch#198333: `rand4x` of one-dimensional kernels, _inductor/codegen/triton.py:2087).
         options["options"] = private("list_mode_options")(options.pop("mode") or "default") | {"fallback_random": True}
+        # torch's key of kernels on disk names no vector length (FxGraphHashDetails, _inductor/codecache.py:1264): kernels that a
+        # machine with another processor has left there would write past the ends of their tensors.
+        if (processor := torch.backends.cpu.get_cpu_capability()) not in (tag := torch.compiler.config.cache_key_tag):
+            torch.compiler.config.cache_key_tag = f"{tag} {processor}"
     for block in repeated_blocks(model).values():
         compiled = torch.compile(block.forward, **options)
         block.forward = functools.partial(_compiled, block, block.forward, compiled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -90,6 +91,25 @@ def test_compiled_dropout_has_eager_masks() -> None:
         taken.append((outputs, *torch.autograd.grad(outputs.sum(), inputs)))
     torch.testing.assert_close(taken[1], taken[0])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "compiled, not left to eager"
+
+
+def test_kernels_that_another_processor_has_left_on_disk_are_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Vectors of 8 numbers in a loop of 16, or the reverse, corrupt memory; a later test then aborted."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace())
+    hits = []
+    for processor in ("AVX2", "AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda processor=processor: processor)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        accelerator.state.dynamo_plugin = compiler("INDUCTOR")
+        model = torch.nn.Module()
+        model.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())])
+        compile_blocks(accelerator, cast("Any", model))
+        model.blocks[0](torch.rand(4, 8)).sum().backward()
+        hits.append(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
