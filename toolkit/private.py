@@ -39,6 +39,7 @@ NAMES = listed(
     ("torch.utils", "checkpoint._RECOMPUTE", "selective activation checkpointing"),
     ("torch", "_inductor.list_mode_options", "compiled blocks"),
     ("torch.utils", "_pytree.tree_flatten _pytree.tree_unflatten", "counting the FLOPs of a batch"),
+    ("torch.fx.experimental", "_config.patch", "finding what a loss does not reach"),
     ("torch", "UntypedStorage._cdata", "telling which tensors share memory"),
     ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor", "sharding weights under fp8"),
     ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor._tensor", "sharding weights under fp8"),

@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Of the run YAML, by family. The outputs of ProphetNet's decoder depend on the padded length. With `LR`, whose step is a tenth
 of each weight, plain training of the others in fp32 ends up to 4e-3 away from that in fp64; with a tenth of it at most 1e-6."""
-IN_FP32 = ("fsmt", "inkling2_text", "xglm")
+IN_FP32 = ("fsmt", "inkling2", "inkling2_text", "xglm")
 """Families whose code computes in fp32 only: plain training does too."""
 WEIGHT_SIZE = 0.1
 """Standard deviation of each matrix, so that attention has something to say."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.families.families import WEIGHT_SIZE, save_tokenizer
@@ -71,7 +72,7 @@ OTHERS: dict[str, str] = {
     **dict.fromkeys(
         (
             "blip", "blip-2", "diffusion_gemma", "evolla", "florence2", "git", "idefics", "instructblip", "instructblipvideo",
-            "kosmos-2", "pi0", "pix2struct", "pix2struct_text_model", "pp_formulanet", "t5gemma2", "trocr", "udop",
+            "kosmos-2", "pi0", "pix2struct", "pix2struct_text_model", "pp_formulanet", "trocr", "udop",
             "vision-encoder-decoder",
         ),
         "no texts without images, proteins or blocks of noise",
@@ -89,7 +90,10 @@ OTHERS: dict[str, str] = {
 }  # fmt: skip
 """Kinds that are not in the table, with what they are for."""
 MORE: dict[str, tuple[dict[str, Any], str]] = {
-    **{kind: ({"bos_token_id": 2}, "takes no None") for kind in ("cwm", "emu3_text_model", "modernbert-decoder")},
+    **{
+        kind: ({"bos_token_id": 2}, "takes no None")
+        for kind in ("cwm", "emu3_text_model", "modernbert-decoder", "t5gemma2_decoder")
+    },
     **{
         kind: (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}},
@@ -106,10 +110,42 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
                 "qwen2_vl_text",
             ),
             (1, 1, 2): ("glm4v_moe_text",),
+            (2, 2, 2, 2): ("hunyuan_vl_text",),
         }.items()
         for kind in kinds
     },
     "qwen2_vl_vision": ({"embed_dim": 64}, "has another name for its width"),
+    **dict.fromkeys(
+        ("chameleon", "emu3"), ({"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5}}, "reads the token of an image there")
+    ),
+    "deepseek_ocr2_text": ({"mlp_layer_types": ["dense", "sparse"], "head_dim": None}, "has no types by default"),
+    "ernie4_5_vl_moe_text": (
+        {
+            "moe_intermediate_size": [48, 48],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        },
+        "has a width each for texts and images, and splits its positions",
+    ),
+    "emu3_vqgan": ({"base_channels": 32, "codebook_size": 64}, "has names of its own"),
+    "chameleon_vqgan": ({"base_channels": 32, "latent_channels": 32, "embed_dim": 32}, "has names of its own"),
+    "glm5_next_vision": ({"out_hidden_size": 64, "projection_intermediate_size": 96}, "has names of its own"),
+    "glm5_next_text": ({"qk_rope_head_dim": 0, "head_dim": None}, "has no rotary positions"),
+    "granite4_vision": ({"deepstack_layer_map": [[0, 0]], "downsample_rate": "2/4"}, "has no pairs of layers by default"),
+    "granite_docling_vision": ({"out_hidden_size": 64}, "has another name for the text's width"),
+    "inkling2_vision": ({"text_hidden_size": 64}, "has another name for the text's width"),
+    "janus_vqgan": (
+        {"base_channels": 32, "latent_channels": 32, "num_embeddings": 64, "projection_dim": 64, "image_token_embed_dim": 64},
+        "has names of its own",
+    ),
+    "janus_vision_model": ({"projection_dim": 64, "depth": 2}, "has another name for the text's width"),
+    "kosmos_2_5_text_model": ({"embed_dim": 64, "layers": 2, "attention_heads": 4}, "has names of its own"),
+    "molmo2_adapter": ({"vision_feature_layer": [1, 0], "text_hidden_size": 64}, "names layers that a small tower lacks"),
+    "muse_spark_audio": (
+        {"num_hidden_layers": None, "hidden_sizes": [16, 16, 16, 16], "out_hidden_size": 64},
+        "has an entry per layer in several lists",
+    ),
+    "unlimited_ocr_text": ({"num_key_value_heads": 4}, "its plain attention has a key for each query"),
+    "radio": ({"video_temporal_patch_size": 2}, "has what its model says too"),
     "bamba": ({"attn_layer_indices": [1]}, "names its attention layers by their places"),
     "blt": ({"encoder_hash_byte_group_vocab": 64}, "its tables of byte groups have half a million rows"),
     "cohere_compass_text": (
@@ -224,6 +260,12 @@ def tiny_config(kind: str) -> Any:
         return config_class(**named | IN_PROCESS[kind])
     start = {"decoder_start_token_id": 0} if kinds()[kind] == "AutoModelForSeq2SeqLM" else {}
     return config_class(**start | shrink(config_class))
+
+
+def has_experts(kind: str) -> bool:
+    from toolkit.models.experts import expert_counts
+
+    return bool(expert_counts(SimpleNamespace(config=tiny_config(kind))))
 
 
 def save_kind(kind: str, folder: Path) -> Any:

@@ -29,10 +29,6 @@ REASONS: dict[str, tuple[str, str]] = {
         "which is one tied weight with",
         "layers share their weights, and an adapter on one would not be on the other",
     ),
-    "layers without an adapter": (
-        "is incompatible with Mamba-based models",
-        "peft does not adapt `out_proj` and `conv1d` of this family, whose weights its kernels read: name other layers",
-    ),
     "not read by peft": (
         "that peft would not read from its file again",
         "transformers renames weights of older files, and with them layers of this family in peft's: leave these out",
@@ -45,6 +41,10 @@ REASONS: dict[str, tuple[str, str]] = {
         "can only be loaded in full",
         "transformers computes a weight that is in no file, and weights are quantized while they are read in slices",
     ),
+    "experts of its own": (
+        "has no experts that transformers computes",
+        "no adapters on experts (`adapter.experts`), which code of the family's own computes",
+    ),
     "no linear layers": (
         "has a number of inputs that 64 divides",
         "its layers are `Conv1D`, which are not quantized",
@@ -53,10 +53,10 @@ REASONS: dict[str, tuple[str, str]] = {
 """The closed list, by its short name: words of the error, and what it means."""
 COLUMNS = {
     "full": "full", "full-packed": "full, packed", "lora": "LoRA", "lora-packed": "LoRA, packed", "nf4": "4-bit",
-    "nf4-packed": "4-bit, packed",
+    "nf4-packed": "4-bit, packed", "experts": "LoRA, experts",
 }  # fmt: skip
 """Heads of the columns, by cell."""
-SURVEY_COLUMNS = ("full", "full-packed", "lora", "lora-packed")
+SURVEY_COLUMNS = ("full", "full-packed", "lora", "lora-packed", "experts")
 """Of the survey."""
 FAILS, LOSSES_DIFFER = "FAILS: ", "losses differ from plain ones by "
 MOST_CHARACTERS = 100
@@ -92,10 +92,11 @@ SURVEY_HEADER = """## Every kind of transformers
 that continues texts (`AutoModelForImageTextToText`), on one process, with the same checks, and the loss of an evaluation beside
 that of plain transformers: tiny models that plain transformers must run first.
 {num_tried} of {num_kinds} have run, with {versions}; {num_trained} train in full. Not run: {untried}.
-A cell `-` has not run, or is not a cell of an encoder-decoder.
+`-`: not a cell of an encoder-decoder, or of a model without experts. **LoRA, experts** adapts experts too (`adapter.experts`),
+packed if the kind can be.
 Some kinds have a tenth of the learning rate, with which rounding alone moves no loss by 1e-5. Phi-MoE draws its experts at random
-in training: its model here has no jitter, and frozen routers. Youtu's has no padding token, whose row transformers sets to 0
-whenever it loads one: with such a token it is refused before its weights load.
+in training: its model here has no jitter, and frozen routers. Youtu's has no padding token, whose row transformers sets to 0 at
+each load: with one it is refused before its weights load.
 """
 OTHERS_HEADER = """Not for text rows, and so not here: {others}.
 """

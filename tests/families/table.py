@@ -39,16 +39,22 @@ RESULTS = REPOSITORY / "tests" / "families" / "results.json"
 SURVEY = REPOSITORY / "tests" / "families" / "survey.json"
 PAGE = REPOSITORY / "docs" / "support.md"
 LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 4, "adapter.alpha": 8}
-KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "nf4": LORA | {"adapter.base_dtype": "nf4"}}
-"""Settings by what is trained."""
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": LORA,
+    "nf4": LORA | {"adapter.base_dtype": "nf4"},
+    "experts": LORA | {"adapter.experts": True},
+}
+"""Settings by what is trained; adapters on experts in the survey only."""
 NUM_ROWS = 8
 LIBRARIES = ("torch", "accelerate", "transformers", "peft")
 
 
 def cells_of(family: str) -> list[str]:
     """`full`, `full-packed`, … Of an encoder-decoder, whose rows are never packed, one cell asks for it."""
-    kinds_packed = KINDS if family not in ENCODER_DECODERS else ("full",)
-    return [*KINDS, *(kind + PACKED for kind in kinds_packed)]
+    kinds = [kind for kind in KINDS if kind != "experts"]
+    kinds_packed = kinds if family not in ENCODER_DECODERS else ("full",)
+    return [*kinds, *(kind + PACKED for kind in kinds_packed)]
 
 
 def main() -> None:
@@ -169,7 +175,7 @@ def settings_of(folder: Path, family: str, cell: str, *, is_causal: bool) -> dic
         **SETTINGS.get(family, {}),
     }
     if is_causal:
-        settings |= {"data.packing": cell.endswith(PACKED), "data.max_length_tokens": 96}
+        settings |= {"data.packing": "auto" if kind == "experts" else cell.endswith(PACKED), "data.max_length_tokens": 96}
     elif cell.endswith(PACKED):
         settings["data.packing"] = True
     if family in LANGUAGES:

@@ -32,7 +32,6 @@ from toolkit.files.durable import give_usual_mode, written_beside
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name, hash_weight
-from toolkit.models.patches.chunked_loss import text_part
 from toolkit.models.quantized import dequantized
 from toolkit.parallel.gather import dequantized_copy, evaluation_model, unsharded_parameters
 from toolkit.parallel.wrap import ShardedModel
@@ -174,7 +173,7 @@ class _Export:
             "kept_tokens": origin.data.kept_tokens if origin.data else {},
         }
         save_usage(self.config, unfinished, dtype=origin.computed_in, **facts)
-        if kind != "adapter" and text_part(skeleton):
+        if kind != "adapter" and "image" in skeleton.input_modalities:
             copy_processors(self.config.model, unfinished)
         use = write_python(
             self.objective, self.config, skeleton.config, self.tokenizer, ".", origin, is_adapter=kind == "adapter"

@@ -119,6 +119,8 @@ def _parts(model_config: PretrainedConfig) -> list[PretrainedConfig]:
 def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> None:
     """Set `model.dropout`, and what no run can train with, in place, also in nested configs; refuse models that need a loss of
     their own."""
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
     if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
         raise UserError(
             f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model that predicts {model_config.ngram} "
@@ -128,7 +130,11 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
         for key, value in part.to_dict().items() if config.dropout is not None else ():
             # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
             if "drop" in key and "layerdrop" not in key and type(value) in (int, float):
-                setattr(part, key, config.dropout)
+                try:
+                    setattr(part, key, 0 if type(value) is int and not config.dropout else config.dropout)
+                except StrictDataclassFieldValidationError:
+                    what = f"{key} of a {part.model_type or model_config.model_type}, which is declared a whole number"
+                    raise UserError(f"model.dropout {config.dropout} cannot be {what}: set it to 0, or leave it out") from None
         for rate in LAYER_DROP_RATES:
             if getattr(part, rate, None):
                 # If one rank drops a layer, the others hang in its collectives (M2M100 has a rate of 0.05).

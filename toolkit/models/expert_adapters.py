@@ -26,7 +26,6 @@ from toolkit.private import private
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WEIGHTS = ("gate_up_proj", "down_proj")
 RANK_MULTIPLE = 8
 """A grouped product wants rows of a multiple of 16 bytes."""
 
@@ -66,7 +65,7 @@ def compute_beside(model: nn.Module, what: str) -> None:
     another parameter is a `UserError`."""
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
-            if module.parameter_name not in WEIGHTS or not is_known(module.get_base_layer()):
+            if module.parameter_name not in weights_of(module.get_base_layer()):
                 held = f"{module.parameter_name} of {name}"
                 raise UserError(f"{what} adapts {held}, which is not a weight of experts: adapt its layer by target_modules")
             module.__class__ = LowRankBeside
@@ -74,9 +73,10 @@ def compute_beside(model: nn.Module, what: str) -> None:
             beside.products = private("_grouped_linear"), private("_batched_linear")
 
 
-def is_known(module: Any) -> bool:
-    """Whether the module holds the weights of all experts of a layer, and computes them as `LowRankBeside` does."""
-    return hasattr(module, "is_transposed") and module.has_gate and not module.has_post_expert_norm
+def weights_of(module: Any) -> tuple[str, ...]:
+    """Names of the weights, in order, if the module holds those of all experts of a layer, which transformers computes by its
+    `grouped_mm` (`use_experts_implementation`, integrations/moe.py); else none."""
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj") if hasattr(module, "is_transposed") else ()
 
 
 class LowRankBeside(ParamWrapper):
@@ -116,8 +116,12 @@ class LowRankBeside(ParamWrapper):
             # In fp32 up to the next product: added to what is rounded to bf16, a small number would be rounded away.
             return outputs_S + scale * linear(linear(inputs_S, a_E), b_E).float()
 
-        inner_S = private("_apply_gate", experts)(adapted(hidden_TD[order_S // chosen_TK.shape[1]], WEIGHTS[0]))
-        weighted_S = adapted(inner_S, WEIGHTS[1]) * weights_TK.flatten()[order_S].unsqueeze(1)
+        first, last = weights_of(experts)
+        activate = private("_apply_gate", experts) if experts.has_gate else experts.act_fn
+        outputs_S = adapted(activate(adapted(hidden_TD[order_S // chosen_TK.shape[1]], first)), last)
+        if experts.has_post_expert_norm:
+            outputs_S = experts.post_expert_norm(outputs_S)
+        weighted_S = outputs_S * weights_TK.flatten()[order_S].unsqueeze(1)
         return weighted_S[order_S.argsort()].view(*chosen_TK.shape, -1).sum(dim=1).to(hidden_TD.dtype)
 
     def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:

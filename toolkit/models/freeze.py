@@ -85,7 +85,8 @@ def find_unreached(model: PreTrainedModel) -> list[str]:
 def find_uncalled(model: PreTrainedModel) -> list[str]:
     """The weights of linear layers that an adapter cannot be beside: other code reads their weight without a call (Jamba's
     `dt_proj`; Gemma 3n's `correction_coefs`, in training only), or their product has another shape (DeepSeek V4's, by groups).
-    Found as by `find_unreached`, in both modes.
+    Found as by `find_unreached`, in both modes; and by the code, which hands some to a kernel where that is installed (Mamba's
+    `out_proj`).
     """
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -96,15 +97,21 @@ def find_uncalled(model: PreTrainedModel) -> list[str]:
     drops_layers = any(getattr(module, "layerdrop", 0) for module in model.modules())  # at random, in training
     called, uncalled, was_training = set[nn.Module](), set[str](), model.training
     hooks = [module.register_forward_hook(note) for module in linear.values()]
+    inputs = _meta_inputs(model, FEW_TOKENS)
     for mode in (False,) if drops_layers else (False, True):
         called.clear()
         model.train(mode)
-        with contextlib.suppress(Exception), experts_by_token(model), _NothingIsMarked(), torch.no_grad():
-            model(**_meta_inputs(model, FEW_TOKENS), use_cache=False)
+        with contextlib.suppress(Exception), experts_by_token(model), _NothingIsMarked(inputs.values()), torch.no_grad():
+            model(**inputs, use_cache=False)
             uncalled |= {f"{name}.weight" for name, module in linear.items() if module not in called}
     for hook in hooks:
         hook.remove()
     model.train(was_training)
+    holders = {name: type(model.get_submodule(name.rpartition(".")[0])) for name in linear}
+    sources = {holder: inspect.getsource(holder) for holder in set(holders.values())}
+    for name, holder in holders.items():
+        if re.search(rf"^\s*(\w+=)?self\.{name.rpartition('.')[2]}\.weight,$", sources[holder], re.MULTILINE):
+            uncalled.add(f"{name}.weight")
     return sorted(uncalled)
 
 
@@ -112,14 +119,15 @@ def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:
     from transformers import AutoModelForImageTextToText
 
     found: list[str] = []
-    was_training, marks = model.training, _NothingIsMarked()
+    inputs = _meta_inputs(model, num_tokens)
+    was_training, marks = model.training, _NothingIsMarked(inputs.values())
     model.eval()  # without a layer that is dropped at random
     takes_images = type(model.config) in private("_model_mapping", AutoModelForImageTextToText)
     try:
         if takes_images and "labels" not in inspect.signature(type(model).forward).parameters:
             raise TypeError("its forward takes no labels")
         with experts_by_token(model), marks:
-            model(**_meta_inputs(model, num_tokens), use_cache=False).logits.sum().backward()
+            model(**inputs, use_cache=False).logits.sum().backward()
         found = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     except NotImplementedError:  # what the forward reads is not known without weights
         pass
@@ -141,19 +149,27 @@ def _meta_inputs(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Ten
 
 
 class _NothingIsMarked(TorchFunctionMode):
-    """Context in which a flag that is read from the meta device is false, as no token is an image or attends globally; and, which
-    is a guess, no element is 0."""
+    """Context in which a flag that is read from the meta device is false, as no token is an image or attends globally, nor one
+    of a kind whose row is set apart (T5Gemma 2's end of an image); and, which is a guess, no element is 0."""
 
-    has_guessed = False
+    def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.marks, self.has_guessed = {id(tokens) for tokens in inputs}, list[torch.Tensor](), False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].is_meta and args[0].dtype is torch.bool:
             return False
-        if function in (torch.nonzero, torch.Tensor.nonzero) and args[0].is_meta:
+        if function in (torch.Tensor.eq, torch.Tensor.__eq__) and id(args[0]) in self.tokens:
+            self.marks.append(function(*args))
+            return self.marks[-1]
+        if function is torch.Tensor.__setitem__ and any(args[1] is mark for mark in self.marks):
+            return None
+        try:
+            return function(*args, **(kwargs or {}))
+        except NotImplementedError:  # the size depends on what is not 0
             self.has_guessed = True
-            indices = args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.int64)
-            return indices.unbind(1) if (kwargs or {}).get("as_tuple") else indices
-        return function(*args, **(kwargs or {}))
+            with private("patch")(meta_nonzero_assume_all_nonzero=True):
+                return function(*args, **(kwargs or {}))
 
 
 def find_frozen(model: nn.Module, patterns: list[str]) -> set[str]:

@@ -114,7 +114,7 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig, frozen: list[str]) 
     """peft's config of a new adapter, which leaves out layers with parameters that match `frozen`."""
     from peft import LoraConfig
 
-    from toolkit.models.expert_adapters import WEIGHTS, choose_linears, is_known, taken_for_experts
+    from toolkit.models.expert_adapters import choose_linears, taken_for_experts, weights_of
 
     modules_to_save, is_tied = _modules_to_save(model, config.modules_to_save)
     targets: list[str] | str = config.target_modules
@@ -130,17 +130,22 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig, frozen: list[str]) 
                 f"adapter.target_modules {min(taken)} is what peft takes for experts or routers in a {model.config.model_type}, "
                 "also where dense layers have the name: leave it out, and set adapter.experts true to adapt experts"
             )
-    holders = {name.rpartition(".")[2] for name, module in model.named_modules() if config.experts and is_known(module)}
-    if config.experts and not holders:
-        what = f"{type(model).__name__} has no experts in weights {' and '.join(WEIGHTS)} that are computed by groups of tokens"
-        raise UserError(f"adapter.experts is true, but {what}: leave it out")
+    held = [(name, weight) for name, module in model.named_modules() if config.experts for weight in weights_of(module)]
+    reached = [(name, weight) for name, weight in held if not re.fullmatch(excluded, name)]
+    # peft takes the ends of names; all of it where texts reach only some, as in an Ernie's two mixtures.
+    experts = {f"{name if reached != held else name.rpartition('.')[2]}.{weight}" for name, weight in reached}
+    if config.experts and not experts:
+        raise UserError(
+            f"adapter.experts is true, but {type(model).__name__} has no experts that transformers computes by groups of tokens "
+            "(grouped_mm): leave it out"
+        )
     return LoraConfig(
         r=config.rank,
         lora_alpha=int(config.alpha) if float(config.alpha).is_integer() else config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets,
         exclude_modules=excluded or None,
-        target_parameters=sorted(f"{holder}.{weight}" for holder in holders for weight in WEIGHTS) or None,
+        target_parameters=sorted(experts) or None,
         modules_to_save=modules_to_save or None,
         use_rslora=config.method == "rslora",
         use_dora=config.method == "dora",

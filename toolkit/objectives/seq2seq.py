@@ -62,7 +62,7 @@ class Seq2Seq(Objective):
         return {"input_ids": [token] * num_tokens, "labels": [token] * num_labels}
 
     def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
-        """Refuse a model that takes more than text, such as `audio` or `image`."""
+        """Refuse a model of speech; of images and texts, what a text's loss does not reach is frozen."""
         from transformers import AutoModelForSeq2SeqLM
 
         name = config.name_or_path
@@ -73,7 +73,7 @@ class Seq2Seq(Objective):
             # SeamlessM4T's text model is only a part of it, but declares text alone.
             has_speech = hasattr(model_config, "speech_encoder_layers")
             modalities = "audio" if has_speech else mapping[type(model_config)].input_modalities
-            if others := sorted(set([modalities] if isinstance(modalities, str) else modalities) - {"text"}):
+            if others := sorted(set([modalities] if isinstance(modalities, str) else modalities) - {"text", "image"}):
                 what = f"model.name_or_path {name} is a {model_config.model_type} model, which takes {' and '.join(others)}"
                 raise UserError(f"{what} beside text, and rows here are text: take a model of text alone")
         special_tokens(model_config, name)

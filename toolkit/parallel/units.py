@@ -114,7 +114,15 @@ def _untied(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Modu
 def find_towers(model: Any) -> dict[str, nn.Module]:
     """The modules of the backbone beside the part that texts pass, as for images, by name. Texts do not call them: units of their
     own are never gathered. Empty for a model of texts alone."""
-    if not (part := text_part(model) if hasattr(model, "config") else ""):
+    if not hasattr(model, "config"):
+        return {}
+    part = text_part(model)
+    if model.config.is_encoder_decoder:  # T5Gemma 2's are in its encoder, beside what holds the embedding
+        config = getattr(model.get_encoder(), "config", model.config)
+        if config.get_text_config() is not config:
+            embedding = model.get_encoder().get_input_embeddings()
+            part = next(name for name, module in model.named_modules() if any(child is embedding for child in module.children()))
+    if not part:
         return {}
     parent, _, own = part.rpartition(".")
     inside = {id(module) for outer in called_once(model) for module in outer.modules()} - {id(model.get_output_embeddings())}

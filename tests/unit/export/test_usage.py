@@ -120,9 +120,8 @@ def commands(
     config = load_config(recipe, overrides=required | {f"model.{name}": value for name, value in model.items()})
     objective = built_in(config.data.objective)
     model_config = SimpleNamespace(is_encoder_decoder=recipe == "t5", model_type=model_type)
-    model_config.get_text_config = lambda: None if takes_images else model_config
-    skeleton: Any = SimpleNamespace(peft_config={"default": lora}, config=model_config, get_decoder=lambda: 1)
-    skeleton.named_modules = lambda: [("model.language_model", 1)]
+    modalities = ("image", "text") if takes_images else "text"
+    skeleton: Any = SimpleNamespace(peft_config={"default": lora}, config=model_config, input_modalities=modalities)
     tokenizer, origin = _build_tokenizer(("<pad>", "</s>")), Origin(data=PAIRS)
     tokenizer.chat_template = chat_template
     use, in_python, *lines = list_commands(objective, config, skeleton, tokenizer, origin, places)

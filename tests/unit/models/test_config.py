@@ -43,6 +43,15 @@ def test_dropout_is_that_of_every_rate(tmp_path: Path, family: str) -> None:
     assert all(attrgetter(name)(own) != 0.25 for name in names)
 
 
+def test_a_rate_that_is_declared_a_whole_number_stays_one(tmp_path: Path) -> None:
+    """MPT's `attn_pdrop`: as 0.0 it ended every run, and with another rate its export could not be read again."""
+    transformers.MptConfig().save_pretrained(tmp_path)
+    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.0), Causal())
+    assert type(config.attn_config.attn_pdrop) is int
+    sentence = "model.dropout 0.25 cannot be attn_pdrop of a mpt, which is declared a whole number: set it to 0, or leave it out"
+    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal()) == sentence
+
+
 def test_layers_are_never_dropped_and_outputs_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses, checks and the export read `logits` by its name."""
     transformers.OPTConfig(layerdrop=0.1, return_dict=False).save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import pytest
@@ -17,12 +17,15 @@ from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations import moe
+from transformers.models.muse_spark import modeling_muse_spark
+from transformers.models.nemotron_h import modeling_nemotron_h
 
 from tests.families.kinds import tiny_config
 from tests.support.adapter_models import adapter_config, logits, randomize, with_adapter
 from tests.support.model_folders import LLAMA_SIZES, MIXTURES, SMALL_EXPERTS, T5_SIZES
 from tests.support.refusals import refusal
 from tests.support.tiny_models import build_causal
+from toolkit.models.expert_adapters import compute_beside, weights_of
 from toolkit.models.experts import check_experts, expert_counts
 from toolkit.models.lora import check_adapter_config
 from toolkit.models.lora_files import base_name
@@ -145,6 +148,26 @@ def test_the_low_rank_beside_the_products_is_pefts(family: str, rank: int) -> No
     torch.testing.assert_close(logits(model, INPUTS), logits(build_causal(family), INPUTS))
 
 
+@pytest.mark.parametrize("kind", [modeling_nemotron_h.NemotronHExperts, modeling_muse_spark.MuseSparkExperts])
+def test_experts_without_a_gate_and_with_a_norm_behind_them_have_adapters_too(kind: Any) -> None:
+    sizes = dict.fromkeys(("n_routed_experts", "num_local_experts"), 4) | {"moe_latent_size": None, "post_norm_eps": 1e-6}
+    sizes |= dict.fromkeys(("hidden_size", "moe_hidden_size", "moe_intermediate_size"), 16)
+    config = SimpleNamespace(**sizes, mlp_hidden_act="relu2", hidden_act="silu", _experts_implementation="grouped_mm")
+    model = nn.ModuleDict({"experts": kind(config)})
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    names = [f"experts.{weight}" for weight in weights_of(model["experts"])]
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=[], target_parameters=names), model)
+    randomize(cast("Any", model))
+    hidden, chosen, weights = torch.randn(9, 16), torch.randint(4, (9, 2)), torch.rand(9, 2)
+    config._experts_implementation = "eager"
+    expected = model["experts"](hidden, chosen, weights)
+    config._experts_implementation = "grouped_mm"
+    compute_beside(model, "a test")
+    torch.testing.assert_close(model["experts"](hidden, chosen, weights), expected)
+
+
 def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not() -> None:
     """The weight that products stand for, found from many of them, holds A·B, a thousandth of it, or does not."""
     model = adapt(build_causal("qwen3_moe", torch.bfloat16, hidden_size=64), rank=8, experts=True, target_modules=[])
@@ -169,7 +192,7 @@ def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not() -> None:
 
 def test_what_cannot_be_adapted_is_refused() -> None:
     llama = transformers.LlamaConfig(**SMALL_EXPERTS, vocab_size=256)
-    sentence = "adapter.experts is true, but LlamaForCausalLM has no experts in weights gate_up_proj"
+    sentence = "adapter.experts is true, but LlamaForCausalLM has no experts that transformers computes by groups of tokens"
     assert refusal(adapt, transformers.LlamaForCausalLM(llama), experts=True).startswith(sentence)
     for ends in (["gate_proj"], ["o_proj", "down_proj"]):
         sentence = f"adapter.target_modules {ends[-1]} is what peft takes for experts or routers in a deepseek_v3, also where "
