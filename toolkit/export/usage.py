@@ -222,7 +222,7 @@ def vllm_command(config: RecipeConfig, skeleton: PreTrainedModel, folder: Path, 
     """vLLM's command; None for an adapter that it does not take (DoRA, or one that trains modules or token rows fully), or a
     model with images whose folder does not say how they are processed."""
     if not is_adapter:
-        lacks = "image" in skeleton.input_modalities and not any((folder / file).is_file() for file in PROCESSOR_FILES)
+        lacks = skeleton.input_modalities != "text" and not any((folder / file).is_file() for file in PROCESSOR_FILES)
         return None if lacks else f"vllm serve {shlex.quote(str(folder))}"
     lora: Any = skeleton.peft_config["default"]  # type: ignore[index]
     rank = max(lora.r, *lora.rank_pattern.values()) if lora.rank_pattern else lora.r

@@ -173,7 +173,7 @@ class _Export:
             "kept_tokens": origin.data.kept_tokens if origin.data else {},
         }
         save_usage(self.config, unfinished, dtype=origin.computed_in, **facts)
-        if kind != "adapter" and "image" in skeleton.input_modalities:
+        if kind != "adapter" and skeleton.input_modalities != "text":
             copy_processors(self.config.model, unfinished)
         use = write_python(
             self.objective, self.config, skeleton.config, self.tokenizer, ".", origin, is_adapter=kind == "adapter"

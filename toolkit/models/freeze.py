@@ -108,11 +108,18 @@ def find_uncalled(model: PreTrainedModel) -> list[str]:
         hook.remove()
     model.train(was_training)
     holders = {name: type(model.get_submodule(name.rpartition(".")[0])) for name in linear}
-    sources = {holder: inspect.getsource(holder) for holder in set(holders.values())}
+    sources = {holder: _source_of(holder) for holder in set(holders.values())}
     for name, holder in holders.items():
         if re.search(rf"^\s*(\w+=)?self\.{name.rpartition('.')[2]}\.weight,$", sources[holder], re.MULTILINE):
             uncalled.add(f"{name}.weight")
     return sorted(uncalled)
+
+
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # a class of an interactive session, or compiled
+        return ""
 
 
 def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:

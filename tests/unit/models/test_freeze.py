@@ -78,3 +78,9 @@ def test_linear_layers_whose_weight_is_read_without_a_call_are_found(kind: str, 
     with torch.device("meta"):
         found = find_uncalled(getattr(transformers, kinds()[kind]).from_config(tiny_config(kind)))
     assert all(name.endswith(weight) for name in found) and bool(found) == bool(weight)
+
+
+def test_a_class_of_an_interactive_session_is_searched_by_its_calls_alone() -> None:
+    own = type("LlamaOfASession", (transformers.LlamaForCausalLM,), {"__module__": __name__})
+    with torch.device("meta"):
+        assert find_uncalled(own(tiny_config("llama"))) == []
