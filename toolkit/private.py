@@ -37,7 +37,7 @@ NAMES = listed(
     ("torch.distributed.fsdp", "FullyShardedDataParallel._inter_node_pg", "reducing over the replicas of FSDP1's hybrid shards"),
     ("torch.ops.mkldnn", "_is_mkldnn_bf16_supported", "telling whether this CPU has bf16"),
     ("torch.utils", "checkpoint._RECOMPUTE", "selective activation checkpointing"),
-    ("torch", "_inductor.list_mode_options", "compiled blocks"),
+    ("torch", "_inductor.list_mode_options _inductor.cpu_vec_isa.pick_vec_isa", "compiled blocks"),
     ("torch.utils", "_pytree.tree_flatten _pytree.tree_unflatten", "counting the FLOPs of a batch"),
     ("torch.fx.experimental", "_config.patch", "finding what a loss does not reach"),
     ("torch", "UntypedStorage._cdata", "telling which tensors share memory"),

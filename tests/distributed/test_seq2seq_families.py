@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import FAMILIES, make_rows
-from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED, build_collator, build_model
+from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED, SURVEYED, build_collator, build_model
 
 BF16 = {"mixed_precision": "bf16"}
 UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
@@ -19,7 +19,7 @@ UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]
 def test_the_list_of_families_is_whole() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as NAMED
 
-    assert sorted([*LAUNCHED, *IN_PROCESS, *REFUSED]) == sorted(NAMED), "each is run or refused, once"
+    assert sorted([*LAUNCHED, *IN_PROCESS, *SURVEYED, *REFUSED]) == sorted(NAMED), "each is run or refused, once"
 
 
 def test_loss_is_the_model_s_own_in_every_family(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_family_trains_and_evaluates_in_bf16_and_exports(tmp_path: Path) -> None
         assert num_texts == 3, family
 
 
-def test_audio_images_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) -> None:
+def test_audio_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) -> None:
     (errors,) = run_on_ranks(refusals, preset="single_cpu", args=(tmp_path,))
     expected = REFUSED | {"ngrams": "predicts 2 tokens at once (ngram)"}
     assert set(errors) == set(expected)

@@ -77,8 +77,9 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
         options["options"] = private("list_mode_options")(options.pop("mode") or "default") | {"fallback_random": True}
         # torch's key of kernels on disk names no vector length (FxGraphHashDetails, _inductor/codecache.py:1264): kernels that a
         # machine with another processor has left there would write past the ends of their tensors.
-        if (processor := torch.backends.cpu.get_cpu_capability()) not in (tag := torch.compiler.config.cache_key_tag):
-            torch.compiler.config.cache_key_tag = f"{tag} {processor}"
+        if accelerator.device.type == "cpu":
+            vectors, tag = str(private("pick_vec_isa")()), torch.compiler.config.cache_key_tag
+            torch.compiler.config.cache_key_tag = tag if tag.endswith(vectors) else f"{tag} {vectors}"
     for block in repeated_blocks(model).values():
         compiled = torch.compile(block.forward, **options)
         block.forward = functools.partial(_compiled, block, block.forward, compiled)

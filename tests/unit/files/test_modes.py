@@ -83,7 +83,10 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         save_file(tensors, folder / "inner" / "model.safetensors")
         tokenizer: Any = SimpleNamespace(chat_template="x", save_pretrained=lambda folder: None)
         skeleton: Any = SimpleNamespace(
-            generation_config=tokenizer, config=SimpleNamespace(is_encoder_decoder=True), can_generate=lambda: True
+            generation_config=tokenizer,
+            config=SimpleNamespace(is_encoder_decoder=True),
+            can_generate=lambda: True,
+            input_modalities="text",
         )
         config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
         places = ExportPaths(check_file=tmp_path / "export_check.safetensors")

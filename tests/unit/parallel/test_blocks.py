@@ -99,8 +99,8 @@ def test_kernels_that_another_processor_has_left_on_disk_are_not_taken(monkeypat
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace())
     hits = []
-    for processor in ("AVX2", "AVX2", "AVX512"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda processor=processor: processor)
+    for processor in ("avx2", "avx2", "default"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", processor)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         accelerator.state.dynamo_plugin = compiler("INDUCTOR")
