@@ -251,4 +251,4 @@ def begin_hash(dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
 
 def update_hash(begun: Any, part: torch.Tensor, dtype: torch.dtype) -> None:
     """Add the next part."""
-    begun.update(part.to(dtype).contiguous().view(torch.uint8).numpy().data)
+    begun.update(part.to(dtype).flatten().contiguous().view(torch.uint8).numpy().data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 
 from tests.families.kinds import kinds, tiny_config
 from tests.support.refusals import refusal
-from toolkit.models.freeze import find_uncalled, find_unreached
+from toolkit.models.freeze import find_uncalled, find_unreached, hash_tensor
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,9 @@ def test_a_class_of_an_interactive_session_is_searched_by_its_calls_alone() -> N
     own = type("LlamaOfASession", (transformers.LlamaForCausalLM,), {"__module__": __name__})
     with torch.device("meta"):
         assert find_uncalled(own(tiny_config("llama"))) == []
+
+
+def test_a_buffer_without_dimensions_is_hashed() -> None:
+    """The scale of Gemma 3's embedding: `verify` ended on it."""
+    content = b"torch.float32 ()" + torch.tensor([8.0]).numpy().tobytes()
+    assert hash_tensor(torch.tensor(8.0), torch.float32) == hashlib.sha256(content).hexdigest()
