@@ -145,6 +145,10 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
         "has an entry per layer in several lists",
     ),
     "unlimited_ocr_text": ({"num_key_value_heads": 4}, "its plain attention has a key for each query"),
+    **dict.fromkeys(
+        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        ({"vision_start_token_id": 4}, "reads the token that begins an image, which the files of real models name"),
+    ),
     "radio": ({"video_temporal_patch_size": 2}, "has what its model says too"),
     "bamba": ({"attn_layer_indices": [1]}, "names its attention layers by their places"),
     "blt": ({"encoder_hash_byte_group_vocab": 64}, "its tables of byte groups have half a million rows"),

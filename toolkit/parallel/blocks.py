@@ -64,6 +64,10 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
             "blocks are compiled (dynamo_backend INDUCTOR), which on a CPU takes minutes and slows steps with dropout: leave "
             "dynamo_config out of the accelerate YAML, unless the run is long and without dropout"
         )
+        # torch's key of kernels on disk names no vector length (FxGraphHashDetails, _inductor/codecache.py:1264): kernels that a
+        # machine with another processor has left there would write past the ends of their tensors.
+        vectors, tag = str(private("pick_vec_isa")()), torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = tag if tag.endswith(vectors) else f"{tag} {vectors}"
     options = {
         "backend": plugin.backend.value.lower(),
         "mode": None if plugin.mode == "default" else plugin.mode,
@@ -75,11 +79,6 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
         # Random numbers by eager's kernels. In 2.13 a compiled dropout may draw equal masks for several columns, and others in a
         # recomputation (pytorch#198333: `rand4x` of one-dimensional kernels, _inductor/codegen/triton.py:2087).
         options["options"] = private("list_mode_options")(options.pop("mode") or "default") | {"fallback_random": True}
-        # torch's key of kernels on disk names no vector length (FxGraphHashDetails, _inductor/codecache.py:1264): kernels that a
-        # machine with another processor has left there would write past the ends of their tensors.
-        if accelerator.device.type == "cpu":
-            vectors, tag = str(private("pick_vec_isa")()), torch.compiler.config.cache_key_tag
-            torch.compiler.config.cache_key_tag = tag if tag.endswith(vectors) else f"{tag} {vectors}"
     for block in repeated_blocks(model).values():
         compiled = torch.compile(block.forward, **options)
         block.forward = functools.partial(_compiled, block, block.forward, compiled)
