@@ -24,7 +24,6 @@ from tests.recipes.test_resume import curves
 from tests.support.launch import LaunchResult, Running, start
 from tests.support.rank import PAGES
 from tests.support.workbench import FP32, Workbench, step_name
-from toolkit.errors import EXIT_USER_ERROR
 from toolkit.files.durable import seal
 from toolkit.tools import forks
 
@@ -194,11 +193,8 @@ def check_like_whole(bench: Workbench, name: str, steps: tuple[int, ...], others
 
 
 def check_one_sentence(outcome: Outcome, sentence: str) -> None:
-    """Every rank ended by itself as by a user's error, and one of them said why; `sentence` is a regular expression."""
-    assert outcome.returncodes == [EXIT_USER_ERROR] * 2, outcome.stderr[-6000:]
-    assert "Traceback" not in outcome.stderr, outcome.stderr[-6000:]
-    errors = [line for line in outcome.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and re.fullmatch(f"error: {sentence}", errors[0]), outcome.stderr[-6000:]
+    """`LaunchResult.refusal` is what the regular expression `sentence` says."""
+    assert re.fullmatch(sentence, outcome.refusal()), outcome.refusal()
 
 
 def check_survivors_ended_by_themselves(outcome: Outcome) -> None:

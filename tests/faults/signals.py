@@ -11,10 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.faults.workers.faulty_recipe import wrap
+from tests.faults.workers.faulty_recipe import in_phase, wrap
 
 HELD_S = 0.4
 """How long a save is held up, so that training goes on beside it."""
@@ -33,17 +34,8 @@ def send(ranks: list[int], signals: Sequence[str], to_group: bool = False) -> No
 def signal_in_phase(
     phase: str, step: int, ranks: list[int], signals: Sequence[str], nth: int = 1, to_group: bool = False
 ) -> None:
-    """At the n-th time that the training thread enters a phase of a step, in the watchdog's words."""
-    from toolkit.distributed.watchdog import Watchdog
-
-    seen: Counter[tuple[str, int]] = Counter()
-
-    def look(_: Watchdog, phase_now: str, step_now: int | None, **__: bool) -> None:
-        seen[phase_now, step_now] += 1
-        if (phase_now, step_now, seen[phase_now, step_now]) == (phase, step, nth):
-            send(ranks, signals, to_group)
-
-    wrap(Watchdog, "enter_phase", look)
+    """At the n-th time that the training thread enters a phase of a step."""
+    in_phase(phase, step, partial(send, ranks, signals, to_group), nth)
 
 
 def signal_in_generation(call: int, ranks: list[int], signals: Sequence[str]) -> None:

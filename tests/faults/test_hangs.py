@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.faults.workers import waiting_recipe
-from tests.faults.workers.waiting_recipe import STEP, sleep
-from tests.support.launch import LaunchResult, Running, start, start_on_ranks
+from tests.faults import holds
+from tests.faults.harness import SCRIPT, Fault, arguments, start_with
+from tests.faults.holds import STEP, compute, hold, sleep, stop, write_slowly
+from tests.support.launch import LaunchResult, Running, start_on_ranks
 from tests.support.real_launch import accelerate_launch, finish
-from tests.support.small_run import write_inputs
+from tests.support.workbench import Workbench, new_bench
 from toolkit.distributed.rank_status import hang_file
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.errors import EXIT_HANG
 
-FP32 = {"mixed_precision": "no"}
 TIMEOUT_S = 2
 """Of the watchdog of ranks that run no recipe."""
 END_S = 300.0
@@ -121,7 +123,7 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: flo
 @pytest.mark.parametrize(
     ("way", "sentence", "sleeper"),
     [
-        (before_a_new_group, "rank 1 did not arrive: in step 1, start, for … s, at waiting_recipe.py:… in sleep", 1),
+        (before_a_new_group, "rank 1 did not arrive: in step 1, start, for … s, at holds.py:… in sleep", 1),
         (for_each_other, "ranks 0 and 1 stopped moving, none behind the others: in step 7, evaluation, for … s, at …", None),
     ],
 )
@@ -170,99 +172,88 @@ def test_no_hang(way: Callable[[Watchdog, int], None], preset: str, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's config and rows."""
-    folder = tmp_path_factory.mktemp("hangs")
-    write_inputs(folder)
-    return folder
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    often = {"eval__every_steps": 3, "checkpoint__every_steps": 3}
+    return replace(
+        new_bench(tmp_path_factory, "hangs"), changes={"train__max_steps": 5, "run__timeout_s": holds.TIMEOUT_S, **often}
+    )
 
 
-def arguments(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> list[str]:
-    """Of `waiting_recipe.py`, for a small run whose ranks are held up."""
-    flags = [
-        "--model.name_or_path", str(inputs / "model"), "--model.from_scratch", "true",
-        "--data.source", "jsonl", "--data.files", str(inputs / "rows.jsonl"), "--data.cache_dir", str(inputs / cache),
-        "--data.eval_fraction", "0.1", "--train.max_steps", "5", "--train.global_batch_size_rows", "16",
-        "--eval.at_start", "false", "--eval.every_steps", "3", "--eval.max_new_tokens", "4", "--checkpoint.every_steps", "3",
-        "--run.output_dir", str(inputs / "runs"), "--run.name", name, "--run.timeout_s", str(waiting_recipe.TIMEOUT_S),
-    ]  # fmt: skip
-    return [json.dumps(holds), "t5", *flags]
+def hold_up(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> Running:
+    """Start a run whose ranks are held up."""
+    return start_with(bench, name, *faults, exports=True, **changes)
 
 
-def hold_up(inputs: Path, name: str, holds: list[tuple[str, int, str]], cache: str = "cache") -> Running:
-    """Start it."""
-    return start(waiting_recipe.__file__, arguments(inputs, name, holds, cache), preset="fsdp2_cpu", overrides=FP32)
-
-
-def test_every_rank_shows_its_stacks_under_the_real_launcher(inputs: Path) -> None:
+def test_every_rank_shows_its_stacks_under_the_real_launcher(bench: Workbench) -> None:
     """It ends the other ranks a tenth of a second after one has ended."""
-    argv = arguments(inputs, "launched", [("forward and backward", 1, "sleep")])
-    launcher = accelerate_launch(waiting_recipe.__file__, argv, folder=inputs, preset="ddp_cpu")
+    argv = arguments(bench, "launched", partial(hold, "forward and backward", 1, sleep))
+    launcher = accelerate_launch(SCRIPT, argv, folder=bench.runs, preset="ddp_cpu")
     printed = finish(launcher)
     assert launcher.returncode != 0
     assert f"exitcode  : {EXIT_HANG}" in printed, printed[-3000:]
     # Of each rank, in one write; it may stand within a line of the other rank's stacks, which are written in pieces.
-    said = f"error: no progress for {waiting_recipe.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in step {STEP}"
+    said = f"error: no progress for {holds.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in step {STEP}"
     assert printed.count(said) == 2, printed[-3000:]
-    assert all("most recent call first" in hang_file(inputs / "runs" / "launched", rank).read_text() for rank in range(2))
+    assert all("most recent call first" in hang_file(bench.runs / "launched", rank).read_text() for rank in range(2))
 
 
 @pytest.fixture(scope="module")
-def slow_run(inputs: Path) -> Path:
+def slow_run(bench: Workbench) -> Path:
     """A run that its ranks waited for much longer than the patience, while rank 0 computed and, later, wrote slowly."""
-    holds = [("tokenizing", 0, "compute"), ("saving", 0, "compute"), ("export", 0, "write_slowly")]
-    with hold_up(inputs, "slow", holds, cache="slow") as running:
+    ways = {"tokenizing": compute, "saving": compute, "export": write_slowly}
+    faults = [partial(hold, place, 0, way) for place, way in ways.items()]
+    with hold_up(bench, "slow", *faults, data__cache_dir=bench.runs / "slow cache") as running:
         result = running.wait(2 * END_S)
     assert result.returncodes == [0, 0], result.stderr[-3000:]
-    return inputs / "runs" / "slow"
+    return bench.runs / "slow"
 
 
 def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
     assert (slow_run / "export" / "config.json").exists() and list(slow_run.glob("hang-rank-*")) == []
 
 
-PLACES = {
+SLEEPS = {
     "saving": (1, "step 5, saving, for … s, at …"),  # the thread that writes sleeps while training goes on, up to the last save
-    "tokenizing": (0, "tokenizing, for … s, at waiting_recipe.py:… in sleep"),
-    "loading the checkpoint": (1, "loading the checkpoint, for … s, at waiting_recipe.py:… in sleep"),
-    "export": (0, "export, for … s, at waiting_recipe.py:… in sleep"),
+    "tokenizing": (0, "tokenizing, for … s, at holds.py:… in sleep"),
+    "loading the checkpoint": (1, "loading the checkpoint, for … s, at holds.py:… in sleep"),
+    "export": (0, "export, for … s, at holds.py:… in sleep"),
 }
 """By where a rank sleeps: which one, and what is said of it."""
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_rank_that_sleeps_is_named_with_its_place(place: str, inputs: Path, request: pytest.FixtureRequest) -> None:
-    (rank, where), name = PLACES[place], place.replace(" ", "_")
-    cache = {"tokenizing": name, "loading the checkpoint": "slow"}.get(place, "cache")  # not done yet, done
+@pytest.mark.parametrize("place", SLEEPS)
+def test_a_rank_that_sleeps_is_named_with_its_place(place: str, bench: Workbench, request: pytest.FixtureRequest) -> None:
+    (rank, where), name = SLEEPS[place], place.replace(" ", "_")
+    changes = {"data__cache_dir": bench.runs / f"{name} cache"} if place == "tokenizing" else {}  # not done yet
     if place == "loading the checkpoint":
-        request.getfixturevalue("slow_run").rename(inputs / "runs" / name)
-    with hold_up(inputs, name, [(place, rank, "sleep")], cache) as running:
+        request.getfixturevalue("slow_run").rename(bench.runs / name)
+    with hold_up(bench, name, partial(hold, place, rank, sleep), **changes) as running:
         result = running.wait(2 * END_S)
-    check_hang(result, inputs / "runs" / name, f"rank {rank} did not arrive: in {where}", timeout_s=waiting_recipe.TIMEOUT_S)
-    assert "in sleep" in hang_file(inputs / "runs" / name, rank).read_text()
+    check_hang(result, bench.runs / name, f"rank {rank} did not arrive: in {where}", timeout_s=holds.TIMEOUT_S)
+    assert "in sleep" in hang_file(bench.runs / name, rank).read_text()
 
 
-def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(inputs: Path) -> None:
-    with hold_up(inputs, "unconnected", [("connecting the devices", 1, "sleep")]) as running:
+def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(bench: Workbench) -> None:
+    with hold_up(bench, "unconnected", partial(hold, "connecting the devices", 1, sleep)) as running:
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
     where = "in building the accelerator, for "
-    head = f"error: no progress for {waiting_recipe.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: {where}"
+    head = f"error: no progress for {holds.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: {where}"
     assert [line.startswith(head) for line in error_lines(result.stderr)] == [True, True], result.stderr[-3000:]
     assert result.stderr.count("in connect_devices") == 1, "rank 0 waits there"
 
 
-def test_a_rank_that_is_stopped_while_another_tokenizes(inputs: Path) -> None:
+def test_a_rank_that_is_stopped_while_another_tokenizes(bench: Workbench) -> None:
     """The rank that works is not ended before it waits itself."""
-    holds = [("after tokenizing", 1, "stop"), ("tokenizing", 0, "compute")]
-    with hold_up(inputs, "stopped", holds, cache="stopped") as running:
+    faults = [partial(hold, "after tokenizing", 1, stop), partial(hold, "tokenizing", 0, compute)]
+    with hold_up(bench, "stopped", *faults, data__cache_dir=bench.runs / "stopped cache") as running:
         wait_until(lambda: not is_alive(running.pids[0]), running)
         os.kill(running.pids[1], signal.SIGKILL)
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG, -signal.SIGKILL]
     (said_once,) = error_lines(result.stderr)
     assert "rank 1 did not arrive: no answer, last heard of in tokenizing. Stacks" in said_once
-    assert "in raise_together" in hang_file(inputs / "runs" / "stopped", 0).read_text()
+    assert "in raise_together" in hang_file(bench.runs / "stopped", 0).read_text()
 
 
 def is_alive(pid: int) -> bool:

@@ -147,7 +147,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             line("gradients_of_other_parameters_added_up"),
             "tests/distributed/test_reduced_gradients.py::test_the_run_ends_and_names_the_parameters[first]",
-            "exit codes [0, 0]",
+            "[0, 0]",
         ),
         Fault(line("target_tokenized_as_a_source"), f"{LANGUAGES}[m2m_100-source0-target0]", "__fr__"),
         Fault(

@@ -124,8 +124,7 @@ def test_resume_refuses_another_base_and_says_which_differs(taught: Workbench) -
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 2.0**-12
     save_file(weights, file, metadata={"format": "pt"})
     changed = taught.attempt("taught", train__max_steps=5, **LORA)
-    assert changed.returncodes == [2, 2] and "Traceback" not in changed.stderr
-    assert "was trained on: 1 differ, model.layers.1.mlp.up_proj.weight first; give the same base, or take" in changed.stderr
+    assert "was trained on: 1 differ, model.layers.1.mlp.up_proj.weight first; give the same base, or take" in changed.refusal()
 
 
 def describe_tensors(folder: Path) -> dict[str, int]:

@@ -28,6 +28,7 @@ import yaml
 
 from tests.support.ports import free_port
 from tests.support.rank import SERVER_ENVIRONMENT, call, run_script
+from toolkit.errors import EXIT_USER_ERROR
 from toolkit.tools.forks import Ranks, World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -90,6 +91,14 @@ class LaunchResult:
     """All ranks, rank 0 first."""
     stderr: str
     """All ranks, rank 0 first."""
+
+    def refusal(self) -> str:
+        """The sentence of a user's mistake, with which every rank ended by itself, and which one of them said."""
+        assert set(self.returncodes) == {EXIT_USER_ERROR}, f"{self.returncodes}\n{self.stderr[-6000:]}"
+        assert "Traceback" not in self.stderr, self.stderr[-6000:]
+        errors = [line for line in self.stderr.splitlines() if line.startswith("error:")]
+        assert len(errors) == 1, self.stderr[-6000:]
+        return errors[0].removeprefix("error: ")
 
 
 def launch(script: Path | str, argv: list[str], *, timeout_s: float = TIMEOUT_S, **where: Any) -> LaunchResult:

@@ -70,6 +70,21 @@ def at_step(step: int, act: Callable[[], None]) -> None:
     loop.seed_all = act_and_seed
 
 
+def in_phase(phase: str, step: int, act: Callable[[], None], nth: int = 1) -> None:
+    """Call `act` at the n-th time that the training thread enters a phase of a step, in the watchdog's words."""
+    from toolkit.distributed.watchdog import Watchdog
+
+    times: list[bool] = []
+
+    def look(_: Watchdog, phase_now: str, step_now: int | None, **__: bool) -> None:
+        if (phase_now, step_now) == (phase, step):
+            times.append(True)
+            if len(times) == nth:
+                act()
+
+    wrap(Watchdog, "enter_phase", look)
+
+
 def kill(*ranks: int) -> None:
     """SIGKILL; this rank last, if it is among them."""
     tell()

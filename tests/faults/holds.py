@@ -1,28 +1,19 @@
-"""A recipe that one rank holds up: `waiting_recipe.py HOLDS RECIPE FLAGS…`, started by test_hangs.py.
-
-HOLDS is JSON: [[place, rank, way], …]. A place is one of `PLACES`, or a phase of the training loop, which holds in `STEP`.
-"""
+"""What holds up one rank, as faults of `harness.py`: each is called on every rank."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import runpy
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.faults.workers.faulty_recipe import wrap
-from tests.support.launch import REPOSITORY
+from tests.faults.workers.faulty_recipe import in_phase, this_rank, wrap
 from toolkit.checkpoint import load as checkpoint
 from toolkit.checkpoint import save as checkpoint_writer
 from toolkit.data.tokens import prepare
-from toolkit.distributed.comm import rank
-from toolkit.distributed.watchdog import Watchdog
 from toolkit.export.model_files import ModelFiles
 from toolkit.training import setup
 
@@ -67,38 +58,16 @@ def write_slowly() -> None:
             time.sleep(0.2)
 
 
-WAYS: dict[str, Callable[[], None]] = {way.__name__: way for way in (sleep, stop, compute, write_slowly)}
+def hold(place: str, who: int, way: Callable[[], None]) -> None:
+    """One rank is held up, once: at one of `PLACES`, or before a phase of `STEP`."""
+    calls: list[bool] = []
 
+    def hold_once(*_: Any, **__: Any) -> None:
+        if not calls:
+            calls.append(True)
+            way()
 
-def main(holds: str, recipe: str, *flags: str) -> None:
-    """The recipe as it stands, except for the holds."""
-
-    def hold_in_step(phase: str, who: int, way: str) -> None:
-        enter_phase = Watchdog.enter_phase
-
-        def enter_and_hold(watchdog: Watchdog, entered: str, step: int | None, **how: bool) -> None:
-            enter_phase(watchdog, entered, step, **how)
-            if (entered, step, rank()) == (phase, STEP, who):
-                WAYS[way]()
-
-        Watchdog.enter_phase = enter_and_hold  # type: ignore[method-assign]
-
-    def hold(place: str, who: int, way: str) -> None:
-        calls: list[bool] = []
-
-        def hold_once(*_: Any, **__: Any) -> None:
-            if rank() == who and not calls:
-                calls.append(True)
-                WAYS[way]()
-
+    if this_rank() == who and place in PLACES:
         wrap(*PLACES[place], hold_once)
-
-    for place, who, way in json.loads(holds):
-        (hold if place in PLACES else hold_in_step)(place, who, way)
-    path = REPOSITORY / "recipes" / f"{recipe}.py"
-    sys.argv = [str(path), *flags]
-    runpy.run_path(str(path), run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    elif this_rank() == who:
+        in_phase(place, STEP, hold_once)
