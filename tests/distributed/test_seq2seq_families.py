@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.families.families import save_tokenizer
 from tests.support.launch import run_on_ranks
-from tests.support.model_folders import FAMILIES, make_rows
+from tests.support.model_folders import FAMILIES
 from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED, SURVEYED, build_collator, build_model
+from tests.support.workbench import new_bench
+from toolkit.files.json_lines import load_json_lines
 
 BF16 = {"mixed_precision": "bf16"}
 UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
@@ -30,12 +33,25 @@ def test_loss_is_the_model_s_own_in_every_family(tmp_path: Path) -> None:
     }
 
 
-def test_family_trains_and_evaluates_in_bf16_and_exports(tmp_path: Path) -> None:
-    found = run_on_ranks(train_every_family, preset="fsdp2_cpu", overrides=BF16, args=(tmp_path,))
+def test_every_family_trains_and_evaluates_in_bf16_and_exports(tmp_path_factory: pytest.TempPathFactory) -> None:
+    bench = new_bench(tmp_path_factory, "families")
+    models = bench.runs / "models"
+    run_on_ranks(save_models, preset="single", overrides={"mixed_precision": "no"}, args=(models,))
+    how = {"eval__at_start": True, "optim__lr": 1e-2, "optim__schedule": "constant"}
+    runs = {name: {"model": models / name, "model__freeze": UNUSED.get(name, [])} | how for name in IN_PROCESS}
+    bench.run_all(runs, overrides=BF16)
     for family in IN_PROCESS:
-        (loss, new_loss, num_texts) = found[0][family]
-        assert new_loss < loss, family
-        assert num_texts == 3, family
+        before, after = (line["loss"] for line in bench.lines(family, "eval"))
+        assert after < before, family
+        assert len(load_json_lines(bench.runs / family / "predictions-3.jsonl")) == 3
+        assert (bench.runs / family / "export" / "model.safetensors").exists()
+
+
+def save_models(parent: Path) -> None:
+    for family in IN_PROCESS:
+        model = build_model(family)
+        model.save_pretrained(parent / family)
+        save_tokenizer(family, parent / family, has_start=bool(build_collator(model).pad_token_id))
 
 
 def test_audio_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) -> None:
@@ -85,70 +101,6 @@ def own_and_our_losses(folder: Path) -> dict[str, tuple[float, float]]:
             ).loss
             losses[family] = (summed_loss(model, batch)[0].item() / 10, own.item())
     return losses
-
-
-def train_every_family(folder: Path) -> dict[str, tuple[float, float, int]]:
-    """Loss before and after a few updates, and the texts of an evaluation with generation, by family; each is exported."""
-    from toolkit.launch.accelerator import build_accelerator
-
-    accelerator = build_accelerator()
-    return {family: train_family(family, accelerator, folder / family) for family in IN_PROCESS}
-
-
-def train_family(family: str, accelerator: Any, folder: Path) -> tuple[float, float, int]:
-    import torch
-    from datasets import Dataset
-
-    from tests.support.model_folders import _build_tokenizer
-    from toolkit.config.data import DataConfig
-    from toolkit.config.schema import EvalConfig, ModelConfig, OptimConfig, SummarizationConfig
-    from toolkit.data.tokens.seq2seq import tokenize
-    from toolkit.evaluation.loop import evaluate
-    from toolkit.evaluation.rows import EvaluationRows
-    from toolkit.export.card import Origin
-    from toolkit.export.paths import export_paths_of_run
-    from toolkit.export.write import export_model
-    from toolkit.loss import scale_to_global_mean
-    from toolkit.models.freeze import freeze
-    from toolkit.models.patches.chunked_loss import summed_loss
-    from toolkit.objectives.model_checks import check_seq2seq_model
-    from toolkit.objectives.seq2seq import Seq2Seq
-    from toolkit.parallel.wrap import shard_model
-    from toolkit.training.optim import build_optimizer
-
-    folder.mkdir(exist_ok=True)
-    model = build_model(family)
-    freeze(model, UNUSED.get(family, []))
-    collator = build_collator(model)
-    tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if collator.pad_token_id else ("<pad>", "</s>"))
-    rows = make_rows(3)
-    columns = {"row_id": [0, 1, 2], "prompt": [row["source"] for row in rows], "completion": [row["target"] for row in rows]}
-    columns["lead_text"] = columns["prompt"]
-    tokens = tokenize(
-        columns, tokenizer, DataConfig(source="jsonl", max_source_length_tokens=60, max_target_length_tokens=60), []
-    )
-    dataset = Dataset.from_dict(tokens)
-    data = EvaluationRows(rows=dataset, tokenizer=tokenizer, collator=collator, objective=Seq2Seq())
-    config = SummarizationConfig(
-        model=ModelConfig(name_or_path="tiny"),
-        data=DataConfig(source="jsonl"),
-        eval=EvalConfig(max_new_tokens=4, batch_size_rows=2),
-    )
-    sharded = shard_model(accelerator, model)
-    check_seq2seq_model(sharded, collator, config.eval)
-    before = evaluate(config.eval, sharded, data, folder / "predictions.jsonl", lambda: None)
-    optimizer = build_optimizer(OptimConfig(lr=1e-2), sharded.model)
-    batch = collator.collate([[dataset[place]] for place in range(3)])
-    for _ in range(3):
-        loss_sum, _ = summed_loss(sharded.model, batch)
-        scale_to_global_mean(loss_sum, 2 * sum(tokens["num_label_tokens"]), 2).backward()
-        trained = {name: p.grad for name, p in sharded.model.named_parameters() if p.requires_grad}
-        assert not [name for name, gradient in trained.items() if gradient is None or not torch.isfinite(gradient).all()], family
-        optimizer.step()
-        optimizer.zero_grad()
-    after = evaluate(config.eval, sharded, data, folder / "predictions.jsonl", lambda: None)
-    export_model(config, sharded, data, Origin(), export_paths_of_run(config, folder))
-    return before["loss"], after["loss"], len((folder / "predictions.jsonl").read_text().splitlines())
 
 
 def refusals(folder: Path) -> dict[str, str]:
