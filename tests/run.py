@@ -59,7 +59,6 @@ def _read_report(report: Path, counts: Counter[str]) -> list[str]:
 
 
 def _closing_line(counts: Counter[str], seconds: float) -> str:
-    """As pytest's."""
     parts = [f"{counts[kind]} {kind}{'s' * (kind == 'error' and counts[kind] > 1)}" for kind in COUNTED if counts[kind]]
     return f"{', '.join(parts) or 'no tests ran'} in {seconds:.2f}s"
 

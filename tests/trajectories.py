@@ -92,7 +92,6 @@ def main() -> None:
 
 
 def _write_inputs(folder: Path) -> None:
-    """Tiny models and rows."""
     folder.mkdir(parents=True)
     run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, tuple(FAMILIES.values())))
     save_rows(folder)

@@ -33,7 +33,6 @@ def main(interpreters: list[str]) -> None:
 
 
 def run_tests(interpreter: str, versions: str) -> list[str]:
-    """A row of the table: the installed versions, and what became of the tests."""
     nothing = [interpreter, versions, *("" for _ in SHOWN)]
     try:
         base, python_version = subprocess.check_output([interpreter, "-c", FIND], text=True, stderr=subprocess.DEVNULL).split()

@@ -62,7 +62,6 @@ def test_a_run_of_a_users_class_that_changes_the_logits_of_its_parent_is_too(tmp
 
 
 def check_run(run: Path, expected: Figures) -> None:
-    """Metrics, exported weights and texts."""
     lines = load_json_lines(run / "metrics.jsonl")
     train, evaluated = figures(lines, "train"), figures(lines, "eval")
     assert max(expected.grad_norms) > 1.2 * min(expected.grad_norms) > 1.2 * MAX_GRAD_NORM, (
@@ -102,7 +101,6 @@ def train_own_class(recipe: str, argv: list[str], folder: Path) -> None:
 
 
 def rows_of(recipe: str, steps: Sequence[Sequence[int]]) -> tuple[list[list[Any]], list[Any]]:
-    """The rows of each step, and those of an evaluation."""
     evaluation, train = (load_json_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
     return [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps], evaluation
 
@@ -119,7 +117,6 @@ def check_rows(steps: dict[int, list[int]]) -> None:
 
 
 def check_weights(export: Path, expected: dict[str, Any]) -> None:
-    """Every trained weight, by its norm."""
     files = list(export.glob("*.safetensors"))
     weights = {rename(name): weight for file in files for name, weight in load_file(file).items()}
     assert weights.keys() == expected.keys()
@@ -129,11 +126,9 @@ def check_weights(export: Path, expected: dict[str, Any]) -> None:
 
 
 def rename(exported: str) -> str:
-    """peft's names → those of the reference."""
     return exported.removeprefix("base_model.model.").replace(".lora_A.weight", ".lora_A").replace(".lora_B.weight", ".lora_B")
 
 
 def first_adapter(run: Path) -> bytes | None:
-    """The file of what the run's adapter began with; None where it has none."""
     path = run / "first_adapter.safetensors"
     return path.read_bytes() if path.exists() else None

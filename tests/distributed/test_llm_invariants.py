@@ -79,7 +79,6 @@ def build_models(parent: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> dict[str, Finished]:
-    """Every case once, by kind and name."""
     runs = {}
     for kind, name in CASES:
         (family, flags_of_kind), (preset, overrides, flags, max_logits) = KINDS[kind], RUNS[name]

@@ -90,7 +90,6 @@ def check_refused(result: LaunchResult, *sentences: str, absent: tuple[int, ...]
 
 @pytest.fixture
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment of the test's own, without what a launcher sets."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in [name for name in os.environ if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL")]:
         del os.environ[name]

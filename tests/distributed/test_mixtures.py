@@ -26,7 +26,6 @@ TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS, "attention": "
 """What a run trains, and what it freezes, as a regular expression. The last two are adapters on that, or on that too."""
 ADAPTED = ("attention", "experts")
 BLOCKS: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": CHECKPOINTING, "compiled": COMPILED}
-"""Overrides of the accelerate YAML."""
 PRESETS: dict[str | int, tuple[str, int, dict[str, Any]]] = {
     1: ("single", 1, {}),
     2: ("fsdp2_cpu", 2, {}),
@@ -79,7 +78,6 @@ CASES = {"-".join(str(value) for value in case.values()): case for case in cover
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model of each family, and rows."""
     folder = tmp_path_factory.mktemp("mixtures")
     run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, tuple(MIXTURES)), env=NO_FAULT)
     save_jsonl(folder / "rows.jsonl", make_prompts())
@@ -92,7 +90,6 @@ def make_prompts() -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
-    """By family, what trains, and what has an auxiliary loss."""
     return run_on_ranks(train_all_plainly, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT)[0]
 
 

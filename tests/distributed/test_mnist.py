@@ -33,7 +33,6 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Lines of the metrics, and the weights that were saved."""
     from safetensors.numpy import load_file
 
     preset, overrides, own_flags = RUNS[name]

@@ -19,13 +19,11 @@ NUM_STEPS, SAVED_STEP, SKIPPED_STEP = 8, 5, 3
 TOLERANCE = {"adafactor": 1e-6, "adamw": 1e-6}
 """Adafactor rounds sums over rows in another order, torch's kernel the last elements of a shard; others are equal bit for bit."""
 STRATEGIES = {"ddp": 2, "fsdp2": 3, "hsdp": 4, "offload": 2, "float8": 2}
-"""By strategy, the number of ranks."""
 Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the checkpoints that two ranks write."""
     return tmp_path_factory.mktemp("optimizers")
 
 
@@ -40,7 +38,6 @@ def on_two(folder: Path) -> dict[str, Tensors]:
 
 
 def on_ranks(strategy: str, num_ranks: int, *args: Any, **settings: Any) -> dict[str, Tensors]:
-    """By optimizer, what all ranks have: the same."""
     where: dict[str, Any] = {"preset": "ddp_cpu", "overrides": {"num_processes": num_ranks, "mixed_precision": "no"}}
     first, *others = run_on_ranks(train, args=(strategy, *args, *settings.values()), **where)
     for other in others:

@@ -142,7 +142,6 @@ def train(folder: Path) -> tuple[list[Any], float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tiny Llama and rows."""
     folder = tmp_path_factory.mktemp("objective")
     run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("llama",)))
     words = [" ".join(["the", "a b", "oar"][: 1 + i % 3] * (1 + i % 5)) + f" {i}" for i in range(40)]

@@ -42,8 +42,6 @@ def run_planted(node: str, fault: str, folder: Path) -> list[str]:
 
 
 class _Reports:
-    """Collects how the test went."""
-
     def __init__(self) -> None:
         self.failures: list[str] = []
         self.num_run = 0

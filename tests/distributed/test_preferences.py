@@ -62,7 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def how(folder: Path, name: str) -> dict[str, Any]:
-    """How the run of this name is run, as `run_recipes` takes it."""
     preset, flags = RUNS[name]
     family = next((family for family in ("t5", "mixtral") if family in name), "gemma3")
     shared = ["--model.name_or_path", str(folder / family), "--preference.beta", "0.5", "--optim.schedule", "constant"]
@@ -76,7 +75,6 @@ def how(folder: Path, name: str) -> dict[str, Any]:
 
 
 def expected_of(name: str) -> str:
-    """The run on one process that the run of this name must equal."""
     return next((f"{kind}-single" for kind in ("lora", "nf4", "int8", "mixtral", "t5", "reference") if kind in name), "single")
 
 

@@ -72,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_models(parent: Path) -> None:
-    """A folder each, on one process."""
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
@@ -107,7 +106,6 @@ def build_models(parent: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> dict[str, Finished]:
-    """Every run once, by name."""
     runs: dict[str, dict[str, dict[str, Any]]] = {"llm": {}, "t5": {}}
     for name, (kind, preset, overrides, flags) in RUNS.items():
         recipe = "t5" if kind == "t5" else "llm"

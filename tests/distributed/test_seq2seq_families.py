@@ -140,7 +140,6 @@ def check_without_casts() -> str:
 
 
 def check_m2m_100() -> str:
-    """The check's error for M2M-100 as the preset wraps it; empty where there is none."""
     from toolkit.config.schema import EvalConfig
     from toolkit.errors import UserError
     from toolkit.launch.accelerator import build_accelerator

@@ -45,7 +45,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{kind}-lora": (kind, LORA | {"model.frozen_dtype": "bfloat16"}) for kind in ("fp8", "bnb_nested")},
     "existing-adapter": ("llama_tied", LORA | {"adapter.name_or_path": "{adapter}"}),
 }
-"""Model folder and flags."""
 COMPARED = ("parameters", "buffers", "placed", "aliases", "frozen_hashes", "others")
 HYBRID_CASES = ("t5", "several-files-in-bf16", "llama-dora")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -76,7 +75,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 """Model folder, flags, and the beginning or a part of the sentence."""
 BASES = ("t5", "flan_t5", "bart", "llama", "llama_tied", "gpt2", "mixtral", "granitemoe", "deepseek_v3")
-"""Families of the model folders, from which others are made."""
 PLACES = ("{fp8}", "{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
 """Values of flags that are model folders."""
 
@@ -171,12 +169,10 @@ def resized(base: Path, folder: Path, num_new: int) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path]) -> list[dict[str, dict[str, Any]]]:
-    """What each rank finds in each case."""
     return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders,))
 
 
 def load_all(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Every case, those of `CASES` also in full."""
     from accelerate import Accelerator
 
     found = load_both_ways(folders, tuple(CASES))
@@ -274,7 +270,6 @@ def counted(readers: dict[str, Any], reads: list[int]) -> dict[str, Any]:
 
 
 def differing(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
-    """Keys that only one has, or whose values are not the same bit for bit."""
     return sorted(key for key in one.keys() | two.keys() if key not in one or key not in two or not same(one[key], two[key]))
 
 

@@ -57,7 +57,6 @@ COLUMNS = {
 }  # fmt: skip
 """Heads of the columns, by cell."""
 SURVEY_COLUMNS = ("full", "full-packed", "lora", "lora-packed", "experts")
-"""Of the survey."""
 FAILS, LOSSES_DIFFER = "FAILS: ", "losses differ from plain ones by "
 MOST_CHARACTERS = 100
 """Of a cause on the page; the results have it in full."""

@@ -85,7 +85,6 @@ def main() -> None:
 
 
 def write_page() -> None:
-    """Of both tables."""
     results, survey = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SURVEY))
     PAGE.write_text(render(results, survey), encoding="utf-8")
 
@@ -109,7 +108,6 @@ def run_family(family: str, cells: list[str] | None = None) -> dict[str, str]:
 
 
 def prepare(folder: Path, family: str) -> None:
-    """Write the model and the rows."""
     save_rows(folder, is_causal=family not in ENCODER_DECODERS)
     save_model(family, folder / "model")
 

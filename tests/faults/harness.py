@@ -36,8 +36,6 @@ Fault = Callable[[], None]
 
 @dataclass(frozen=True)
 class Outcome(LaunchResult):
-    """How a run with faults ended."""
-
     end_s: float
     """When, in seconds since the epoch."""
 
@@ -83,7 +81,6 @@ def attempt_with(bench: Workbench, name: str, *faults: Fault, timeout_s: float =
 
 
 def run_with(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> str:
-    """Run to a good end; returns what it printed."""
     outcome = attempt_with(bench, name, *faults, **changes)
     assert not any(outcome.returncodes), outcome.stdout[-3000:] + outcome.stderr[-6000:]
     return outcome.stdout + outcome.stderr
@@ -112,7 +109,6 @@ def check_same(bench: Workbench, name: str, whole: str, *steps: int) -> None:
 
 
 def without_speed(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures of an evaluation, except for the time it took."""
     return {key: value for key, value in figures.items() if not key.endswith("_per_s")}
 
 

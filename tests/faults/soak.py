@@ -84,7 +84,6 @@ def main() -> None:
 
 
 def build_bench(folder: Path) -> Workbench:
-    """Model, rows and a place for the runs."""
     models = run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder / "models", ("t5",)))[0]
     save_jsonl(folder / "rows.jsonl", make_rows(60))
     return Workbench(runs=folder / "runs", models=models, data=folder)

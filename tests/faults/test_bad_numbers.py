@@ -102,14 +102,12 @@ def watch_updates(file: str) -> None:
 
 
 def _current_step(loop: Any) -> list[int]:
-    """A list whose last element is the step under way."""
     steps = [0]
     wrap(loop, "seed_all", lambda purpose, seed, step, *_: steps.append(step))
     return steps
 
 
 def _bits(run: Any) -> dict[str, torch.Tensor]:
-    """This rank's parts of all parameters and optimizer states, copied."""
     from toolkit.parallel.units import local_tensor
 
     found = {}

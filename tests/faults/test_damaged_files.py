@@ -44,7 +44,6 @@ def cut(name: str, folder: Path) -> None:
 
 
 def flip(name: str, folder: Path) -> None:
-    """One bit of the byte in the middle."""
     content = bytearray((folder / name).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / name).write_bytes(content)

@@ -86,7 +86,6 @@ def left_by_its_peer(watchdog: Watchdog, rank: int) -> None:
 
 
 def watch(way: Callable[[Watchdog, int], None], folder: Path) -> None:
-    """On a rank."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     with Watchdog(TIMEOUT_S, folder) as watchdog:
@@ -98,12 +97,10 @@ def watch(way: Callable[[Watchdog, int], None], folder: Path) -> None:
 
 
 def hang(way: Callable[[Watchdog, int], None], folder: Path, preset: str = "fsdp2_cpu") -> Running:
-    """Start ranks that hang."""
     return start_on_ranks(watch, preset=preset, args=(way, folder))
 
 
 def error_lines(stderr: str) -> list[str]:
-    """The sentences of all ranks."""
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 

@@ -285,6 +285,5 @@ def test_a_run_whose_launcher_ends_as_it_begins_stops_too(bench: Workbench) -> N
 
 
 def launch(bench: Workbench, name: str, *faults: Fault, **more: Any) -> subprocess.Popen[str]:
-    """Run `name` by `accelerate launch` in fp32."""
     argv = arguments(bench, name, *faults, **CHANGES)
     return accelerate_launch(SCRIPT, argv, folder=bench.runs, **{"overrides": FP32, **more})

@@ -47,12 +47,10 @@ class Case:
     files: Files = field(default_factory=dict)
     """Written into the folder beside (or over) those of the working run."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Changes to the accelerate YAML."""
     recipe: str = "t5"
 
 
 def write(here: Path, files: Files) -> None:
-    """Write files of a case; the model's config is there in any case."""
     for name, content in {"model/config.json": json.dumps(T5), **files}.items():
         made = content() if callable(content) else content
         path = here / name
@@ -67,7 +65,6 @@ def attempt(here: Path, case: Case) -> LaunchResult:
 
 
 def arguments(here: Path, case: Case) -> list[str]:
-    """Write the case's files; the recipe's flags for them."""
     write(here, case.files)
     others = case.flags.split()
     return [fill(flag, here) for flag in [*_without(FLAGS[case.recipe].split(), others), *others]]
@@ -84,16 +81,13 @@ def _without(flags: list[str], others: list[str]) -> list[str]:
 
 
 def check(here: Path, case: Case, result: LaunchResult) -> None:
-    """The run was refused with the sentence of its case."""
     pattern = ".+".join(re.escape(fill(part, here)) for part in case.sentence.split("…"))
     assert re.fullmatch(pattern, result.refusal()), f"{result.refusal()}\nis not\n{case.sentence}"
 
 
 def fill(text: str, here: Path) -> str:
-    """Put the folder in."""
     return text.replace("{here}", str(here))
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file's hash."""
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}

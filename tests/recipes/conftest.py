@@ -25,7 +25,6 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rows of both recipes, and the cache of the runs."""
     folder = tmp_path_factory.mktemp("data")
     save_rows(folder)
     return folder
@@ -42,7 +41,6 @@ def bench(
 
 @pytest.fixture(scope="module")
 def llm_bench(bench: Workbench) -> Workbench:
-    """Runs of the other recipe beside them, on the tiny Llama."""
     return replace(bench, recipe="llm", rows=ROWS["llm"])
 
 
@@ -54,5 +52,4 @@ def workbench(tmp_path: Path, model_folders: dict[str, Path], data_folder: Path)
 
 @pytest.fixture
 def llm_workbench(workbench: Workbench) -> Workbench:
-    """Runs of one test, on the tiny Llama unless it says otherwise."""
     return replace(workbench, recipe="llm", rows=ROWS["llm"])

@@ -47,7 +47,6 @@ def gathered(llm_bench: Workbench) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def t5_run(bench: Workbench) -> None:
-    """A run `t5` of three steps."""
     bench.run("t5", **LORA | {"adapter__dropout": 0.1, "export__merge": True})
 
 
@@ -79,7 +78,6 @@ def build_quantized(parent: Path, llama: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def trained(llm_bench: Workbench, quantized: dict[str, Path]) -> list[str]:
-    """All runs of `TRAINED`, by their names."""
     always = LORA | NO_TEXTS | {"export__merge": True}
     for precision in (FP32, BF16):
         of = {name: (model, settings) for name, (model, overrides, settings) in TRAINED.items() if overrides == precision}

@@ -34,7 +34,6 @@ WORSENING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def worse(bench: Workbench) -> str:
-    """What the run `worse` printed."""
     return bench.run("worse", **WORSENING)
 
 

@@ -105,7 +105,6 @@ def with_hub(url: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def print_run(flags: list[str]) -> str:
-    """On a rank: what it printed."""
     with output_of() as printed:
         run_in_this_process("t5", flags)
     return printed[0]

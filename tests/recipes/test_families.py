@@ -77,7 +77,6 @@ def trained(bench: Workbench) -> dict[str, Any]:
 
 
 def run_all(bench: Workbench, settings: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """In two launches, one of each precision."""
     printed = {}
     for of in LOGIT_TOLERANCE:
         runs = {family: how for family, how in settings.items() if precision(family) == of}
@@ -113,7 +112,6 @@ def test_plain_transformers_reads_every_export(bench: Workbench, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def causal(llm_bench: Workbench) -> dict[str, str]:
-    """Every family of causal models trained for three steps: what its run printed."""
     return llm_bench.run_all({family: {"model": family} for family in CAUSAL_FAMILIES})
 
 

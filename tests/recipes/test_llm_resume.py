@@ -43,7 +43,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Pat
 
 
 def settings_of(bench: Workbench, kind: str) -> dict[str, Any]:
-    """Of the runs of a kind."""
     settings = EXACT | PACKED | KINDS[kind]
     if "data__mix" in settings:
         files = {bench.data / bench.rows: 1.0, bench.runs / "more.jsonl": 2.0}
@@ -52,7 +51,6 @@ def settings_of(bench: Workbench, kind: str) -> dict[str, Any]:
 
 
 def bench_of(bench: Workbench, kind: str) -> Workbench:
-    """Runs of one kind have a folder of their own."""
     return Workbench(runs=bench.runs / kind, models=bench.models, data=bench.data, recipe=bench.recipe, rows=bench.rows)
 
 

@@ -59,7 +59,6 @@ def chats(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> Wor
 
 @pytest.fixture(scope="module")
 def trained(chats: Workbench) -> Workbench:
-    """The bench with all `RUNS`."""
     run_each(chats)
     return chats
 

@@ -48,7 +48,6 @@ PRESETS = {
     "fsdp1_full_shard": "FSDP1 FULL_SHARD, 2 processes, bf16",
     "fsdp1_shard_grad_op": "FSDP1 SHARD_GRAD_OP, 2 processes, bf16",
 }
-"""What a run says of each."""
 FOR_100B = "fsdp2_100b"
 """It trains the run YAML that is made for it."""
 SAME_ON_CPU: dict[str, tuple[str, dict[str, Any]]] = {
@@ -216,7 +215,6 @@ def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_p
 
 
 def run_on_chats(workbench: Workbench, folder: Path, config: str, family: str = "llama", **changes: Any) -> str:
-    """A run of a config on chats and a model that knows them; returns what it printed."""
     model = folder / "chat-model"
     run_on_ranks(build_chat_model, preset="single", overrides=FP32, args=(model, family))
     turns = [(row["source"], row["target"]) for row in make_rows(60)]
@@ -254,7 +252,6 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
 
 
 def build_chat_model(folder: Path, family: str) -> None:
-    """A tiny model whose tokenizer has a chat template; on one process."""
     import transformers
 
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
@@ -265,7 +262,6 @@ def build_chat_model(folder: Path, family: str) -> None:
 
 
 def check_whole_run(workbench: Workbench, *, generates: bool = True, exports: str = "model.safetensors") -> None:
-    """Three steps, an evaluation, a checkpoint and an export."""
     assert [line["step"] for line in workbench.lines("run", "train")] == [1, 2, 3]
     evaluations = workbench.lines("run", "eval")
     assert [line["step"] for line in evaluations] == [3]

@@ -24,7 +24,6 @@ SETTINGS: dict[str, Any] = {
 
 
 def order(predictions: list[str], references: list[str]) -> int:
-    """A figure of all texts and their order."""
     return sum(place * len(text) for place, text in enumerate(predictions + references))
 
 
@@ -37,7 +36,6 @@ def focal(logits_BTV: Any, labels_BT: Any) -> Any:
 
 
 def other(logits_BTV: Any, labels_BT: Any) -> Any:
-    """Another loss."""
     return 2 * focal(logits_BTV, labels_BT)
 
 

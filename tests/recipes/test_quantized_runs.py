@@ -36,13 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide(llm_bench: Workbench, folder: Path) -> Workbench:
-    """Runs on a Qwen3 whose rows 64 divides."""
     return dataclasses.replace(llm_bench, models={"llama": folder / "llm"})
 
 
 @pytest.fixture(scope="module")
 def printed(wide: Workbench) -> str:
-    """What a run `whole` of four steps prints, on two ranks."""
     return wide.run("whole", train__max_steps=4, checkpoint__every_steps=2, checkpoint__keep_last=9, export__merge=True, **NF4)
 
 

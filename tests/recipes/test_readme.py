@@ -69,7 +69,6 @@ class Clone:
     stand_ins: Path
     """Folders `t5` and `llm` of tiny models, the rows of the demos, and the cache."""
     typed: list[str] = field(default_factory=list)
-    """Sections, in their order."""
 
     def type_until(self, section: str) -> None:
         """Type the blocks of the sections up to this one, those before it if no test has."""
@@ -153,7 +152,6 @@ class Clone:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A new one: no runs, no rows."""
     made = Clone(tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("stand_ins"))
     for name in IN_A_CLONE:
         (made.folder / name).symlink_to(REPOSITORY / name)
@@ -237,7 +235,6 @@ def build_models(_: Path, parent: Path) -> None:
 
 
 def run_script(folder: Path, script: str, flags: list[str]) -> None:
-    """`python SCRIPT FLAGS` in the folder."""
     os.chdir(folder)
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -35,7 +35,6 @@ CURVES = ("step", "epoch", "loss", "learning_rate", "grad_norm", "num_rows", "nu
 
 @pytest.fixture(scope="module")
 def uninterrupted(bench: Workbench) -> Workbench:
-    """The bench with a finished run `whole` on it."""
     bench.run("whole", **EXACT)
     return bench
 
@@ -149,7 +148,6 @@ def rows_by_place(run_folder: Path) -> dict[tuple[str, int, int], list[int]]:
 
 
 def rows_by_step(run_folder: Path) -> dict[int, list[int]]:
-    """The global batches."""
     steps: dict[int, list[int]] = {}
     for (_, step, _), row_ids in rows_by_place(run_folder).items():
         steps[step] = sorted(steps.get(step, []) + row_ids)
@@ -157,12 +155,10 @@ def rows_by_step(run_folder: Path) -> dict[int, list[int]]:
 
 
 def on_one_process(function: Any, *args: Any) -> Any:
-    """Call it where torch is imported already."""
     return run_on_ranks(function, preset="single", overrides=FP32, args=args)[0]
 
 
 def list_tensors(folder: Path) -> list[str]:
-    """Names in a checkpoint's state."""
     from torch.distributed.checkpoint import FileSystemReader
 
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
@@ -187,7 +183,6 @@ def compare_checkpoints(run: Path, other_run: Path, step: int) -> dict[str, Any]
 
 
 def load_whole(folder: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint's state, unsharded."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
 

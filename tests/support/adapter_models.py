@@ -41,7 +41,6 @@ def save_base(folder: Path, name: str, seed: int = 0) -> Path:
 
 
 def load_base(folder: Path, name: str) -> hf.PreTrainedModel:
-    """The base in fp32."""
     return BASES[name][0].from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -51,7 +50,6 @@ def adapted(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> hf.Pr
 
 
 def with_adapter(model: Any, config: AdapterConfig, base: str = "base", seed: int = 0) -> Any:
-    """A copy of the model with an adapter, as a run makes it."""
     adapted, of_base = copy_on_meta(model), ModelConfig(name_or_path=base)
     add_adapter(adapted, config, of_base)
     readers = complete_readers(adapted, state_readers(model.state_dict()), config, of_base, seed)
@@ -67,7 +65,6 @@ def hash_base(model: torch.nn.Module) -> dict[str, str]:
 
 
 def adapter_config(**settings: Any) -> AdapterConfig:
-    """A LoRA of rank 4, unless the test says otherwise."""
     return AdapterConfig(**{"method": "lora", "rank": 4, "alpha": 8.0, **settings})
 
 
@@ -81,19 +78,16 @@ def randomize(model: hf.PreTrainedModel) -> None:
 
 
 def forward_inputs(model: hf.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Arguments of a forward that gives logits."""
     tokens_BT = torch.arange(12).view(2, 6) + 2
     return {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT + 7} if model.config.is_encoder_decoder else {})
 
 
 @torch.no_grad()
 def logits(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the model says in evaluation mode."""
     return model.eval()(**inputs, use_cache=False).logits
 
 
 def export_adapter(folder: Path, model: hf.PreTrainedModel) -> Path:
-    """The folder of a model's adapter."""
     weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     folder.mkdir()
     write_adapter(folder, model, weights, hash_base(model))

@@ -18,8 +18,6 @@ from typing import Any
 
 @dataclass
 class Hub:
-    """What the server holds."""
-
     url: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"mine/public": {}})
     private: set[str] = field(default_factory=set)
@@ -29,7 +27,6 @@ class Hub:
     """Part of the path of a request that is answered by an error of the server."""
 
     def answer(self, method: str, path: str, body: bytes, token: str) -> tuple[int, Any]:
-        """Status and JSON."""
         parts = path.partition("?")[0].strip("/").split("/")
         if self.fails_at and self.fails_at in path:
             return 500, {"error": "the disk of the hub is full"}

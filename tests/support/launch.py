@@ -88,9 +88,7 @@ class LaunchResult:
     returncodes: list[int]
     """By rank; `-9` is a process killed by signal 9, as in `subprocess`."""
     stdout: str
-    """All ranks, rank 0 first."""
     stderr: str
-    """All ranks, rank 0 first."""
 
     def refusal(self) -> str:
         """The sentence of a user's mistake, with which every rank ended by itself, and which one of them said."""
@@ -182,7 +180,6 @@ class Running(Ranks):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
         return [process.pid or 0 for process in self._processes]
 
     def output(self, stream: str = "stdout") -> str:

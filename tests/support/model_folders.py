@@ -146,7 +146,6 @@ def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def save_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write rows as JSON lines, text as it is."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 

@@ -26,7 +26,6 @@ def build_weight() -> torch.Tensor:
 
 
 def main() -> None:
-    """Quantize the weight, and dequantize it in fp32 and bf16."""
     import bitsandbytes
     from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
 
@@ -42,7 +41,6 @@ def main() -> None:
 
 
 def as_hex(tensor: torch.Tensor) -> str:
-    """The bytes of a tensor."""
     return tensor.contiguous().view(torch.uint8).numpy().tobytes().hex()
 
 

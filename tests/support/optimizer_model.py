@@ -13,8 +13,6 @@ NUM_EXPERTS = 2
 
 
 class WeightsOf(nn.Module):
-    """Weights of these shapes, drawn from a seed."""
-
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(0)

@@ -16,8 +16,6 @@ def own_class(recipe: str) -> Any:
     read = "decoder_input_ids" if recipe == "t5" else "input_ids"
 
     class Unrepeating(parent):
-        """It repeats itself less."""
-
         def forward(self, *args: Any, **inputs: Any) -> Any:
             output = super().forward(*args, **inputs)
             if inputs.get(read) is not None:

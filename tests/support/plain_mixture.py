@@ -30,8 +30,6 @@ ADAPTER_RANK = 3
 
 @dataclass
 class Expected:
-    """What a run must come to."""
-
     losses: list[float] = field(default_factory=list)
     """Without the auxiliary one."""
     auxiliary_losses: list[float] = field(default_factory=list)
@@ -167,7 +165,6 @@ def _balance_sum(model: Any, routes: Routes, loads_L: list[torch.Tensor]) -> tor
 
 
 def load_saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` writes."""
     model.save_pretrained(folder / "trained")
     (file,) = (folder / "trained").glob("*.safetensors")
     return load_file(file)

@@ -95,7 +95,6 @@ def _draw(first: int, num: int) -> list[str]:
 
 
 def save_yaml(path: Path, **sections: Any) -> None:
-    """A run YAML; the cache is beside it."""
     if "model" in sections:
         sections["data"] = {**sections["data"], "cache_dir": "cache"}
     path.write_text(yaml.safe_dump(sections))
@@ -107,7 +106,6 @@ def call_preview(flags: str | list[str]) -> int:
 
 
 def main() -> None:
-    """Write the golden texts."""
     with tempfile.TemporaryDirectory() as folder:
         save_inputs(Path(folder))
         os.chdir(folder)

@@ -10,13 +10,11 @@ from pathlib import Path
 
 
 def python_in_card(folder: Path) -> str:
-    """The lines that an export's model card shows."""
     [lines] = re.findall("^```python\n(.*?)^```$", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return lines
 
 
 def texts_of_python(lines: str, folder: Path, given: list[str]) -> list[str]:
-    """What the lines print in that folder for these texts."""
     assert lines.count("['A text.']") == 1
     out = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out):

@@ -26,7 +26,6 @@ def evaluation(step: int, **figures: Any) -> dict[str, Any]:
 
 
 def train(step: int, loss: float | None = 2.0, **changes: float) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
     figures = {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_s": 5e3, "step_time_s": 0.1, "peak_memory_gib": 1.0}
     return {"kind": "train", "step": step, "loss": loss, **figures, **changes}
 

@@ -29,7 +29,6 @@ def list_pairs(rows: TextRows) -> list[tuple[str, str]]:
 
 
 def write(place: str, content: str = "text\na row\n") -> None:
-    """A file, in folders that may not be there yet."""
     Path(place).parent.mkdir(parents=True, exist_ok=True)
     Path(place).write_text(content, encoding="utf-8")
 

@@ -137,7 +137,6 @@ def run_in_this_process(recipe: str, argv: list[str]) -> None:
 
 
 def figures(lines: list[dict[str, Any]], kind: str) -> dict[str, np.ndarray]:
-    """Columns of the lines of one kind."""
     chosen = [line for line in lines if line["kind"] == kind]
     return {name: np.array([line[name] for line in chosen]) for name in chosen[0]}
 

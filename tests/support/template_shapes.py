@@ -21,7 +21,6 @@ CALL_FORMS = {
     "{{ v | tojson if v is not string else v }}</arg_value>\n{% endfor %}",
     "escaped XML": "<call name='{{ call.name | e }}'>{{ call.arguments | tojson | e }}</call>",
 }
-"""Ways to print a call."""
 
 
 def print_calls(form: str, content: str = "{{ m.content }}") -> str:
@@ -102,7 +101,6 @@ NASTY += ["", " ", "line\nbreak\ttab\r\n", "\u200b\u2028\x85", "\x07\x1b[0m\x7f"
 
 
 def random_value(rng: random.Random, depth: int = 3) -> Any:
-    """A JSON value."""
     kind = rng.randrange(8 if depth else 6)
     if kind < 3:
         return "".join(rng.choices(NASTY, k=rng.randrange(3)))

@@ -44,14 +44,11 @@ ROWS = {"t5": "rows.jsonl", "llm": "prompts.jsonl"}
 
 @dataclass(frozen=True)
 class Workbench:
-    """Where a test makes its runs."""
-
     runs: Path
     models: dict[str, Path]
     data: Path
     recipe: str = "t5"
     rows: str = "rows.jsonl"
-    """File in `data`."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Of every run here."""
 
@@ -110,7 +107,6 @@ class Workbench:
         return [figures for figures in whole if figures["kind"] == kind]
 
     def checkpoints(self, name: str) -> list[str]:
-        """Names of the entries of a run's checkpoints folder."""
         return sorted(path.name for path in (self.runs / name / "checkpoints").iterdir())
 
     def checkpoint(self, name: str, step: int) -> Path:
@@ -211,7 +207,6 @@ def as_flags(values: dict[str, Any]) -> list[str]:
 
 
 def step_name(step: int) -> str:
-    """Of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 

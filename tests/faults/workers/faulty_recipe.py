@@ -115,18 +115,15 @@ def this_rank() -> int:
 
 
 def this_run() -> Path:
-    """The run's folder, from its flags."""
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in sys.argv[1:])
     return Path(flags["run.output_dir"], flags["run.name"])
 
 
 def pid_file(rank: int) -> Path:
-    """Beside the run's folder."""
     return this_run().with_name(f"{this_run().name}.pid-{rank}")
 
 
 def main() -> None:
-    """What each rank does."""
     faults, recipe, *flags = sys.argv[1:]
     sys.argv = [f"{recipe}.py", *flags]
     # A rank of `tests.support.launch` has the start method of its server; the loader workers of a real one are its forks.
