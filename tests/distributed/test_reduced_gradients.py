@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.launch import run_on_ranks, start_on_ranks
-from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
-from tests.support.workbench import FP32, SMALL, as_flags
-from toolkit.files.json_lines import load_json_lines
+from tests.support.launch import start_on_ranks
+from tests.support.workbench import FP32, Workbench, new_bench
 
 SENTENCE = "some ranks had a gradient of these parameters in a micro-batch where others had none: "
 NAMES = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
@@ -19,12 +16,8 @@ FIRST, LATER = (1, 0), (2, 1)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reduced")
-    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("llama",)))
-    rows = [{"prompt": row["source"], "completion": " " + row["target"]} for row in make_rows(24)]
-    save_jsonl(folder / "rows.jsonl", rows)
-    return folder
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return new_bench(tmp_path_factory, "reduced", "llm")
 
 
 def train_unevenly(argv: list[str], when: tuple[int, int]) -> None:
@@ -67,25 +60,13 @@ CASES = {"first": (FIRST, None, 0), "later": (LATER, None, 3), "before a checkpo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_run_ends_and_names_the_parameters(folder: Path, case: str) -> None:
+def test_the_run_ends_and_names_the_parameters(bench: Workbench, case: str) -> None:
     """Before the update of a first step, and before any checkpoint; one step late otherwise."""
     when, every_steps, last_step = CASES[case]
-    values = {
-        "model.name_or_path": folder / "llama",
-        "model.dropout": 0,
-        "data.files": folder / "rows.jsonl",
-        "data.cache_dir": folder / "cache",
-        "data.packing": False,
-        "train.micro_batch_size_rows": 1,
-        "train.max_steps": 5,
-        "eval.generate": False,
-        "checkpoint.every_steps": every_steps,
-        "run.output_dir": folder / "runs",
-        "run.name": case,
-    }
-    with start_on_ranks(train_unevenly, preset="fsdp2_cpu", overrides=FP32, args=(as_flags(SMALL | values), when)) as running:
+    changes = {"model__dropout": 0, "data__packing": False, "train__micro_batch_size_rows": 1, "train__max_steps": 5}
+    flags = bench.flags(case, eval__generate=False, checkpoint__every_steps=every_steps, **changes)
+    with start_on_ranks(train_unevenly, preset="fsdp2_cpu", overrides=FP32, args=(flags, when)) as running:
         assert running.wait().refusal().startswith(f"{SENTENCE}{NAMES}: FSDP2 adds up")
-    lines = load_json_lines(folder / "runs" / case / "metrics.jsonl")
-    assert max((line["step"] for line in lines if line["kind"] == "train"), default=0) == last_step
-    saved = [path.name for path in (folder / "runs" / case / "checkpoints").glob("step-*")]
+    assert max((line["step"] for line in bench.lines(case, "train")), default=0) == last_step
+    saved = [path.name for path in (bench.runs / case / "checkpoints").glob("step-*")]
     assert saved == (["step-00000001"] if every_steps else [])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_quantized_base import build_models
 from tests.recipes.test_resume import EXACT, NUM_STEPS, go_on, on_one_process, rows_by_place
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
@@ -20,6 +21,8 @@ PACKED: dict[str, Any] = {"data__max_length_tokens": 64, "train__micro_batch_siz
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"model": "gpt2"},  # drops embeddings, attention and residuals
+    "mixture": {"model": "mixtral", "data__packing": False, "train__micro_batch_size_rows": 2},
+    "nf4": {"model": "llm", **LORA, "adapter__dropout": 0, "adapter__base_dtype": "nf4"},
     "lora_experts": {"preset": "fsdp2_cpu", "model": "qwen3_moe", **LORA, "adapter__dropout": 0, "adapter__experts": True},
     "lora_ddp": {"preset": "ddp_cpu", "train__global_batch_size_tokens": 256, **LORA},
     "lora_fsdp1": {
@@ -37,9 +40,16 @@ KINDS: dict[str, dict[str, Any]] = {
 def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
     """The runs of this file, with a second file of rows beside them."""
     runs = tmp_path_factory.mktemp("llm-resume")
-    models = on_one_process(build_model_folders, runs / "models", ["qwen3_moe"])
+    models = on_one_process(build_model_folders, runs / "models", ["qwen3_moe", "mixtral"])
+    on_one_process(build_models, runs / "models")
     save_jsonl(runs / "more.jsonl", [{"text": row["source"]} for row in make_rows(20, seed=1)])
-    return Workbench(runs=runs, models=model_folders | models, data=data_folder, recipe="llm", rows="prompts.jsonl")
+    return Workbench(
+        runs=runs,
+        models=model_folders | models | {"llm": runs / "models" / "llm"},
+        data=data_folder,
+        recipe="llm",
+        rows="prompts.jsonl",
+    )
 
 
 def settings_of(bench: Workbench, kind: str) -> dict[str, Any]:

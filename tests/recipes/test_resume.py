@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from tests.support.checkpoint_files import change_manifest
 from tests.support.launch import TIMEOUT_S, Running, run_on_ranks
-from tests.support.model_folders import build_model_folders
 from tests.support.workbench import FP32, Workbench
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.files.json_lines import load_json_lines
@@ -39,17 +37,11 @@ def uninterrupted(bench: Workbench) -> Workbench:
     return bench
 
 
-@pytest.mark.parametrize("model", ["t5", "mixtral"])
-def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench, llm_bench: Workbench, tmp_path: Path, model: str) -> None:
-    bench, settings = uninterrupted, EXACT
-    if model != "t5":
-        folder = on_one_process(build_model_folders, tmp_path, (model,))[model]
-        bench, settings = replace(llm_bench, runs=tmp_path / "runs"), EXACT | {"model": folder, "data__packing": False}
-        bench.run("whole", **settings)
-    whole = kill_and_go_on(bench, **settings)
+def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench) -> None:
+    bench = uninterrupted
+    whole = kill_and_go_on(bench, **EXACT)
     assert [line["epoch"] for line in whole] == [0] * STEPS_PER_EPOCH + [1] * (NUM_STEPS - STEPS_PER_EPOCH)
-    lines = uninterrupted.lines("whole", "train")
-    assert lines[-1]["num_input_tokens_seen"] == sum(line["num_tokens"] for line in lines)
+    assert whole[-1]["num_input_tokens_seen"] == sum(line["num_tokens"] for line in whole)
     assert whole[STEPS_PER_EPOCH - 1]["num_rows"] < whole[0]["num_rows"], "the smaller last batch is not in it"
     assert max(micro_batch for _, _, micro_batch in rows_by_place(bench.runs / "whole")) == 1
     exports = [(bench.runs / name / "export" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
