@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +14,12 @@ import pytest
 
 from tests.support.launch import LaunchResult, run_on_ranks, start
 from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig, SummarizationConfig
+from toolkit.distributed.comm import rank
+from toolkit.errors import UserError
+from toolkit.launch import rank_consistency
+from toolkit.launch.accelerator import build_accelerator
 
 DIFFERENTLY = """
 import json, os, runpy, sys
@@ -82,90 +87,69 @@ def test_ranks_of_one_machine_with_caches_of_their_own_are_refused(bench: Workbe
 
 
 def test_each_kind_of_difference_has_its_name(bench: Workbench, tmp_path: Path) -> None:
-    places = []
-    for rank in range(2):
-        folder = tmp_path / str(rank)
-        shutil.copytree(bench.models["t5"], folder / "model")
-        (folder / "metric").mkdir()
-        for name in ("source.py", "template.jinja", "metric/metric.py", "model/tokenizer_config.json"):
-            (folder / name).write_text(f'"{rank}"')
-        for name, content in {"same/metric.py": "", "marian/source.spm": str(rank)}.items():
-            (folder / name).parent.mkdir()
-            (folder / name).write_text(content)
-        places.append(folder)
-    names = run_on_ranks(_names_of_differences, preset="ddp_cpu", args=(places,))
-    assert names[0] == names[1] == [
-        "train.seed is 1", "model.dropout is 0.5", "optim.weight_decay is 0.1", "optim.max_grad_norm is None",
-        "optim.label_smoothing is 0.1", "the file of data.source", "metric.py of eval.metrics",
-        "tokenizer_config.json of model.name_or_path", "tokenizer_config.json of model.init_from",
-        "source.spm of model.init_from", "metric.py of eval.metrics", "tokenizer_config.json of model.init_from",
-        "the version of torch is '2'", "the code of the toolkit", "data.files is ['s3://***@bucket/1.jsonl']",
-        "fsdp_config of the accelerate YAML is {'a': 1, 'b': 3}", "", "", "",
-    ]  # fmt: skip
-
-
-def _names_of_differences(places: list[Path]) -> list[str]:
-    """What each case's sentence begins with; empty where ranks may differ so. Collective."""
-    from toolkit.config.schema import CheckpointConfig, DataConfig, ModelConfig, RunConfig, SummarizationConfig
-    from toolkit.distributed.comm import rank
-    from toolkit.errors import UserError
-    from toolkit.launch import rank_consistency
-    from toolkit.launch.accelerator import build_accelerator
-
-    build_accelerator()
-    here = places[rank()]
     plain = SummarizationConfig(model=ModelConfig(name_or_path="t5-small"), data=DataConfig())
+    for folder in (tmp_path / "0", tmp_path / "1"):
+        shutil.copytree(bench.models["t5"], folder / "model")
+        for name in ("source.py", "template.jinja", "metric/metric.py", "model/tokenizer_config.json", "marian/source.spm"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(f'"{folder.name}"')
+        (folder / "same").mkdir()
+        (folder / "same" / "metric.py").touch()
 
-    def changed(section: str, **fields: Any) -> SummarizationConfig:
+    def config(section: str, **fields: Any) -> SummarizationConfig:
         return dataclasses.replace(plain, **{section: dataclasses.replace(getattr(plain, section), **fields)})
 
-    of_rank_1: list[dict[str, Any]] = [
-        {"section": "train", "seed": 1},
-        {"section": "model", "dropout": 0.5},
-        {"section": "optim", "weight_decay": 0.1},
-        {"section": "optim", "max_grad_norm": None},
-        {"section": "optim", "label_smoothing": 0.1},
-    ]
-    cases: list[Callable[[], dict[str, Any]]] = [
-        lambda case=case: rank_consistency.describe_config(changed(**case) if rank() else plain) for case in of_rank_1
-    ]
-    of_both = [
-        {"section": "data", "source": f"{here}/source.py:rows"},
-        {"section": "eval", "metrics": [f"{here}/metric"]},
-        {"section": "model", "name_or_path": f"{here}/model"},
-        {"section": "model", "init_from": f"{here}/model"},
-        {"section": "model", "init_from": f"{here}/marian"},
-        {"section": "eval", "metrics": [f"{here}/metric", f"{here}/same"]},  # files of one name
-    ]
-    cases += [lambda case=case: rank_consistency.describe_config(changed(**case)) for case in of_both]
-    twice = dataclasses.replace(changed("model", init_from=f"{here}/model"), checkpoint=CheckpointConfig(resume=f"{here}/model"))
-    cases.append(lambda: rank_consistency.describe_config(twice))
-    version, code = ({"torch": str(2 + 1 - rank())}, here)
+    def of_rank_1(section: str, **fields: Any) -> list[dict[str, Any]]:
+        return [rank_consistency.describe_config(each) for each in (plain, config(section, **fields))]
 
-    def versions() -> dict[str, Any]:
-        with patch("importlib.metadata.version", version.get):
+    def of_both(section: str, **fields: Any) -> list[dict[str, Any]]:
+        """With each rank's own folder in the place of FOLDER."""
+        texts = [json.dumps(fields).replace("FOLDER", str(tmp_path / place)) for place in "01"]
+        return [rank_consistency.describe_config(config(section, **json.loads(text))) for text in texts]
+
+    def launch(version: str, code: str) -> dict[str, Any]:
+        file = str(tmp_path / code / "launch" / "rank_consistency.py")
+        with patch("importlib.metadata.version", lambda _: version), patch.object(rank_consistency, "__file__", file):
             return rank_consistency.describe_launch({})
 
-    def toolkit_code() -> dict[str, Any]:
-        with patch.object(rank_consistency, "__file__", str(code / "launch" / "rank_consistency.py")):
-            return rank_consistency.describe_launch({})
+    pairs = {
+        "train.seed is 1": of_rank_1("train", seed=1),
+        "model.dropout is 0.5": of_rank_1("model", dropout=0.5),
+        "optim.max_grad_norm is None": of_rank_1("optim", max_grad_norm=None),
+        "the file of data.source": of_both("data", source="FOLDER/source.py:rows"),
+        "metric.py of eval.metrics": of_both("eval", metrics=["FOLDER/metric"]),
+        "tokenizer_config.json of model.name_or_path": of_both("model", name_or_path="FOLDER/model"),
+        "tokenizer_config.json of model.init_from": of_both("model", init_from="FOLDER/model"),
+        "source.spm of model.init_from": of_both("model", init_from="FOLDER/marian"),
+        "metric.py of eval.metrics ": of_both("eval", metrics=["FOLDER/metric", "FOLDER/same"]),  # files of one name
+        "the version of torch is '2'": [launch("3", "0"), launch("2", "0")],
+        "the code of the toolkit": [launch("3", "0"), launch("3", "1")],
+        "data.files is ['s3://***@bucket/1.jsonl']": [  # without a user and a password
+            {"data.files": [f"s3://key:word@bucket/{place}.jsonl"]} for place in "01"
+        ],
+        "fsdp_config of the accelerate YAML is {'a': 1, 'b': 3}": [
+            {"fsdp_config of the accelerate YAML": {"a": 1, "b": value}} for value in (2, 3)
+        ],
+    }
+    may_differ = [
+        of_rank_1("run", num_threads=2),
+        of_both("run", output_dir="FOLDER"),
+        [{"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}],  # the order of keys in the accelerate YAML
+    ]
+    for said in run_on_ranks(_compare_each, preset="ddp_cpu", args=([*pairs.values(), *may_differ],)):
+        assert said[len(pairs) :] == [""] * len(may_differ)
+        for sentence, expected in zip(said, pairs, strict=False):
+            assert sentence.startswith(expected.strip()), sentence
 
-    cases += [versions, toolkit_code]
-    secret = f"s3://key:word@bucket/{rank()}.jsonl"  # a user and a password
-    cases.append(lambda: rank_consistency.describe_config(changed("data", source="jsonl", files=[secret])))
-    cases.append(lambda: {"fsdp_config of the accelerate YAML": {"a": 1, "b": 2 + rank()}})
-    # What may differ: also the order of keys in the accelerate YAML.
-    cases.append(lambda: rank_consistency.describe_config(dataclasses.replace(plain, run=RunConfig(num_threads=1 + rank()))))
-    cases.append(lambda: rank_consistency.describe_config(changed("run", output_dir=str(here))))
-    pairs: list[tuple[str, Any]] = [("a", 1), ("b", {"c": 2, "d": 3}), ("b", {"d": 3, "c": 2})]
-    cases.append(lambda: dict(pairs[2::-2] if rank() else pairs[:2]))
-    names = []
-    for describe in cases:
+
+def _compare_each(pairs: list[list[dict[str, Any]]]) -> list[str]:
+    """On a rank, which has its own of each pair: the sentence, or "" where ranks may differ so."""
+    build_accelerator()
+    said = []
+    for facts in pairs:
         try:
-            rank_consistency.compare_ranks(describe())
-            names.append("")
+            rank_consistency.compare_ranks(facts[rank()])
+            said.append("")
         except UserError as error:
-            name, _, value = str(error).partition(" is ")
-            value = value.partition(" on rank ")[0]
-            names.append(f"{name} is {value}" if "hash" not in value and "code" not in name else name)
-    return names
+            said.append(str(error))
+    return said
