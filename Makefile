@@ -8,6 +8,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/fsdp2_cpu.ya
 INSTALL := echo "Installing the pinned packages into $(VENV): a minute or two where the network is fast" && \
   $(BIN)/python -m pip install $$([ -t 2 ] || echo --quiet) --disable-pip-version-check -c constraints.txt
 INSTALLED = @touch $@ && echo "Installed: $@"
+PYTEST := $(BIN)/python -m pytest --dist loadfile --max-worker-restart 0
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 TRACKERS := tensorboard wandb trackio mlflow
@@ -43,17 +44,17 @@ runs/llm_functions/merged:
 	$(MAKE) llm
 
 # The unit tests, a process for each core; then the tests that start ranks, three at a time: ranks that wait for each other leave
-# cores idle. Those that measure GPUs run alone. All of them run; what failed is named at the end. A process that crashes ends its
-# group of tests, with the test's name: pytest-xdist may wait for ever for the one that takes its place.
+# cores idle. Those that measure GPUs run alone. All groups run, unless one is interrupted; each names at its end what failed. A crash ends
+# its group, with the test's name: pytest-xdist may wait for ever for the process that takes its place.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m tests.run "--numprocesses logical --maxprocesses 8 --dist loadfile --max-worker-restart 0 tests/unit" \
-	  "--numprocesses 3 --dist loadfile --max-worker-restart 0 tests/recipes tests/distributed tests/families \
-	  tests/trackers/test_tensorboard.py" \
-	  "tests/gpu"
+	@failed=0; for group in "--numprocesses logical --maxprocesses 8 tests/unit" \
+	  "--numprocesses 3 tests/recipes tests/distributed tests/families tests/trackers/test_tensorboard.py" "tests/gpu"; do \
+	  $(PYTEST) $$group || failed=$$?; [ $$failed != 2 ] || break; \
+	done; exit $$failed
 
 # Kills, damaged files, full disks, signals, bad numbers, hangs, other process counts: 2 real processes each, two tests at a time.
 test-faults: $(VENV)/.installed-test
-	$(BIN)/python -m tests.run "--numprocesses 2 --dist loadfile --max-worker-restart 0 tests/faults"
+	$(PYTEST) --numprocesses 2 tests/faults
 
 # The pages of `report` and `preview` in Chromium, which is installed from the system's packages if it is not there.
 test-browser: $(VENV)/.installed-browser

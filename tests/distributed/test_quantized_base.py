@@ -18,6 +18,8 @@ from tests.support.small_run import (
     check_gradients,
     figures,
     run_recipes,
+    train_and_record_gradients,
+    train_without_export,
     write_inputs,
 )
 from toolkit.files.json_lines import load_json_lines
@@ -114,7 +116,9 @@ def finished(folder: Path) -> dict[str, Finished]:
         always = ["--model.name_or_path", str(folder / "models" / model), "--adapter.method", "lora", "--adapter.rank", "4"]
         if recipe == "llm":
             always += ["--data.packing", "false", "--data.bucket_by_length", "false", "--data.max_length_tokens", "64"]
-        runs[recipe][name] = {"preset": preset, "overrides": overrides, "flags": [*always, *flags], "recipe": recipe}
+        where = {"preset": preset, "overrides": overrides, "recipe": recipe}
+        function = train_and_record_gradients if "--export.merge" in flags else train_without_export
+        runs[recipe][name] = {**where, "flags": [*always, *flags], "function": function}
     return {name: run for recipe, of_recipe in runs.items() for name, run in run_recipes(folder / recipe, of_recipe).items()}
 
 
