@@ -44,8 +44,8 @@ runs/llm_functions/merged:
 	$(MAKE) llm
 
 # The unit tests, a process for each core; then the tests that start ranks, three at a time: ranks that wait for each other leave
-# cores idle. Those that measure GPUs run alone. All groups run, unless one is interrupted; each names at its end what failed. A crash ends
-# its group, with the test's name: pytest-xdist may wait for ever for the process that takes its place.
+# cores idle. Those that measure GPUs run alone. All groups run, unless one is interrupted; each names at its end what failed. A
+# process that crashes ends its group, with the test's name: pytest-xdist may wait for ever for the one that takes its place.
 test: $(VENV)/.installed-test
 	@failed=0; for group in "--numprocesses logical --maxprocesses 8 tests/unit" \
 	  "--numprocesses 3 tests/recipes tests/distributed tests/families tests/trackers/test_tensorboard.py" "tests/gpu"; do \
