@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixture": {"model": "mixtral", "data__packing": False, "train__micro_batch_size_rows": 2},
     "nf4": {"model": "llm", **LORA, "adapter__dropout": 0, "adapter__base_dtype": "nf4"},
     "lora_experts": {"preset": "fsdp2_cpu", "model": "qwen3_moe", **LORA, "adapter__dropout": 0, "adapter__experts": True},
+    "offload": {"model": "gpt2", "preset": "fsdp2_offload", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_offload"] | FP32},
     "lora_ddp": {"preset": "ddp_cpu", "train__global_batch_size_tokens": 256, **LORA},
     "lora_fsdp1": {
         "preset": "fsdp1_full_shard",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,129 +105,85 @@ def test_what_a_cpu_changes_of_a_preset_makes_it_another(tmp_path: Path, preset:
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in (*SAME_ON_CPU, FOR_100B)])
 def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset: str) -> None:
     on_cpu = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
-    saves = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 9} if preset == "fsdp2_offload" else {}
-    printed = workbench.run("run", preset=preset, overrides=on_cpu, **saves)
+    printed = workbench.run("run", preset=preset, overrides=on_cpu)
     assert f"\npreset      {preset}.yaml: {said_on_cpu(preset)}\n" in printed
-    check_whole_run(workbench)
-    assert workbench.checkpoints("run") == [f"step-0000000{step}" for step in ((1, 2, 3) if saves else (3,))]
-    if preset == "fsdp2_offload":  # others: `test_llm_resume.py`, `tests/faults/test_elastic.py`
-        later = shutil.ignore_patterns("step-00000002", "step-00000003")
-        shutil.copytree(workbench.runs / "run", workbench.runs / "resumed", ignore=later)
-        assert "after step 1\n" in workbench.run("resumed", preset=preset, overrides=on_cpu)
-        whole, resumed = (workbench.lines(name, "train") for name in ("run", "resumed"))
-        # Step 2 shows the weights that were read back, step 3 the moments that step 2 used.
-        for figure in ("loss", "grad_norm"):
-            assert [line[figure] for line in resumed] == [line[figure] for line in whole]
-        assert resumed[1]["step_time_s"] != whole[1]["step_time_s"], "step 2 did not run again"
+    check_whole_run(workbench, "run")
+    assert workbench.checkpoints("run") == ["step-00000003"]
 
 
-def test_wikihow_config_trains_on_a_wikihow_file(workbench: Workbench, tmp_path: Path) -> None:
-    file = save_wikihow_csv(tmp_path / "wikihowAll.csv", make_rows(60))
-    source = f"{REPOSITORY}/recipes/sources/wikihow.py:load_rows"
-    small = {"data__source": source, "data__files": file, "train__num_epochs": None, "optim__warmup_steps": 1}
-    assert "with an empty text" in workbench.run("run", config=RUN_CONFIG_FOLDER / "t5_wikihow.yaml", **small)
-    check_whole_run(workbench)
+WHOLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+CHATS: dict[str, Any] = {"checkpoint__every_steps": None, "data__max_length_tokens": 96}
+SOURCES = REPOSITORY / "recipes" / "sources"
+CONFIGS: dict[str, tuple[str, str, str, dict[str, Any], list[str], str]] = {
+    "t5_wikihow": ("t5", "t5", "wikihow", {"data__source": f"{SOURCES}/wikihow.py:load_rows"}, ["with an empty text"], WHOLE),
+    "llm_moe": ("llm", "", "texts", {}, ["\nunigram ", "\ninterpolated bigram "], WHOLE),
+    "llm_functions": ("llm", "llama", "prompts", {}, [], ADAPTER),
+    "llm_chat_qlora": ("llm", "chat-llama", "chats", CHATS, ["\nbase        quantized to nf4 "], ADAPTER),
+    "llm_moe_lora": (
+        "llm", "chat-qwen3_moe", "chats", CHATS,
+        ["\nadapter     on ", "q_proj", "o_proj", "experts.down_proj", "experts.gate_up_proj", "; not on routers\n"], ADAPTER,
+    ),
+    "llm_100b": (
+        "llm", "chat-llama", "chats", CHATS | {"train__global_batch_size_tokens": None},
+        [f"\npreset      {FOR_100B}.yaml: {said_on_cpu(FOR_100B)}\n"], WHOLE,
+    ),
+    "dpo": ("dpo", "llama", "pairs", {"data__max_length_tokens": 96}, [], ADAPTER),
+    "dpo_functions": ("dpo", "llama", "rows and lines", {"data__source": f"{SOURCES}/pairs.py:load_lines"}, [], WHOLE),
+    "dpo_t5": ("dpo_t5", "t5", "pairs", {"eval__generate": True}, [], WHOLE),
+}  # fmt: skip
+"""Recipe, model ("": that of the config), form of the rows, flags, what is printed, and what is exported."""
+WITHOUT_TEXTS = ("llm_moe", "llm_100b", "dpo")
 
 
-def test_moe_config_trains_its_model_and_a_tokenizer(llm_workbench: Workbench, tmp_path: Path) -> None:
-    config = RUN_CONFIG_FOLDER / "llm_moe.yaml"
-    model = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
-    texts = save_jsonl(tmp_path / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
-    printed = llm_workbench.run("run", config=config, model=model, data__files=texts, optim__warmup_steps=1)
-    check_whole_run(llm_workbench, generates=False)
-    assert "\nunigram " in printed and "\ninterpolated bigram " in printed
+@pytest.fixture(scope="module")
+def trained(bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a run of each config printed, made short; those of a recipe and a preset share a launch."""
+    folder, rows = tmp_path_factory.mktemp("configs"), make_rows(60)
+    chat_models = run_on_ranks(build_chat_models, preset="single", overrides=FP32, args=(folder,))[0]
+    forms: dict[str, list[dict[str, Any]]] = {name: [] for name in ("texts", "prompts", "pairs", "chats", "rows", "lines")}
+    for number, row in enumerate(rows):
+        source, target = row["source"], row["target"]
+        forms["texts"].append({"text": source})
+        forms["prompts"].append({"prompt": source, "completion": f" {target}"})
+        forms["pairs"].append({"prompt": source, "chosen": f" {target}", "rejected": f" {source[:20]}"})
+        forms["chats"].append({"messages": say(source[:60], target, source[:20], target)})
+        sides = {"prompt": source, "target": target, "lead_text": "", "group": "", "split": "eval" if number < 9 else "train"}
+        forms["rows"].append(sides)
+        forms["lines"].append({"row": number + 1, "prediction": f"{target}."})
+    files: dict[str, Any] = {form: save_jsonl(folder / f"{form}.jsonl", lines) for form, lines in forms.items()}
+    files["rows and lines"] = json.dumps([str(files["rows"]), str(files["lines"])])
+    files["wikihow"] = save_wikihow_csv(folder / "wikihowAll.csv", rows)
+    launches: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, (recipe, model, form, flags, *_) in CONFIGS.items():
+        config = RUN_CONFIG_FOLDER / f"{name}.yaml"
+        own = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]
+        short = {"config": config, "data__files": files[form], "train__num_epochs": None, "optim__warmup_steps": 1}
+        preset = FOR_100B if name == "llm_100b" else "fsdp2_cpu"
+        launches.setdefault((recipe, preset), {})[name] = {"model": model or own} | short | flags
+    printed = {}
+    for (recipe, preset), runs in launches.items():
+        of_recipe = replace(bench, recipe=recipe, models=bench.models | chat_models)
+        printed |= of_recipe.run_all(runs, preset=preset, overrides=FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {}))
+    return printed
 
 
-def test_functions_config_trains_an_adapter_and_the_merged_model_is_evaluated(llm_workbench: Workbench) -> None:
-    config = RUN_CONFIG_FOLDER / "llm_functions.yaml"
-    llm_workbench.run("run", config=config, model="llama", optim__warmup_steps=1, env=PAGES)
-    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
-    assert "<h3>Loss</h3>" in (llm_workbench.runs / "run" / "report.html").read_text()
-    merged = llm_workbench.runs / "run" / "merged"
-    llm_workbench.run("merged", model=merged, train__max_steps=0)
-    after, of_merged = (llm_workbench.lines(name, "eval")[-1] for name in ("run", "merged"))
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_trains_evaluates_and_exports(bench: Workbench, trained: dict[str, str], config: str) -> None:
+    recipe, *_, said, exports = CONFIGS[config]
+    assert "every rank loads all of" not in trained[config]
+    assert [text for text in said if text not in trained[config]] == []
+    check_whole_run(bench, config, generates=config not in WITHOUT_TEXTS, exports=exports)
+    if recipe.startswith("dpo"):
+        figures = bench.lines(config, "eval")[-1]
+        assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
+
+
+def test_the_merged_model_of_a_config_is_evaluated(bench: Workbench, trained: dict[str, str]) -> None:
+    bench = replace(bench, recipe="llm", rows="prompts.jsonl")
+    bench.run("merged", model=bench.runs / "llm_functions" / "merged", train__max_steps=0)
+    after, of_merged = (bench.lines(name, "eval")[-1] for name in ("llm_functions", "merged"))
     assert of_merged["loss"] == pytest.approx(after["loss"], rel=0.01)  # merged weights are stored in bf16
-    assert not (llm_workbench.runs / "merged" / "export").exists()
-
-
-def test_chat_config_trains_an_adapter_on_codes(llm_workbench: Workbench, tmp_path: Path) -> None:
-    printed = run_on_chats(llm_workbench, tmp_path, "llm_chat_qlora", train__num_epochs=None)
-    assert "\nbase        quantized to nf4 " in printed
-    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
-
-
-def test_pairs_config_trains_an_adapter_and_says_how_often_it_prefers_the_chosen_answer(
-    llm_workbench: Workbench, tmp_path: Path
-) -> None:
-    rows = [
-        {"prompt": row["source"], "chosen": f" {row['target']}", "rejected": f" {row['source'][:20]}"} for row in make_rows(60)
-    ]
-    pairs = save_jsonl(tmp_path / "pairs.jsonl", rows)
-    flags = {"data__files": pairs, "train__num_epochs": None, "data__max_length_tokens": 96}
-    workbench = replace(llm_workbench, recipe="dpo")
-    workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo.yaml", model="llama", optim__warmup_ratio=0, **flags)
-    check_whole_run(workbench, generates=False, exports="adapter_model.safetensors")
-    figures = workbench.lines("run", "eval")[-1]
-    assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
-
-
-def test_functions_pairs_config_reads_lines_of_a_model_and_generates(llm_workbench: Workbench, tmp_path: Path) -> None:
-    rows = [
-        {"prompt": row["source"], "target": row["target"], "lead_text": "", "group": "", "split": "eval" if n < 9 else "train"}
-        for n, row in enumerate(make_rows(60))
-    ]
-    lines = [{"row": number, "prediction": f"{row['target']}."} for number, row in enumerate(rows, start=1)]
-    files = [str(save_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in (("rows", rows), ("lines", lines))]
-    source = f"{REPOSITORY}/recipes/sources/pairs.py:load_lines"
-    flags = {"data__source": source, "data__files": json.dumps(files), "optim__warmup_steps": 1}
-    workbench = replace(llm_workbench, recipe="dpo")
-    workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo_functions.yaml", model="llama", **flags)
-    check_whole_run(workbench)
-
-
-def test_pairs_config_trains_a_t5_and_generates_beside_the_chosen_answers(workbench: Workbench, tmp_path: Path) -> None:
-    rows = [{"prompt": row["source"], "chosen": row["target"], "rejected": row["source"][:20]} for row in make_rows(60)]
-    pairs = save_jsonl(tmp_path / "pairs.jsonl", rows)
-    flags = {"data__source": "jsonl", "data__files": pairs, "train__num_epochs": None, "eval__generate": True}
-    workbench = replace(workbench, recipe="dpo_t5")
-    workbench.run("run", config=RUN_CONFIG_FOLDER / "dpo_t5.yaml", model="t5", optim__warmup_ratio=0, **flags)
-    check_whole_run(workbench)
-    figures = workbench.lines("run", "eval")[-1]
-    assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
-
-
-def test_moe_lora_config_trains_an_adapter_on_attention_and_experts(llm_workbench: Workbench, tmp_path: Path) -> None:
-    printed = run_on_chats(llm_workbench, tmp_path, "llm_moe_lora", train__num_epochs=None, family="qwen3_moe")
-    adapted = "k_proj, o_proj, q_proj, v_proj, experts.down_proj, experts.gate_up_proj"
-    (line,) = (line for line in printed.splitlines() if line.startswith("adapter     on "))
-    names, rest = line.removeprefix("adapter     on ").split("; ")
-    assert sorted(names.split(", ")) == sorted(adapted.split(", ")) and rest == "not on routers"
-    check_whole_run(llm_workbench, exports="adapter_model.safetensors")
-
-
-def test_config_for_100b_trains_under_its_preset(llm_workbench: Workbench, tmp_path: Path) -> None:
-    preset = {"preset": FOR_100B, "overrides": GPU_PRESET_OVERRIDES_ON_CPU[FOR_100B]}
-    by_rows = {"train__global_batch_size_tokens": None, "train__num_epochs": None}
-    printed = run_on_chats(llm_workbench, tmp_path, "llm_100b", **by_rows, **preset)
-    assert "every rank loads all of" not in printed and f"\npreset      {FOR_100B}.yaml: {said_on_cpu(FOR_100B)}\n" in printed
-    check_whole_run(llm_workbench, generates=False)
-
-
-def run_on_chats(workbench: Workbench, folder: Path, config: str, family: str = "llama", **changes: Any) -> str:
-    model = folder / "chat-model"
-    run_on_ranks(build_chat_model, preset="single", overrides=FP32, args=(model, family))
-    turns = [(row["source"], row["target"]) for row in make_rows(60)]
-    chats = [{"messages": say(question[:60], answer, question[:20], answer)} for question, answer in turns]
-    return workbench.run(
-        "run",
-        config=RUN_CONFIG_FOLDER / f"{config}.yaml",
-        model=model,
-        data__files=save_jsonl(folder / "chats.jsonl", chats),
-        checkpoint__every_steps=None,
-        optim__warmup_steps=1,
-        data__max_length_tokens=96,
-        **changes,
-    )
+    assert not (bench.runs / "merged" / "export").exists()
 
 
 def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> None:
@@ -251,21 +206,27 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> 
     assert "Linear fc1" in page and ">Accuracy</h3>" in page and "no evaluation has generated texts" in page
 
 
-def build_chat_model(folder: Path, family: str) -> None:
+def build_chat_models(parent: Path) -> dict[str, Path]:
+    """Tiny models whose tokenizer has a chat template; on one process."""
     import transformers
 
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
-    class_name, settings = {**CAUSAL_FAMILIES, **MIXTURES}[family]
-    config = getattr(transformers, class_name)(**settings, vocab_size=len(tokenizer))
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folders = {}
+    for family in ("llama", "qwen3_moe"):
+        class_name, settings = {**CAUSAL_FAMILIES, **MIXTURES}[family]
+        config = getattr(transformers, class_name)(**settings, vocab_size=len(tokenizer))
+        folders[f"chat-{family}"] = parent / family
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(parent / family)
+        tokenizer.save_pretrained(parent / family)
+    return folders
 
 
-def check_whole_run(workbench: Workbench, *, generates: bool = True, exports: str = "model.safetensors") -> None:
-    assert [line["step"] for line in workbench.lines("run", "train")] == [1, 2, 3]
-    evaluations = workbench.lines("run", "eval")
+def check_whole_run(bench: Workbench, name: str, *, generates: bool = True, exports: str = WHOLE) -> None:
+    """Three steps, an evaluation, a checkpoint and an export."""
+    assert [line["step"] for line in bench.lines(name, "train")] == [1, 2, 3]
+    evaluations = bench.lines(name, "eval")
     assert [line["step"] for line in evaluations] == [3]
     assert evaluations[0]["num_rows"] == 3 and ("rougeL" in evaluations[0]) == generates
-    assert {exports, "tokenizer.json"} <= {path.name for path in (workbench.runs / "run" / "export").iterdir()}
-    record = json.loads((workbench.runs / "run" / "record.json").read_text())
+    assert {exports, "tokenizer.json"} <= {path.name for path in (bench.runs / name / "export").iterdir()}
+    record = json.loads((bench.runs / name / "record.json").read_text())
     assert len(record["sources"]) == (3 if generates else 0) and record["data"]["splits"][1]["num_rows"] == 3
