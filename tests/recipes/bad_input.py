@@ -66,18 +66,13 @@ def attempt(here: Path, case: Case) -> LaunchResult:
 
 def arguments(here: Path, case: Case) -> list[str]:
     write(here, case.files)
-    others = case.flags.split()
-    return [fill(flag, here) for flag in [*_without(FLAGS[case.recipe].split(), others), *others]]
+    values = _pairs(FLAGS[case.recipe]) | _pairs(case.flags)
+    return [fill(word, here) for pair in values.items() for word in pair]
 
 
-def _without(flags: list[str], others: list[str]) -> list[str]:
-    """Flags and their values, but those with a name among the others: a list's would add up."""
-    names = {flag.partition("=")[0] for flag in others if flag.startswith("--")}
-    is_dropped, kept = False, []
-    for word in flags:
-        is_dropped = word.partition("=")[0] in names if word.startswith("--") else is_dropped
-        kept += [] if is_dropped else [word]
-    return kept
+def _pairs(flags: str) -> dict[str, str]:
+    words = flags.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def check(here: Path, case: Case, result: LaunchResult) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.launch import REPOSITORY, TIMEOUT_S, launch_logged, run_on_ranks
 from tests.support.previews import call_preview
 from tests.support.rank import SERVER_ENVIRONMENT
-from tests.support.workbench import Workbench, call_toolkit, new_bench, output_of
+from tests.support.workbench import Workbench, call_toolkit, leave_launch, new_bench, output_of
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.compare import runs
 from toolkit.tools.preview.preview import collect
@@ -100,8 +100,7 @@ def test_the_notebook_runs_offline_and_its_model_learns(tmp_path: Path) -> None:
 
 def run_without_launcher(script: str, folder: Path) -> str:
     """What it prints, run in the folder by a process that no launcher has started."""
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_"))]:
-        del os.environ[name]
+    leave_launch()
     os.chdir(folder)
     with output_of() as printed:
         exec(compile(script, "notebook", "exec"), {"__name__": "__main__"})

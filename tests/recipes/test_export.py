@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tests.recipes.test_best_weights import WORSENING
 from tests.support.hub_server import hub_server
 from tests.support.launch import REPOSITORY, run_on_ranks, start
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench, new_bench, output_of, step_name
+from tests.support.workbench import FP32, Workbench, call_toolkit, leave_launch, new_bench, output_of, step_name
 
 FROZEN = re.compile(r"encoder\.block\.0\..*")
 Ended = tuple[int, str, str]
@@ -31,19 +30,13 @@ Ended = tuple[int, str, str]
 
 def call_all(commands: list[list[str]]) -> list[Ended]:
     """In one process that no launcher started: the commands, one after the other."""
-    from toolkit.tools.main import main
-
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_ACCELERATE"))]:
-        del os.environ[name]
+    leave_launch()
     os.environ["ACCELERATE_USE_CPU"] = "true"
     ended = []
     for command in commands:
-        out, err, code = io.StringIO(), io.StringIO(), 0
-        with patch.object(sys, "argv", ["toolkit", *command]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                main()
-            except SystemExit as end:
-                code = int(end.code or 0)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = call_toolkit(*command)
         ended.append((code, out.getvalue(), err.getvalue()))
     return ended
 

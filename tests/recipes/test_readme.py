@@ -28,7 +28,7 @@ import yaml
 from tests.support.chats import CHATML, build_chat_tokenizer
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, start_on_ranks
 from tests.support.model_folders import MORE_CAUSAL, build_model_folders, make_rows, save_jsonl
-from tests.support.workbench import FP32, save_rows
+from tests.support.workbench import FP32, leave_launch, save_rows
 from toolkit.files.json_lines import load_json_lines
 
 IN_A_CLONE = (
@@ -245,8 +245,7 @@ def run_toolkit(folder: Path, words: list[str]) -> None:
     """`python -m toolkit WORDS` in the folder, in a shell without a launcher; of a chat, with one turn."""
     from toolkit.tools.main import main
 
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_"))]:
-        del os.environ[name]
+    leave_launch()
     os.chdir(folder)
     sys.argv, sys.stdin = ["toolkit", *words], io.StringIO("Write a function that adds 4.\n")
     main()

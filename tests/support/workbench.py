@@ -202,6 +202,12 @@ def call_toolkit(*words: object) -> int:
     return 0
 
 
+def leave_launch() -> None:
+    """From here on, this rank is a process that no launcher has started."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "TOOLKIT_"))]:
+        del os.environ[name]
+
+
 def as_flags(values: dict[str, Any]) -> list[str]:
     """`--key=value` of dotted keys, values as the recipes read them."""
     return [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()]
