@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,18 +38,28 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dic
     always = ["--run.output_dir", str(folder), "--run.name", name, "--log_every_steps", "3"]
     argv = [*always, *ROWS, *BATCHES, *SCHEDULE, *own_flags, *flags]
     overrides = {"mixed_precision": "no", **overrides}
-    run_on_ranks(run_recipe, preset=preset, overrides=overrides, args=(argv,))
+    for compared in run_on_ranks(run_recipe, preset=preset, overrides=overrides, args=(argv,)):
+        assert "the hash of the images" in compared
     return load_json_lines(folder / name / "metrics.jsonl"), load_file(folder / name / "model.safetensors")
 
 
-def run_recipe(argv: list[str]) -> None:
-    """The recipe as it stands; rank r says that its peak memory is r + 1 GiB."""
+def run_recipe(argv: list[str]) -> list[str]:
+    """The recipe as it stands; rank r says that its peak memory is r + 1 GiB. Returns what the ranks compared."""
     from toolkit.distributed.comm import rank
+    from toolkit.launch import rank_consistency
     from toolkit.tracking.metrics_log import StepMemory
 
+    compared: list[str] = []
+    compare = rank_consistency.compare_ranks
+
+    def note_and_compare(facts: dict[str, Any]) -> None:
+        compared.extend(facts)
+        compare(facts)
+
     memory = patch.object(StepMemory, "read", lambda self: rank() + 1.0)
-    with memory:
+    with memory, patch.object(rank_consistency, "compare_ranks", note_and_compare):
         run_in_this_process("mnist", argv)
+    return compared
 
 
 @pytest.fixture(scope="module")
@@ -129,31 +138,3 @@ def test_sharded_runs_draw_the_dropout_of_ddp(tmp_path: Path) -> None:
     ddp, sharded = (run(tmp_path, name, *micro_batch)[0] for name in ("ddp", "fsdp2, one unit"))
     losses = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in (ddp, sharded)]
     np.testing.assert_allclose(*losses, rtol=RELATIVE_TOLERANCE)
-
-
-def test_machines_with_other_images_are_refused(tmp_path: Path) -> None:
-    argv = [f"--run.output_dir={tmp_path}", "--train.max_steps=1", "--train.global_batch_size_rows=4", "--data.num_rows=8"]
-    [first, second] = run_on_ranks(run_with_own_images, preset="ddp_cpu", args=(argv,))
-    assert first == second and first.startswith("the hash of the images is '")
-
-
-def run_with_own_images(argv: list[str]) -> str:
-    """The sentence of the error where one label differs between the ranks; "" without one."""
-    import mnist_images as images
-    from mnist_config import ImageDataConfig
-
-    from toolkit import errors
-    from toolkit.distributed.comm import rank
-
-    def load(config: ImageDataConfig, smallest_side: int) -> images.ImageSets:
-        loaded = load_images(config, smallest_side)
-        loaded.train.labels_N[-1] = rank()
-        return loaded
-
-    load_images = images.load_images
-    with patch.object(images, "load_images", load), patch.object(errors, "exit_on_user_error", contextlib.nullcontext):
-        try:
-            run_in_this_process("mnist", argv)
-        except errors.UserError as error:
-            return str(error)
-    return ""

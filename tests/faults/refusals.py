@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.faults.harness import PATIENCE_S, Fault
-from tests.faults.workers.faulty_recipe import at_step, before, refuse, tell, this_rank, this_run, wrap
+from tests.faults.workers.faulty_recipe import at_step, before, refuse, tell, this_rank, wrap
 
 PAGE_BYTES = 4096
 
@@ -118,32 +118,6 @@ def full_from(kind: str, step: int) -> None:
 # --- One rank alone.
 
 
-def under_torch_elastic() -> None:
-    """Each rank has a folder of the launch, through which it learns that another one has printed its sentence."""
-    launch = this_run().with_name(f"{this_run().name}.launch") / "attempt_0"
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(launch / str(this_rank()) / "error.json")
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True, exist_ok=True)
-
-
-def no_memory_at_step(step: int) -> None:
-    """On one rank, where no rank asks the others how they are."""
-    under_torch_elastic()
-    if this_rank() == 1:
-        at_step(step, partial(die, MemoryError))
-
-
-def few_open_files() -> None:
-    """No rank can open one more, once they have met in their store."""
-    from toolkit.launch import accelerator
-
-    def limit() -> None:
-        tell()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), 4096))
-
-    under_torch_elastic()
-    wrap(accelerator, "connecting", limit)
-
-
 def refuse_to_open_tokens() -> None:
     """Only by the rank that did not make them."""
     import datasets
@@ -171,19 +145,14 @@ def fill_before(event: str, path: str, disk: Path, spare_pages: int) -> None:
     on_rank(0, event, path, partial(fill, disk, spare_pages), standing="/")
 
 
-def lose(*numbers: int, how: str) -> None:
-    """The file descriptors lead to a full disk, to a pipe that nobody reads any more, or to a closed terminal."""
+def lose(*numbers: int, is_terminal: bool) -> None:
+    """The file descriptors lead to a closed terminal, or to a pipe that nobody reads any more."""
     import pty
 
     tell()
-    if how == "full disk":
-        lost = os.open("/dev/full", os.O_WRONLY)
-    elif how == "no reader":
-        reader, lost = os.pipe()
-        os.close(reader)
-    else:  # a closed terminal
-        terminal, lost = pty.openpty()
-        os.close(terminal)
+    other, lost = pty.openpty() if is_terminal else os.pipe()
+    os.close(other)
+    if is_terminal:
         sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # it was one as the run began: bars are on it
     for number in numbers:
         os.dup2(lost, number)
@@ -191,4 +160,4 @@ def lose(*numbers: int, how: str) -> None:
 
 def interrupt_with_its_reader(step: int) -> None:
     """Ctrl-C in `… | tee log` reaches the ranks and tee."""
-    at_step(step, lambda: (lose(1, how="no reader"), os.kill(os.getpid(), signal.SIGINT)))  # type: ignore[arg-type,func-returns-value]
+    at_step(step, lambda: (lose(1, is_terminal=False), os.kill(os.getpid(), signal.SIGINT)))  # type: ignore[arg-type,func-returns-value]

@@ -20,7 +20,6 @@ import pytest
 
 from tests.faults import refusals as fault
 from tests.faults.harness import (
-    NUM_STEPS,
     SAVED,
     Fault,
     Outcome,
@@ -72,8 +71,6 @@ REFUSED: dict[str, tuple[Fault, str, int, dict[str, Any]]] = {
     "lines of training": (partial(fault.full_from, "train", 5), rf".*/metrics\.jsonl cannot .* \({NO_SPACE}\): fix.*", 4, {}),
     "rows": (partial(on_rank, 1, "open", r"rows-00001\.jsonl a ", NO_ROOM), r".*/rows-00001\.jsonl cannot be written .*", 2, {}),
     # Anything else, of one rank.
-    "memory": (partial(fault.no_memory_at_step, 3), "the system refuses: Cannot allocate memory; .*", 0, {}),
-    "open files": (fault.few_open_files, r"the system refuses: Too many open files.*; raise the limit on open files .*", 0, {}),
     "opening tokens": (fault.refuse_to_open_tokens, IO, 0, {}),
 }  # fmt: skip
 
@@ -117,32 +114,17 @@ def test_later_steps_do_not_change_what_a_save_beside_them_writes(faulty_bench: 
     assert [line["step"] for line in faulty_bench.lines("held", "checkpoint")] == list(SAVED)
 
 
-# --- What ends no run. Name: what happens; what is said, and noted in metrics.jsonl.
-CANNOT_PRINT = "WARNING: stdout cannot be written (No space left on device): the run goes on without it\n"
-SHORT: dict[str, Any] = {"train__max_steps": 3, "eval__at_start": True, "exports": True}
-GOES_ON: dict[str, tuple[Fault, str, str | None, dict[str, Any]]] = {
-    "a later removal": (
-        partial(on_rank, 0, "os.rmdir", "^state ", partial(refuse, errno.EBUSY), standing=f"{step_name(2)}.removing"),
-        "could not be removed", None, {"checkpoint__keep_last": 1},
-    ),
-    "a full disk under the log": (partial(fault.lose, 1, how="full disk"), CANNOT_PRINT, NO_SPACE, SHORT),
-    "a closed terminal": (partial(fault.lose, 1, 2, how="closed terminal"), "", "Input/output error", SHORT),
-}  # fmt: skip
+# --- What ends no run; more outputs that are lost: `tests/unit/launch/test_log.py`.
 
 
-@pytest.mark.parametrize("name", GOES_ON)
-def test_a_run_comes_to_its_end_without_what_it_lost(faulty_bench: Workbench, name: str) -> None:
-    bench, (what, said, noted, changes) = faulty_bench, GOES_ON[name]
-    outcome = attempt_with(bench, name, what, **changes)
+def test_a_run_whose_terminal_is_closed_comes_to_its_end(faulty_bench: Workbench) -> None:
+    short = {"train__max_steps": 3, "eval__at_start": True, "exports": True}
+    outcome = attempt_with(faulty_bench, "terminal", partial(fault.lose, 1, 2, is_terminal=True), **short)
     assert outcome.injected and outcome.returncodes == [0, 0], outcome.stderr[-4000:]
-    assert not said or (outcome.stdout + outcome.stderr).count(said) == 1, outcome.stdout
-    if "checkpoint__keep_last" in changes:  # tried again in the save of step 6
-        assert step_name(2) in next(line for line in outcome.stdout.splitlines() if said in line)
-        check_like_whole(bench, name, (NUM_STEPS,))
-        return
-    assert step_name(3) in bench.checkpoints(name) and (bench.runs / name / "report.html").exists()
-    assert (bench.runs / name / "export" / "model.safetensors").exists()
-    assert ("stdout", noted) in [(line["name"], line["reason"]) for line in bench.lines(name, "lost_output")]
+    run = faulty_bench.runs / "terminal"
+    assert (run / "report.html").exists() and (run / "export" / "model.safetensors").exists()
+    lost = [(line["name"], line["reason"]) for line in faulty_bench.lines("terminal", "lost_output")]
+    assert ("stdout", "Input/output error") in lost
 
 
 def test_ctrl_c_that_ends_the_reader_too_loses_no_step(faulty_bench: Workbench) -> None:

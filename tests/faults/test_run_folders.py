@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.faults.harness import attempt_with, run_with
-from tests.faults.workers.faulty_recipe import wrap
+from tests.faults.harness import run_with
+from tests.faults.workers.faulty_recipe import at_step, this_rank
 from tests.support.checkpoint_files import found_folder
 from tests.support.launch import run_on_ranks
 from tests.support.workbench import Workbench, new_bench
@@ -87,24 +87,15 @@ def open_on_two_nodes(folder: Path, unwritable: Path) -> list[str]:
     return found
 
 
-def remove(path: Path, step: int, in_save: bool = False) -> None:
-    """Rank 0 removes a folder when it begins a step, or once it has written its shards of the step's checkpoint."""
-    from toolkit.checkpoint import save as checkpoint_writer
-    from toolkit.distributed.comm import rank
-    from toolkit.training import loop
+def remove(path: Path) -> None:
+    """Rank 0 removes it, all at once."""
+    print(f"removed {path}", flush=True)
+    shutil.rmtree(path.rename(path.with_name(f"{path.name}.gone")))
 
-    left = [1]
 
-    def strike() -> None:
-        if rank() == 0 and left:
-            left.clear()
-            print(f"removed {path}", flush=True)
-            shutil.rmtree(path.rename(path.with_name(f"{path.name}.gone")))  # all of it at once
-
-    if in_save:
-        wrap(checkpoint_writer, "describe_files", lambda folder, _: strike() if folder.stem == f"step-{step:08d}" else None)
-    else:
-        wrap(loop, "seed_all", lambda _, __, step_now, *___: strike() if step_now == step else None)
+def remove_at(step: int, path: Path) -> None:
+    if this_rank() == 0:
+        at_step(step, partial(remove, path))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +103,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     """The runs of this file; `all` loses its folder when step 4 begins."""
     bench = new_bench(tmp_path_factory, "changing")
     # Saves that training waits for: beside one, nobody knows which of the next steps' files are there by then.
-    fault = partial(remove, bench.runs / "all", step=4)
+    fault = partial(remove_at, 4, bench.runs / "all")
     printed = run_with(bench, "all", fault, **CHANGES, checkpoint__async_save=False, exports=True)
     (bench.runs / "all.txt").write_text(printed)
     return bench
@@ -139,22 +130,3 @@ def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
     assert found_folder(run, "auto") == (run / "checkpoints/step-00000006", [])
     for name in ("config.yaml", ".lock", "export/model.safetensors", "curves.png", "memory.json", "rows-00001.jsonl"):
         assert (run / name).exists(), name
-
-
-def test_a_folder_that_is_removed_while_a_checkpoint_is_written_ends_the_run(bench: Workbench) -> None:
-    fault = partial(remove, bench.runs / "saving", step=4, in_save=True)
-    outcome = attempt_with(bench, "saving", fault, **CHANGES)
-    said = f"checkpoint {bench.runs}/saving/checkpoints/step-00000004 could not be written: [Errno 2] No such file"
-    assert outcome.refusal().startswith(said)
-
-
-def test_a_start_without_the_figures_of_the_steps_before(bench: Workbench) -> None:
-    """The checkpoint knows its own evaluation."""
-    (bench.runs / "all/metrics.jsonl").unlink()
-    (bench.runs / "all/predictions-6.jsonl").unlink()
-    printed = run_with(bench, "all", **CHANGES, exports=True)
-    assert "metrics.jsonl has no figures of earlier steps but the checkpoint's own evaluation: it was removed" in printed
-    assert "nothing left to train: the run is complete at step 6\n" in printed
-    assert table_rows(printed) == [row for row in TABLE if row != "after step 4"]
-    assert "predictions-6.jsonl is missing, or is not what the evaluation wrote\n" in printed
-    assert steps(bench, "all", "eval") == [6]
