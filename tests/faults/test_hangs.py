@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,85 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.faults import holds
 from tests.faults.harness import SCRIPT, Fault, arguments, start_with
-from tests.faults.holds import STEP, compute, hold, sleep, stop, write_slowly
-from tests.support.launch import LaunchResult, Running, start_on_ranks
+from tests.faults.holds import STEP, compute, hold, sleep, stop, suspend, write_slowly
+from tests.support.launch import LaunchResult, Running
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import Workbench, new_bench
 from toolkit.distributed.rank_status import hang_file
-from toolkit.distributed.watchdog import Watchdog
 from toolkit.errors import EXIT_HANG
 
-TIMEOUT_S = 2
-"""Of the watchdog of ranks that run no recipe."""
 END_S = 300.0
 """Until when a run must have ended."""
-
-
-# --- Ranks that hang in one way each, under a `Watchdog`.
-
-
-def for_each_other(watchdog: Watchdog, rank: int) -> None:
-    """Each rank waits in a group where the other never comes."""
-    groups = [dist.new_group(backend="gloo") for _ in range(2)]
-    watchdog.enter_phase("evaluation", 7)
-    dist.all_reduce(torch.ones(1), group=groups[rank])
-
-
-def stopped(watchdog: Watchdog, rank: int) -> None:
-    """Rank 0 gets SIGSTOP in the saving of step 2; rank 1 waits for it."""
-    watchdog.enter_phase("saving", 2)
-    dist.barrier()
-    if rank == 0:
-        time.sleep(1)  # time enough to have reported its place
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
-def alone(watchdog: Watchdog, rank: int) -> None:
-    """One process without a process group."""
-    watchdog.enter_phase("update", 5)
-    sleep()
-
-
-def suspended(watchdog: Watchdog, rank: int) -> None:
-    """No hang: the process is stopped for longer than the watchdog's patience, as a scheduler does, and goes on."""
-    watchdog.enter_phase("loading rows", 1)
-    time.sleep(0.3)  # its clock runs
-    waker = subprocess.Popen(["sh", "-c", f"sleep {2 * watchdog.timeout_s}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.3)
-    waker.wait()
-    watchdog.enter_phase("update", 1)
-
-
-def watch(way: Callable[[Watchdog, int], None], folder: Path) -> None:
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    with Watchdog(TIMEOUT_S, folder) as watchdog:
-        way(watchdog, int(os.environ.get("RANK", "0")))
-        print("came to the end")
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def hang(way: Callable[[Watchdog, int], None], folder: Path, preset: str = "fsdp2_cpu") -> Running:
-    return start_on_ranks(watch, preset=preset, args=(way, folder))
 
 
 def error_lines(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
-def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: float = TIMEOUT_S) -> None:
+def check_hang(result: LaunchResult, folder: Path, sentence: str) -> None:
     """Both ranks said the sentence (`…` stands for anything) and left their stacks."""
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
-    start, end = f"error: no progress for {timeout_s} s (run.timeout_s): ", f". Stacks are in {folder}/hang-rank-*.txt."
+    start, end = f"error: no progress for {holds.TIMEOUT_S} s (run.timeout_s): ", f". Stacks are in {folder}/hang-rank-*.txt."
     pattern = ".+".join(re.escape(part) for part in f"{start}{sentence}{end}".split("…"))
     sentences = error_lines(result.stderr)
     assert len(sentences) == 2 and sentences[0] == sentences[1]
@@ -100,43 +42,6 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str, timeout_s: flo
     for rank in range(2):
         text = hang_file(folder, rank).read_text()
         assert sentences[0] in text and "most recent call first" in text
-
-
-def test_ranks_that_wait_for_each_other_in_other_groups(tmp_path: Path) -> None:
-    with hang(for_each_other, tmp_path) as running:
-        result = running.wait(END_S)
-    check_hang(result, tmp_path, "ranks 0 and 1 stopped moving, none behind the others: in step 7, evaluation, for … s, at …")
-    assert result.stderr.count("in _end") == 2, "the stacks of both"
-
-
-def test_where_the_host_of_the_store_is_stopped_nobody_can_be_asked(tmp_path: Path) -> None:
-    """Without torch elastic that is rank 0."""
-    with hang(stopped, tmp_path) as running:
-        wait_until(lambda: not is_alive(running.pids[1]), running)
-        os.kill(running.pids[0], signal.SIGKILL)
-        result = running.wait(END_S)
-    assert result.returncodes == [-signal.SIGKILL, EXIT_HANG]
-    (said_once,) = error_lines(result.stderr)
-    assert "rank 1 stopped moving: in step 2, saving, for" in said_once and "cannot be asked" in said_once
-    assert hang_file(tmp_path, 1).exists() and not hang_file(tmp_path, 0).exists()
-
-
-def test_one_process_hangs_alone(tmp_path: Path) -> None:
-    with hang(alone, tmp_path, preset="single") as running:
-        result = running.wait(END_S)
-    assert result.returncodes == [EXIT_HANG]
-    assert "rank 0 stopped moving: in step 5, update, for" in error_lines(result.stderr)[0]
-    assert "in sleep\n" in hang_file(tmp_path, 0).read_text()
-
-
-def test_a_job_that_is_suspended_and_goes_on_does_not_hang(tmp_path: Path) -> None:
-    with hang(suspended, tmp_path, preset="single") as running:
-        result = running.wait(END_S)
-    assert result.returncodes == [0] and "came to the end" in result.stdout, result.stderr[-3000:]
-    assert list(tmp_path.glob("hang-rank-*")) == []
-
-
-# --- Runs of a recipe.
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +102,7 @@ def test_a_rank_that_sleeps_is_named_with_its_place(place: str, bench: Workbench
         request.getfixturevalue("slow_run").rename(bench.runs / name)
     with hold_up(bench, name, partial(hold, place, rank, sleep), **changes) as running:
         result = running.wait(2 * END_S)
-    check_hang(result, bench.runs / name, f"rank {rank} did not arrive: in {where}", timeout_s=holds.TIMEOUT_S)
+    check_hang(result, bench.runs / name, f"rank {rank} did not arrive: in {where}")
     assert "in sleep" in hang_file(bench.runs / name, rank).read_text()
 
 
@@ -222,6 +127,26 @@ def test_a_rank_that_is_stopped_while_another_tokenizes(bench: Workbench) -> Non
     (said_once,) = error_lines(result.stderr)
     assert "rank 1 did not arrive: no answer, last heard of in tokenizing. Stacks" in said_once
     assert "in raise_together" in hang_file(bench.runs / "stopped", 0).read_text()
+
+
+def test_where_the_host_of_the_store_is_stopped_nobody_can_be_asked(bench: Workbench) -> None:
+    """Without torch elastic that is rank 0."""
+    with hold_up(bench, "host", partial(hold, "forward and backward", 0, stop)) as running:
+        wait_until(lambda: not is_alive(running.pids[1]), running)
+        os.kill(running.pids[0], signal.SIGKILL)
+        result = running.wait(END_S)
+    assert result.returncodes == [-signal.SIGKILL, EXIT_HANG]
+    (said_once,) = error_lines(result.stderr)
+    assert f"rank 1 stopped moving: in step {STEP}, " in said_once and "cannot be asked" in said_once
+    folder = bench.runs / "host"
+    assert hang_file(folder, 1).exists() and not hang_file(folder, 0).exists()
+
+
+def test_a_job_that_is_suspended_and_goes_on_does_not_hang(bench: Workbench) -> None:
+    with hold_up(bench, "suspended", partial(hold, "forward and backward", 0, suspend), preset="single") as running:
+        result = running.wait(END_S)
+    assert result.returncodes == [0], result.stderr[-3000:]
+    assert list((bench.runs / "suspended").glob("hang-rank-*")) == []
 
 
 def is_alive(pid: int) -> bool:
