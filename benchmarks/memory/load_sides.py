@@ -36,7 +36,7 @@ from toolkit.parallel.units import local_tensor
 from toolkit.parallel.wrap import ShardedModel, shard_model
 from toolkit.training.model import begin_identity, build_skeleton, load_model
 from toolkit.training.optim import build_optimizer
-from toolkit.training.setup import RunContext
+from toolkit.training.setup import Run
 
 SAMPLED_EVERY_S = 0.005
 NUM_STEPS, NUM_ROW_TOKENS = 4, 256
@@ -48,15 +48,15 @@ def main() -> None:
     config = load_config(LLMConfig, flags)
     accelerator = build_accelerator()
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=is_enabled(config.adapter))
-    context = RunContext(accelerator, dtype, Path(config.run.output_dir), {}, None, None, (), objective_of(config))
-    config, model_config, skeleton = build_skeleton(config, context)
+    run = Run(config, objective_of(config), accelerator, dtype, Path(config.run.output_dir), {})
+    build_skeleton(run)
     whole = patch.object(weights, "_open_files", side_effect=ShardedReadUnsupported("the benchmark asks for it"))
     gc.collect()
     gather_objects(None)
     before, started = read_memory(), time.monotonic()
     with sampled_peak() as peak, whole if way == "whole" else contextlib.nullcontext():
-        model, readers = load_model(config, context, model_config, skeleton)
-        complete_identity = begin_identity(context, model_config, "", model, readers)
+        model, readers = load_model(run)
+        complete_identity = begin_identity(run, "", model, readers)
         sharded = shard_model(accelerator, model, readers)
         complete_identity()
     seconds = time.monotonic() - started

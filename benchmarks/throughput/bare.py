@@ -35,10 +35,11 @@ def main() -> None:
     config, num_steps = load_config(side["recipe"], overrides=side["flags"]), side["steps_per_turn"]
     turns = Turns()
     turns.begin()
-    context = setup_run(config, objective_of(config), UserHooks())
-    config, model_config, skeleton = build_skeleton(config, context)
-    rows, plan, evaluation = prepare_data(context.objective, config, context.metrics, model_config, skeleton, world_size())
-    model = shard_model(context.accelerator, *load_model(config, context, model_config, skeleton)).model
+    run = setup_run(config, objective_of(config), UserHooks())
+    build_skeleton(run)
+    config, model = run.config, (run.model_config, run.skeleton)
+    rows, plan, evaluation = prepare_data(run.objective, config, run.text_metrics, *model, world_size())
+    model = shard_model(run.accelerator, *load_model(run)).model
     optimizer = build_optimizer(config.optim, model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.train()

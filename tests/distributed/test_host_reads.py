@@ -9,6 +9,7 @@ import dataclasses
 from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,7 @@ def take_two_steps(run: Any, contexts: tuple[AbstractContextManager[None], Abstr
 def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     """A run of a tiny model on a few random rows of different lengths, as far as its steps need one."""
     import numpy as np
+    import torch
     from datasets import Dataset
 
     from toolkit.config.data import DataConfig, LLMDataConfig
@@ -142,10 +144,8 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     from toolkit.objectives import built_in
     from toolkit.parallel.wrap import shard_model
     from toolkit.tracking.metrics_log import MetricsLog
-    from toolkit.tracking.trackers import Trackers
     from toolkit.training.optim import build_optimizer
-    from toolkit.training.run import Run
-    from toolkit.training.user_functions import UserHooks
+    from toolkit.training.setup import Run
 
     family, *options = name.split()
     is_seq2seq, is_packed = family in ("t5", "bart"), "packed" in options
@@ -174,11 +174,11 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     sharded = shard_model(accelerator, model, notes=auxiliary != "off")
     objective = built_in(config.data.objective)
     evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator, objective=objective)  # type: ignore[arg-type]
-    return Run(
-        config, folder, sharded, build_optimizer(optim, sharded.model), plan, dataset, evaluation, identity=None,  # type: ignore[arg-type]
-        metrics=MetricsLog(folder / "metrics.jsonl", False), num_steps=2, best_metric=None, hooks=UserHooks(), data=None,  # type: ignore[arg-type]
-        trackers=Trackers(), objective=objective,
-    )  # fmt: skip
+    run = Run(config, objective, accelerator, torch.float32, folder, {})
+    run.rows, run.plan, run.evaluation = SimpleNamespace(train=dataset), plan, evaluation  # type: ignore[assignment]
+    run.sharded, run.optimizer = sharded, build_optimizer(optim, sharded.model)
+    run.metrics, run.num_steps = MetricsLog(folder / "metrics.jsonl", False), 2
+    return run
 
 
 def build_model(family: str, attention: str, adapter: Any) -> Any:

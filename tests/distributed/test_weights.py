@@ -217,7 +217,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     from toolkit.parallel import wrap as sharding
     from toolkit.parallel.gather import unsharded_parameters
     from toolkit.training import model as stages
-    from toolkit.training.setup import RunContext
+    from toolkit.training.setup import Run
 
     is_seq2seq = json.loads((folders[name] / "config.json").read_text()).get("is_encoder_decoder", False)
     always = {
@@ -228,12 +228,12 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     config: Any = load_config(SummarizationConfig if is_seq2seq else LLMConfig, as_flags(values))
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
-    context = RunContext(accelerator, dtype, Path(), {}, None, init_from, (), objective_of(config))
-    config, model_config, skeleton = stages.build_skeleton(config, context)
+    run = Run(config, objective_of(config), accelerator, dtype, Path(), {}, None, init_from)
+    stages.build_skeleton(run)
     printed, warned = list[str](), list[str]()
     with patch.multiple(stages.logger, info=printed.append, warning=warned.append):
-        model, readers = stages.load_model(config, context, model_config, skeleton)
-    complete_identity = stages.begin_identity(context, model_config, "", model, readers)
+        model, readers = stages.load_model(run)
+    complete_identity = stages.begin_identity(run, "", model, readers)
     assert all(parameter.is_meta for parameter in model.parameters())
     reads: list[int] = []
     sharded = sharding.shard_model(accelerator, model, counted(readers, reads))

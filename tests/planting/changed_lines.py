@@ -22,8 +22,8 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
     "master_weights_in_bf16": (
         "toolkit.training.model:load_model",
         (
-            "cast_frozen(model, context.frozen_dtype)",
-            "cast_frozen(model, context.frozen_dtype); model.to(compute_dtype(context.accelerator))",
+            "cast_frozen(model, run.frozen_dtype)",
+            "cast_frozen(model, run.frozen_dtype); model.to(compute_dtype(run.accelerator))",
         ),
     ),
     # An adapter is cast with its base.

@@ -43,7 +43,7 @@ from toolkit.tools.report.facts import read_runs
 from toolkit.training.best_metric import best_metric_of
 from toolkit.training.model import begin_identity, build_skeleton, load_model
 from toolkit.training.run import release
-from toolkit.training.setup import RunContext
+from toolkit.training.setup import Run
 
 logger = logging.getLogger("toolkit")
 
@@ -118,19 +118,20 @@ def _export(options: Options, config: RecipeConfig, objective: Objective) -> Pat
     stored = settings.get("model.frozen_dtype", "float32")
     dtype = on_all_ranks(lambda: frozen_dtype(accelerator, stored, **of_adapter))
     init_from = find_weights(config.model.init_from) if config.model.init_from and config.model.freeze else None
-    context = RunContext(accelerator, dtype, options.run_folder, settings, checkpoint, init_from, (), objective)
-    config, model_config, skeleton = build_skeleton(config, context)
+    run = Run(config, objective, accelerator, dtype, options.run_folder, settings, checkpoint, init_from)
+    build_skeleton(run)
+    config = run.config
 
     # What the run kept of its rows.
     fingerprint = checkpoint.manifest["identity"]["data_fingerprint"]
     data, tokenizer = on_all_ranks(lambda: load_run_data(options.run_folder, fingerprint))
-    collator = objective.build_collator(skeleton, tokenizer.pad_token_id)
+    collator = objective.build_collator(run.skeleton, tokenizer.pad_token_id)
     evaluation = EvaluationRows(Dataset.from_list(data.check_rows), tokenizer, collator, objective, tuple(data.stop_token_ids))
 
     # The checkpoint's weights in the model.
-    model, readers = load_model(config, context, model_config, skeleton)
+    model, readers = load_model(run)
     objective.start_generation(model, tokenizer, collator)
-    complete_identity = begin_identity(context, model_config, data.fingerprint, model, readers)
+    complete_identity = begin_identity(run, data.fingerprint, model, readers)
     sharded = shard_model(accelerator, model, readers)
     identity = complete_identity()
     on_rank_0(lambda: check_identity(checkpoint, identity, "give the run's own model as --model.name_or_path"))

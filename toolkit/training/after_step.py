@@ -19,7 +19,7 @@ from toolkit.evaluation.loop import evaluate
 from toolkit.evaluation.metrics import own_figures
 from toolkit.tracking.metrics_log import save_memory
 from toolkit.tracking.trackers import close_trackers, log_to_trackers
-from toolkit.training.run import Run
+from toolkit.training.setup import Run
 from toolkit.training.user_functions import EvalMetrics, StepInfo
 
 logger = logging.getLogger("toolkit")

@@ -112,33 +112,36 @@ def finetune(
     in_run = cudnn_attention(config.model.cudnn_attention), own_class(model, config.model, objective)
     with process_state_kept(), _released_on_error() as on_error, in_run[0], in_run[1]:
         # Checks of the config, the processes, the run folder, the checkpoint to resume from.
-        context = setup_run(config, objective, hooks)
-        on_error.callback(close_trackers, context.trackers)
+        run = setup_run(config, objective, hooks)
+        on_error.callback(close_trackers, run.trackers)
 
         # The model on the meta device: what is wrong with it is reported before data and weights load.
         if isinstance(model, torch.nn.Module):
             built = save_built(model, config.model, cache_folder(config.data.cache_dir))
-            config = dataclasses.replace(config, model=built)
-        config, model_config, skeleton = build_skeleton(config, context)
+            run.config = dataclasses.replace(config, model=built)
+        build_skeleton(run)
 
         # Rows: text → tokens on disk → the batch plan (which rows each step takes) and the evaluation split.
-        config = config if train is None else save_datasets(config, train, evaluation)
-        pads = pads_lengths(context.accelerator, config.data.pad_lengths)
-        rows, plan, evaluated = prepare_data(objective, config, context.metrics, model_config, skeleton, world_size(), pads=pads)
+        if train is not None:
+            run.config = save_datasets(run.config, train, evaluation)
+        of_model, pads = (run.model_config, run.skeleton), pads_lengths(run.accelerator, run.config.data.pad_lengths)
+        run.rows, run.plan, run.evaluation = prepare_data(
+            objective, run.config, run.text_metrics, *of_model, world_size(), pads=pads
+        )
 
         # Trackers, before the weights: one that cannot start is reported now.
-        start_trackers(context.trackers, config, context.run_folder, context.resume_from)
+        start_trackers(run.trackers, run.config, run.folder, run.resume_from)
 
         # Model → frozen or adapted → shards → optimizer → checks of the model.
-        sharded, optimizer, identity = build_model(config, context, model_config, skeleton, rows, evaluated)
+        build_model(run)
 
         # What the model computes once as it starts, as the reference of pairs.
-        goes_on = context.resume_from is not None
-        evaluated = objective.complete_evaluation(config, sharded, rows, evaluated, context.run_folder, goes_on)
+        about, goes_on = (run.config, run.sharded, run.rows, run.evaluation), run.resume_from is not None
+        run.evaluation = objective.complete_evaluation(*about, run.folder, goes_on)
 
         # Resume from this run's last checkpoint, if there is one; print what begins. Train: step, evaluate, save.
-        run = start_run(config, context, rows, plan, evaluated, sharded, optimizer, identity)
-        log_run_summary(run, rows)
+        start_run(run)
+        log_run_summary(run)
         loop.train(run)
 
         # Export, reload, compare, and print the results.

@@ -41,7 +41,8 @@ from toolkit.training.after_step import (
 from toolkit.training.optim import clip_gradients, learning_rate
 from toolkit.training.parameter_checks import ParameterWatch
 from toolkit.training.router_loss import RouterLoss
-from toolkit.training.run import Run, build_log, build_writer
+from toolkit.training.run import build_log, build_writer
+from toolkit.training.setup import Run
 from toolkit.training.skip_guard import SkipGuard
 from toolkit.training.user_functions import summed_own_loss
 
@@ -184,7 +185,7 @@ def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch,
     if run.config.optim.router_aux_loss != "off":
         collator = dataclasses.replace(collator, numbers_documents=True)  # type: ignore[arg-type]  # a causal model has it
     for micro_batch, batch in load_micro_batches(
-        run.train_rows,
+        run.rows.train,
         run.plan.iterate(first_step, run.num_steps, rank()),
         collator,
         num_workers=int(on_gpu) if num_workers is None else num_workers,  # a GPU would wait for the host's collating
@@ -203,7 +204,7 @@ def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch,
 
 def _log_row_ids(run: Run, micro_batch: MicroBatch) -> None:
     """Append the row ids of this rank's micro-batch to `rows-<rank>.jsonl`; without rows, an empty list."""
-    row_ids = [run.train_rows[row]["row_id"] for row in micro_batch.rows]
+    row_ids = [run.rows.train[row]["row_id"] for row in micro_batch.rows]
     line = {"step": micro_batch.step, "micro_batch": micro_batch.index, "row_ids": row_ids}
     path = run.folder / f"rows-{rank():05d}.jsonl"
     with run.metrics.noting_failure(path):

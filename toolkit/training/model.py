@@ -13,12 +13,10 @@ import torch
 from toolkit.checkpoint.load import check_settings, find_weights, open_checkpoint
 from toolkit.checkpoint.state import Identity
 from toolkit.config.load import RecipeConfig, dotted_keys
-from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import on_all_ranks, rank, world_size
 from toolkit.distributed.device import GIB, describe_device, smallest_gpu_bytes
 from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError
-from toolkit.evaluation.rows import EvaluationRows
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.launch.rank_consistency import compare_ranks
 from toolkit.models import load
@@ -36,10 +34,10 @@ from toolkit.models.tensor_reader import TensorReaders
 from toolkit.models.weights import complete_readers, hash_frozen, open_weights
 from toolkit.objectives.model_checks import check_loss
 from toolkit.optimizers import check_sharding, state_bytes
-from toolkit.parallel.wrap import ShardedModel, check_wrap, shard_model
+from toolkit.parallel.wrap import check_wrap, shard_model
 from toolkit.private import private
 from toolkit.training.optim import build_optimizer
-from toolkit.training.setup import RunContext
+from toolkit.training.setup import Run
 from toolkit.training.user_functions import check_own_loss
 
 if TYPE_CHECKING:
@@ -52,45 +50,24 @@ ROOMY_SHARE = 0.25
 """A GPU with three quarters left for activations, which the micro-batch decides, has room to spare."""
 
 
-def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeConfig, PretrainedConfig, PreTrainedModel]:
+def build_skeleton(run: Run) -> None:
     """Build the model on the meta device, to check its config, wrap classes, freezing and adapter early: what is wrong is a
-    `UserError` on every rank. Returns the config with `data.packing` and the base's generation settings, the model's config and
-    the model. Collective."""
+    `UserError` on every rank. Completes the config by `data.packing` and the base's generation settings. Collective."""
     enter_phase("building the model", counts_cpu=True)
-    objective = context.objective
+    config, objective, accelerator = run.config, run.objective, run.accelerator
     model_config = on_all_ranks(lambda: load_model_config(config.model, objective))
     of_hub = {"the commit of model.name_or_path": on_all_ranks(lambda: hub_commit(config.model))}
     settings = {f"{key} of the model's config": value for key, value in model_config.to_diff_dict().items() if key[0] != "_"}
     compare_ranks(settings | of_hub)
-    if context.resume_from and context.resume_from.settings.get("attention") == "eager":  # as T5 on CPUs before this version
-        model_config._attn_implementation = context.settings["attention"] = "eager"
-    skeleton = on_all_ranks(lambda: load.build_skeleton(config.model, model_config, objective))
-    if type(skeleton.config) is not type(model_config):  # its class takes the text's part, and may ignore tensors of others
-        name, ours = config.model.name_or_path, type(skeleton).__name__
-        logger.warning(f"{name} is a {model_config.model_type} model: only {ours}, its part for text, is trained and exported")
-    config = replace(config, eval=on_all_ranks(lambda: choose_generation(config.eval, skeleton, config.model)))
-    context.settings.update({f"eval.{key}": getattr(config.eval, key) for key in ("num_beams", "no_repeat_ngram_size")})
-    on_all_ranks(lambda: check_experts(skeleton, config.model.name_or_path))
-    on_all_ranks(lambda: load.check_kept(skeleton, config.model.name_or_path))
-    config = on_all_ranks(lambda: freeze_unreached(skeleton, config))
+    if run.resume_from and run.resume_from.settings.get("attention") == "eager":  # as T5 on CPUs before this version
+        model_config._attn_implementation = run.settings["attention"] = "eager"
+    is_one_graph = bool(accelerator.state.dynamo_plugin.fullgraph)
+    skeleton, config = on_all_ranks(lambda: _prepare_skeleton(run, model_config, is_one_graph=is_one_graph))
+    run.config, run.model_config, run.skeleton = config, model_config, skeleton
     if config.model.init_from and config.model.freeze:  # frozen weights are in no checkpoint: a resume needs them too
-        context.init_from = context.init_from or find_weights(config.model.init_from)
-    on_all_ranks(lambda: _adapt(skeleton, config))
-    if is_enabled(config.adapter) and (part := text_part(skeleton)):
-        logger.info(f"the adapter is on {part}, the part of the model that texts pass")
-    on_all_ranks(lambda: check_routers(skeleton, config.optim.router_aux_loss, config.model.name_or_path))
-    on_all_ranks(lambda: check_wrap(context.accelerator, skeleton, config.train.activation_checkpointing))
-    on_all_ranks(lambda: check_sharding(config.optim.name, is_flat=fsdp_version(context.accelerator) == 1))
-    is_one_graph = bool(context.accelerator.state.dynamo_plugin.fullgraph)
-    config = on_all_ranks(lambda: choose_packing(config, skeleton, is_one_graph=is_one_graph))
-    if "data.packing" in dotted_keys(config):
-        chosen = {"data.packing": config.data.packing}
-        context.settings.update(chosen)
-        if (checkpoint := context.resume_from) is not None:
-            on_all_ranks(lambda: check_settings(checkpoint, chosen, type(config)))
+        run.init_from = run.init_from or find_weights(config.model.init_from)
     # The attention of packed rows; a line on it and on the processes' devices.
-    accelerator, why_dense = context.accelerator, ""
-    device, dtype = accelerator.device, compute_dtype(accelerator)
+    device, dtype, why_dense = accelerator.device, compute_dtype(accelerator), ""
     if config.packs:
         named = config.model.attn_implementation
         why_dense = choose_packed_attention(skeleton, named, device.type, dtype, is_one_graph=is_one_graph)
@@ -107,70 +84,83 @@ def build_skeleton(config: RecipeConfig, context: RunContext) -> tuple[RecipeCon
         logger.info(f"{all_logits} {kind} does not compute them by chunks, which takes about {cost}")
     if config.packs and (warning := warn_of_full_rows(skeleton, why_dense)):
         logger.warning(warning)
-    _note_needless_shards(accelerator, skeleton, context.frozen_dtype, config.optim.name)
-    return config, model_config, skeleton
+    _note_needless_shards(accelerator, skeleton, run.frozen_dtype, config.optim.name)
 
 
-def build_model(
-    config: RecipeConfig,
-    context: RunContext,
-    model_config: PretrainedConfig,
-    skeleton: PreTrainedModel,
-    rows: TokenizedRows,
-    evaluation: EvaluationRows,
-) -> tuple[ShardedModel, torch.optim.Optimizer, Identity]:
+def _prepare_skeleton(run: Run, model_config: PretrainedConfig, *, is_one_graph: bool) -> tuple[PreTrainedModel, RecipeConfig]:
+    """The model on the meta device, frozen and adapted, and the config completed by it. Completes `run.settings` too."""
+    config, name = run.config, run.config.model.name_or_path
+    skeleton = load.build_skeleton(config.model, model_config, run.objective)
+    if type(skeleton.config) is not type(model_config):  # its class takes the text's part, and may ignore tensors of others
+        ours = type(skeleton).__name__
+        logger.warning(f"{name} is a {model_config.model_type} model: only {ours}, its part for text, is trained and exported")
+    config = replace(config, eval=choose_generation(config.eval, skeleton, config.model))
+    run.settings.update({f"eval.{key}": getattr(config.eval, key) for key in ("num_beams", "no_repeat_ngram_size")})
+    check_experts(skeleton, name)
+    load.check_kept(skeleton, name)
+    config = freeze_unreached(skeleton, config)
+    _adapt(skeleton, config)
+    if is_enabled(config.adapter) and (part := text_part(skeleton)):
+        logger.info(f"the adapter is on {part}, the part of the model that texts pass")
+    check_routers(skeleton, config.optim.router_aux_loss, name)
+    check_wrap(run.accelerator, skeleton, config.train.activation_checkpointing)
+    check_sharding(config.optim.name, is_flat=fsdp_version(run.accelerator) == 1)
+    config = choose_packing(config, skeleton, is_one_graph=is_one_graph)
+    if "data.packing" in dotted_keys(config):
+        run.settings.update(chosen := {"data.packing": config.data.packing})
+        if run.resume_from is not None:
+            check_settings(run.resume_from, chosen, type(config))
+    return skeleton, config
+
+
+def build_model(run: Run) -> None:
     """Load the model, add its adapter, shard it, build the optimizer, and check the result on two short rows. Collective.
 
     Raises:
         UserError: the weights do not load, or the model cannot be trained or evaluated as the config says; on every rank.
     """
+    config, objective, device, collator = run.config, run.objective, run.accelerator.device, run.evaluation.collator
     if config.adapter.base_dtype == "nf4":
-        logger.info(f"nf4 is dequantized by {choose_kernel(context.accelerator.device)}")
-    model, readers = load_model(config, context, model_config, skeleton)
-    context.objective.start_generation(model, rows.tokenizer, evaluation.collator)
-    complete_identity = begin_identity(context, model_config, rows.fingerprint, model, readers)
+        logger.info(f"nf4 is dequantized by {choose_kernel(device)}")
+    model, readers = load_model(run)
+    objective.start_generation(model, run.rows.tokenizer, collator)
+    complete_identity = begin_identity(run, run.rows.fingerprint, model, readers)
     notes, checkpointing = config.optim.router_aux_loss != "off", config.train.activation_checkpointing
-    sharded = shard_model(context.accelerator, model, readers, notes=notes, checkpointing=checkpointing)
-    identity = complete_identity()
-    optimizer = build_optimizer(config.optim, sharded.model, config.train.seed)
-    context.objective.check_model(sharded, evaluation.collator, config)
-    if config.has_own_objective and context.hooks.loss is None:
-        shortest = rows.train[int(rows.train.with_format("numpy")["num_tokens"][:].argmin())]
-        check_loss(sharded, context.objective, evaluation.collator, shortest, config.optim.label_smoothing)
-    if context.hooks.loss is not None:
-        check_own_loss(context.hooks.loss, sharded.unwrapped.config.get_text_config().vocab_size, context.accelerator.device)
-    return sharded, optimizer, identity
+    run.sharded = sharded = shard_model(run.accelerator, model, readers, notes=notes, checkpointing=checkpointing)
+    run.identity = complete_identity()
+    run.optimizer = build_optimizer(config.optim, sharded.model, config.train.seed)
+    objective.check_model(sharded, collator, config)
+    if run.hooks.loss is not None:
+        check_own_loss(run.hooks.loss, sharded.unwrapped.config.get_text_config().vocab_size, device)
+    elif config.has_own_objective:
+        shortest = run.rows.train[int(run.rows.train.with_format("numpy")["num_tokens"][:].argmin())]
+        check_loss(sharded, objective, collator, shortest, config.optim.label_smoothing)
 
 
-def load_model(
-    config: RecipeConfig,
-    context: RunContext,
-    model_config: PretrainedConfig,
-    skeleton: PreTrainedModel,
-) -> tuple[PreTrainedModel, TensorReaders]:
+def load_model(run: Run) -> tuple[PreTrainedModel, TensorReaders]:
     """The model on the meta device, adapted and frozen like its skeleton, and the readers that `shard_model` takes its weights
     from; weights that do not load, or are not the model's, are a `UserError` on every rank. Collective."""
     from transformers.utils.logging import disable_progress_bar
 
     enter_phase("loading the model", counts_cpu=True)
+    config, skeleton, seed = run.config, run.skeleton, run.config.train.seed
     if rank() != 0 or not sys.stderr.isatty():  # bars are for terminals
         disable_progress_bar()
     quantized_as, name = config.adapter.base_dtype, config.model.name_or_path
     # With an adapter the base is frozen; codes are those of the stored weights, whatever a run computes in.
-    loaded_dtype = context.frozen_dtype if is_enabled(config.adapter) and not quantized_as else torch.float32
-    init_from = context.init_from
+    loaded_dtype = run.frozen_dtype if is_enabled(config.adapter) and not quantized_as else torch.float32
+    init_from = run.init_from
     exported = init_from if init_from is not None and (init_from / "config.json").is_file() else None
 
     def note_in_full(reason: str) -> None:
         if quantized_as:
             what = f"adapter.base_dtype is {quantized_as}, which quantizes weights while they are read in slices"
             raise UserError(f"{what}, but {name} can only be loaded in full ({reason}): leave it out")
-        if fsdp_version(context.accelerator) == 2 and not config.model.from_scratch:
+        if fsdp_version(run.accelerator) == 2 and not config.model.from_scratch:
             logger.info(f"every rank loads all of {name} before it is sharded: {reason}")
 
-    seed = config.train.seed
-    objective = context.objective
-    model, weights = open_weights(config.model, model_config, objective, skeleton, loaded_dtype, seed, exported, note_in_full)
+    about = config.model, run.model_config, run.objective, skeleton
+    model, weights = open_weights(*about, loaded_dtype, seed, exported, note_in_full)
     if init_from is not None and exported is None:
         if not any(reader.is_held for reader in weights.values()):
             note_in_full(f"model.init_from {init_from} is a checkpoint, which says what it lacks only when it is loaded")
@@ -182,26 +172,24 @@ def load_model(
         model.set_attn_implementation(private("_attn_implementation", skeleton.config))
     model.generation_config = skeleton.generation_config
     freeze_as(model, skeleton)
-    cast_frozen(model, context.frozen_dtype)
+    cast_frozen(model, run.frozen_dtype)
     cast_trained(model, config.model.trained_dtype)
     return model, complete_readers(model, weights, config.adapter, config.model, seed)
 
 
-def begin_identity(
-    context: RunContext, model_config: PretrainedConfig, data_fingerprint: str, model: PreTrainedModel, readers: TensorReaders
-) -> Callable[[], Identity]:
+def begin_identity(run: Run, data_fingerprint: str, model: PreTrainedModel, readers: TensorReaders) -> Callable[[], Identity]:
     """What a resume must find unchanged: call what this returns when `shard_model` has taken `readers`. These and `model` are
     those of `load_model`. Both are collective."""
     enter_phase("hashing frozen weights", counts_cpu=True)
     # Ranks that read all of the weights may have read their own, and hash them as they do.
-    fills_all = fsdp_version(context.accelerator) != 2 or world_size() == 1
+    fills_all = fsdp_version(run.accelerator) != 2 or world_size() == 1
     reads_all = fills_all or any(reader.is_held for reader in readers.values())
     frozen_hashes = hash_frozen(model, readers, on_each_rank=reads_all, while_read=fills_all)
 
     def complete() -> Identity:
         hashes = frozen_hashes()
         compare_ranks({f"the frozen {name}": digest for name, digest in hashes.items()})
-        return Identity(context.settings, hash_model_config(model_config.to_diff_dict()), data_fingerprint, hashes)
+        return Identity(run.settings, hash_model_config(run.model_config.to_diff_dict()), data_fingerprint, hashes)
 
     return complete
 

@@ -21,7 +21,7 @@ from toolkit.distributed.watchdog import enter_phase
 from toolkit.loss import count_routed, scale_to_global_mean, summed_balance_loss
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel.wrap import forget_forwards
-from toolkit.training.run import Run
+from toolkit.training.setup import Run
 
 
 class RouterLoss:

@@ -1,43 +1,32 @@
-"""The objects of a run, how it resumes, and how it ends."""
+"""How a run resumes, and how it ends."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import shlex
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from toolkit.checkpoint.find import BestMetric, best_value
+from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.load import best_of_run, describe_versions, forget_unequal, load_checkpoint, load_weights
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.checkpoint.save import CheckpointWriter
-from toolkit.checkpoint.state import Identity, TrainState
-from toolkit.config.load import RecipeConfig
-from toolkit.data.batch_plan import BatchPlan
-from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import close_groups, on_all_ranks, on_rank_0, rank, world_size
 from toolkit.distributed.device import all_cores
 from toolkit.distributed.progress import Progress
-from toolkit.distributed.signals import StopRequests
 from toolkit.distributed.watchdog import enter_phase, stop
 from toolkit.errors import UserError
-from toolkit.evaluation.rows import EvaluationRows
 from toolkit.export.card import Origin
 from toolkit.export.model_files import dtype_name
 from toolkit.export.paths import export_paths_of_run, push
-from toolkit.export.run_data import RunData, check_kept_tokenizer, describe_data, save_run_data
+from toolkit.export.run_data import check_kept_tokenizer, describe_data, save_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
 from toolkit.files.lock import release_locks
 from toolkit.launch.accelerator import compute_dtype, forget_accelerator
 from toolkit.launch.run_folder import restore_run_folder, save_run_config
-from toolkit.objectives.objective import Objective
-from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.baselines import measure_baselines
 from toolkit.tracking.flops import seconds_at_peak
 from toolkit.tracking.metrics_log import MetricsLog
@@ -46,82 +35,31 @@ from toolkit.tracking.trackers import Trackers, close_trackers
 from toolkit.training.best_metric import build_best_metric
 from toolkit.training.data import num_steps
 from toolkit.training.optim import describe_rate_change
-from toolkit.training.parameter_checks import ReductionWatch
-from toolkit.training.setup import RunContext
-from toolkit.training.skip_guard import SkipGuard
-from toolkit.training.user_functions import UserHooks
+from toolkit.training.setup import Run
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    pass
 
 logger = logging.getLogger("toolkit")
 
 
-@dataclass
-class Run:
-    """The objects of a run, and where it stands."""
-
-    config: RecipeConfig
-    folder: Path
-    sharded: ShardedModel
-    optimizer: torch.optim.Optimizer
-    plan: BatchPlan
-    train_rows: Dataset
-    evaluation: EvaluationRows
-    identity: Identity
-    metrics: MetricsLog
-    num_steps: int
-    best_metric: BestMetric
-    """What makes a checkpoint the best."""
-    hooks: UserHooks
-    data: RunData
-    trackers: Trackers
-    objective: Objective
-    state: TrainState = field(default_factory=TrainState)
-    """As of the last completed step."""
-    trainable: list[torch.nn.Parameter] = field(init=False)
-    """In the model's order; to walk all modules for them takes the host milliseconds in a step."""
-    reductions: ReductionWatch = field(init=False)
-    # While it trains; `loop.train` sets them.
-    log: StepLog = field(init=False)
-    guard: SkipGuard = field(init=False)
-    stops: StopRequests = field(init=False)
-    writer: CheckpointWriter = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.trainable = [parameter for parameter in self.sharded.model.parameters() if parameter.requires_grad]
-        self.reductions = ReductionWatch(self.sharded.model)
-
-
-def start_run(
-    config: RecipeConfig,
-    context: RunContext,
-    rows: TokenizedRows,
-    plan: BatchPlan,
-    evaluation: EvaluationRows,
-    sharded: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    identity: Identity,
-) -> Run:
-    """Put the run together, resume it from its last checkpoint, if any, and note its config in its folder. Collective.
+def start_run(run: Run) -> None:
+    """Resume the run from its last checkpoint, if any, and note its config in its folder. Collective.
 
     Raises:
         UserError: the checkpoint belongs to another run, or the folder cannot be written; on every rank.
     """
-    folder, steps, best = context.run_folder, num_steps(config, plan), build_best_metric(config.eval, evaluation)
-    metrics = open_metrics(config, folder)
-    data = describe_data(rows, evaluation)
-    of_context = context.hooks, data, context.trackers, context.objective
-    run = Run(config, folder, sharded, optimizer, plan, rows.train, evaluation, identity, metrics, steps, best, *of_context)
-    if (before := context.resume_from) and before.manifest["identity"]["data_fingerprint"] != identity.data_fingerprint:
+    config, folder, rows, before = run.config, run.folder, run.rows, run.resume_from
+    run.num_steps, run.best_metric = num_steps(config, run.plan), build_best_metric(config.eval, run.evaluation)
+    run.metrics, run.data = open_metrics(config, folder), describe_data(rows, run.evaluation)
+    if before and before.manifest["identity"]["data_fingerprint"] != run.identity.data_fingerprint:
         on_rank_0(lambda: check_kept_tokenizer(folder, rows.tokenizer))
-    resume(run, context.resume_from)
+    resume(run, before)
     save_run_config(config, folder)
-    on_rank_0(lambda: save_run_data(folder, data, rows.tokenizer))
+    on_rank_0(lambda: save_run_data(folder, run.data, rows.tokenizer))
     enter_phase("recording what the report shows", counts_cpu=True)
-    about_rows = partial(_tool("preview.summary").describe_rows, config, rows, evaluation)
-    _tool("report.facts").save_record(folder, sharded.units, about_rows)
-    return run
+    about_rows = partial(_tool("preview.summary").describe_rows, config, rows, run.evaluation)
+    _tool("report.facts").save_record(folder, run.sharded.units, about_rows)
 
 
 def open_metrics(config: Any, run_folder: Path) -> MetricsLog:
@@ -176,11 +114,11 @@ def resume(run: Run, checkpoint: Checkpoint | None) -> None:
 def build_log(run: Run) -> StepLog:
     """The log of the steps that follow `run.state`. Collective."""
     bar = Progress(run.num_steps, run.state.step, run.config.log_every_steps)
-    log = StepLog(run.metrics, run.sharded, bar, run.train_rows, run.state.skips, run.config.optim.max_skipped_steps)
+    log = StepLog(run.metrics, run.sharded, bar, run.rows.train, run.state.skips, run.config.optim.max_skipped_steps)
     log.trackers, log.metrics_of = run.trackers, run.objective.metrics
     log.num_input_tokens_seen = sum(run.plan.step(number).num_tokens for number in range(1, run.state.step + 1))
     if rank() == 0:
-        texts = run.objective.computed_lengths(run.train_rows)
+        texts = run.objective.computed_lengths(run.rows.train)
         log.seconds_at_peak = seconds_at_peak(run.objective, run.sharded, run.evaluation.collator, texts)
     return log
 
@@ -211,7 +149,7 @@ def finish(run: Run) -> Path | None:
             load_weights(best.folder, run.sharded)
             step = best.step
     enter_phase("showing the results", counts_cpu=True)
-    measured = run.metrics, run.state.step, run.train_rows, run.evaluation, run.best_metric.measured_on
+    measured = run.metrics, run.state.step, run.rows.train, run.evaluation, run.best_metric.measured_on
     counts_tokens = config.model.from_scratch and run.objective.counts_tokens
     on_all_ranks(lambda: measure_baselines(*measured, counts_tokens))
     # The folders, and what to do with them.

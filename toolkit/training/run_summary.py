@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
 from toolkit.config.schema import CheckpointConfig, EvalConfig
-from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.distributed.comm import rank, world_size
 from toolkit.errors import plural
 from toolkit.launch.accelerate_yaml import find_accelerate_yaml
@@ -21,7 +20,7 @@ from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import BLOCK_SIZE
 from toolkit.parallel.units import describe
-from toolkit.training.run import Run
+from toolkit.training.setup import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -31,8 +30,8 @@ logger = logging.getLogger("toolkit")
 LABEL_WIDTH = 12
 
 
-def log_run_summary(run: Run, rows: TokenizedRows) -> None:
-    """An aligned line for each thing, on rank 0, which has `rows.texts`."""
+def log_run_summary(run: Run) -> None:
+    """An aligned line for each thing, on rank 0, which has `run.rows.texts`."""
     if rank() != 0:
         return
     config, model = run.config, run.sharded.skeleton
@@ -54,7 +53,7 @@ def log_run_summary(run: Run, rows: TokenizedRows) -> None:
         "adapter": on_what if named and expert_counts(model) else "",
         "base": base if config.adapter.base_dtype else "",
         "shards": describe(run.sharded.units),
-        "data": _describe_data(run, rows),
+        "data": _describe_data(run),
         "evaluation": _describe_evaluation(run),
         "preset": _describe_preset(run.sharded.accelerator),
         "steps": _describe_steps(run),
@@ -77,12 +76,12 @@ def _describe_model(run: Run) -> str:
     return f"{config.model.name_or_path} ({name}): {num_parameters:,} parameters, {share} trainable{how}"
 
 
-def _describe_data(run: Run, rows: TokenizedRows) -> str:
-    labels = [item.label for item in rows.texts.inputs if not item.is_eval_file] if rows.texts else []
+def _describe_data(run: Run) -> str:
+    labels = [item.label for item in texts.inputs if not item.is_eval_file] if (texts := run.rows.texts) else []
     more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
     source = f"{Path(labels[0]).name}{more}: " if labels else ""
     packs = f", packed to {run.plan.pack_length_tokens}" if run.plan.pack_length_tokens else ""
-    return f"{source}{len(run.train_rows):,} training rows of {int(run.plan.num_tokens.sum()):,} tokens{packs}"
+    return f"{source}{len(run.rows.train):,} training rows of {int(run.plan.num_tokens.sum()):,} tokens{packs}"
 
 
 def _describe_evaluation(run: Run) -> str:

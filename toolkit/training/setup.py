@@ -1,7 +1,8 @@
-"""The start of a run, before data and weights: checks, the accelerator, the run folder, the checkpoint to resume from."""
+"""A run as its phases fill it in, and its start: checks, the accelerator, the run folder, the checkpoint to resume from."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 
 from toolkit.checkpoint.load import choose_checkpoint, find_weights
 from toolkit.checkpoint.manifest import Checkpoint
+from toolkit.checkpoint.state import TrainState
 from toolkit.config.load import RecipeConfig, dotted_keys
 from toolkit.config.paths import write_paths
 from toolkit.config.validate import list_sets
@@ -26,34 +28,84 @@ from toolkit.models.lora import check_adapter_config, is_enabled
 from toolkit.objectives.objective import Objective
 from toolkit.tracking.trackers import Trackers, check_trackers
 from toolkit.training.best_metric import check_metric
+from toolkit.training.parameter_checks import ReductionWatch
 from toolkit.training.user_functions import UserHooks, check_hooks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from toolkit.checkpoint.find import BestMetric
+    from toolkit.checkpoint.save import CheckpointWriter
+    from toolkit.checkpoint.state import Identity
+    from toolkit.data.batch_plan import BatchPlan
+    from toolkit.data.tokens.prepare import TokenizedRows
+    from toolkit.distributed.signals import StopRequests
+    from toolkit.evaluation.rows import EvaluationRows
+    from toolkit.export.run_data import RunData
+    from toolkit.parallel.wrap import ShardedModel
+    from toolkit.tracking.metrics_log import MetricsLog
+    from toolkit.tracking.step_log import StepLog
+    from toolkit.training.skip_guard import SkipGuard
 
 
 @dataclass
-class RunContext:
-    """What is known before data and model load."""
+class Run:
+    """The objects of a run, and where it stands. Each phase sets its own."""
 
+    config: RecipeConfig
+    objective: Objective
     accelerator: Accelerator
     frozen_dtype: torch.dtype
     """Storage dtype of frozen parameters."""
-    run_folder: Path
+    folder: Path
     settings: dict[str, Any]
     """As in `Identity.config`."""
-    resume_from: Checkpoint | None
+    resume_from: Checkpoint | None = None
     """This run's checkpoint to resume from."""
-    init_from: Path | None
+    init_from: Path | None = None
     """Another run's weights to start from; None if a checkpoint has them."""
-    metrics: tuple[TextMetric, ...]
+    text_metrics: tuple[TextMetric, ...] = ()
     """`eval.metrics`, loaded, and the user's functions."""
-    objective: Objective
     hooks: UserHooks = field(default_factory=UserHooks)
     trackers: Trackers = field(default_factory=Trackers)
+    state: TrainState = field(default_factory=TrainState)
+    """As of the last completed step."""
+    # `build_skeleton`
+    model_config: PretrainedConfig = field(init=False)
+    skeleton: PreTrainedModel = field(init=False)
+    # `prepare_data`
+    rows: TokenizedRows = field(init=False)
+    plan: BatchPlan = field(init=False)
+    evaluation: EvaluationRows = field(init=False)
+    # `build_model`
+    sharded: ShardedModel = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    identity: Identity = field(init=False)
+    # `start_run`
+    num_steps: int = field(init=False)
+    best_metric: BestMetric = field(init=False)
+    """What makes a checkpoint the best."""
+    metrics: MetricsLog = field(init=False)
+    data: RunData = field(init=False)
+    # `train`
+    log: StepLog = field(init=False)
+    guard: SkipGuard = field(init=False)
+    stops: StopRequests = field(init=False)
+    writer: CheckpointWriter = field(init=False)
+
+    @functools.cached_property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """In the model's order; to walk all modules for them takes the host milliseconds in a step."""
+        return [parameter for parameter in self.sharded.model.parameters() if parameter.requires_grad]
+
+    @functools.cached_property
+    def reductions(self) -> ReductionWatch:
+        """Of the sharded model."""
+        return ReductionWatch(self.sharded.model)
 
 
-def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> RunContext:
+def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> Run:
     """Check what needs no data, open the run folder and choose the checkpoint to resume from. Collective.
 
     Raises:
@@ -95,7 +147,7 @@ def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> R
     enter_phase("choosing the checkpoint", counts_cpu=True)
     resume_from = choose_checkpoint(run_folder, config.checkpoint.resume, settings, type(config))
     init_from = find_weights(config.model.init_from) if config.model.init_from and resume_from is None else None
-    return RunContext(accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, objective, hooks)
+    return Run(config, objective, accelerator, dtype, run_folder, settings, resume_from, init_from, metrics, hooks)
 
 
 def open_run(config: Any) -> Path:

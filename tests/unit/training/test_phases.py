@@ -24,8 +24,8 @@ from toolkit.training import run as runs
 from toolkit.training.after_step import is_due, say_without_gain
 from toolkit.training.finetune import FULL_MEMORY, _released_on_error
 from toolkit.training.model import _note_needless_shards
-from toolkit.training.run import Run
 from toolkit.training.run_summary import _describe_data
+from toolkit.training.setup import Run
 
 HOLDS = 4 * 16 * 80 * 2**20
 
@@ -55,9 +55,9 @@ def test_shards_that_one_gpu_does_not_need_are_a_line(
 
 def describe(**settings: Any) -> str:
     texts = load_rows(LLMDataConfig(cache_dir="cache", **settings))
-    run: Any = SimpleNamespace(train_rows=texts.train, plan=SimpleNamespace(pack_length_tokens=None, num_tokens=np.array([1234])))
-    rows: Any = SimpleNamespace(texts=texts)
-    return _describe_data(run, rows)
+    plan = SimpleNamespace(pack_length_tokens=None, num_tokens=np.array([1234]))
+    run: Any = SimpleNamespace(rows=SimpleNamespace(train=texts.train, texts=texts), plan=plan)
+    return _describe_data(run)
 
 
 def test_an_evaluation_file_is_not_named_as_training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from toolkit.tools.verify import PROBED_STEPS
 from toolkit.tools.verify.plain import NUM_LOGITS, long_rows
 from toolkit.tools.verify.records import named
 from toolkit.training import loop
-from toolkit.training.run import Run
+from toolkit.training.setup import Run
 
 
 @dataclass
@@ -92,7 +92,7 @@ def look_at_dropout(run: Run, rank: int, step: int, micro_batch: int) -> dict[st
     """What the current random state drops, in the mode that the model is in; both are kept. Collective under FSDP."""
     model, device = run.sharded.model, run.sharded.accelerator.device
     seen: dict[str, Any] = {"rank": rank, "step": step, "micro_batch": micro_batch}
-    batch = move_to(device, run.evaluation.collator.collate([[run.train_rows[0]]]))
+    batch = move_to(device, run.evaluation.collator.collate([[run.rows.train[0]]]))
     modes = [(module, module.training) for module in model.modules()]
     of_pairs: Any = getattr(Pairs.loss, "__wrapped__", Pairs.loss)  # which notes no mode
     for name in ("loss", "plain_loss"):

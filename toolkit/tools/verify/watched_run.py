@@ -57,7 +57,8 @@ from toolkit.tools.verify import EXPORTED, rank_probes
 from toolkit.tracking.step_log import StepFigures
 from toolkit.training import data, finetune, loop
 from toolkit.training import run as run_module
-from toolkit.training.run import Run, leave
+from toolkit.training.run import leave
+from toolkit.training.setup import Run
 from toolkit.variables import given
 
 WEIGHT_DECAY = re.compile(r"param_groups\.(.*)\.weight_decay")
