@@ -71,12 +71,8 @@ def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None
 
 
 def load_tensors(tensors: Tensors, folder: Path, trouble: str) -> None:
-    """Fill `tensors` in place; any number of ranks may have written the files. Collective.
-
-    Raises:
-        UserError: a tensor is missing or has another shape, or a file is not what `save_tensors` writes; begins with `trouble`.
-            On every rank.
-    """
+    """Fill `tensors` in place; any number of ranks may have written the files. A tensor that is missing or has another shape, or
+    a file that is not what `save_tensors` writes, is a `UserError` on every rank, which begins with `trouble`. Collective."""
     reader = _SafeReader(folder)
     warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
 
@@ -114,7 +110,6 @@ class _Writer(dcp.FileSystemWriter):
     """torch's default, but it raises what the system refused: only the type and text of an error reach the other ranks."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write this rank's file."""
         try:
             return super().write_data(plan, planner)
         except Exception as error:  # torch's zip writer raises a RuntimeError about positions in the file
@@ -135,7 +130,6 @@ class _ShownPlanner(dcp.DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: Any) -> Any:
-        """The tensor, which is written next."""
         tensor = super().resolve_data(write_item)
         assert isinstance(tensor, torch.Tensor)  # `state_tensors` has nothing else
         self.writing.add(tensor.nbytes)
@@ -175,11 +169,9 @@ class _SafeReader(dcp.FileSystemReader):
             with (self.folder / name).open("rb") as file:
                 for item in items:
                     stored = self._read_tensor(file, name, item.storage_index)
-                    part = tuple(
-                        slice(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
-                    )
+                    begins = zip(item.storage_offsets, item.lengths, strict=True)
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(stored[part])
+                    target.copy_(stored[tuple(slice(begin, begin + length) for begin, length in begins)])
                     planner.commit_tensor(item, target)
                     loading.add(1)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -190,19 +182,16 @@ class _SafeReader(dcp.FileSystemReader):
         """One stored tensor: a full one, or one rank's shard."""
         about: Any = self.read_metadata().state_dict_metadata[index.fqn]
         shape = next(tuple(chunk.sizes) for chunk in about.chunks if chunk.offsets == index.offset)
-        cut = private("_slice_file", self)
+        cut, dtype, path = private("_slice_file", self), about.properties.dtype, self.folder / name
         try:
             stored = torch.load(cut(file, self.storage_data[index]), map_location="cpu", weights_only=True)
         except Exception as error:  # as above; torch's message advises weights_only=False
-            raise ValueError(
-                f"{self.folder / name} holds no tensor for {index.fqn} ({refused(error) or type(error).__name__})"
-            ) from None
+            raise ValueError(f"{path} holds no tensor for {index.fqn} ({refused(error) or type(error).__name__})") from None
         if type(stored) is not torch.Tensor or stored.layout != torch.strided or stored.device.type != "cpu":
-            raise ValueError(f"{self.folder / name} holds no plain tensor for {index.fqn}")
-        dtype = about.properties.dtype
+            raise ValueError(f"{path} holds no plain tensor for {index.fqn}")
         if tuple(stored.shape) != shape or stored.dtype != dtype:
             found = f"with shape {tuple(stored.shape)} as {stored.dtype}"
-            raise ValueError(f"{self.folder / name} holds {index.fqn} {found}, not {shape} as {dtype}")
+            raise ValueError(f"{path} holds {index.fqn} {found}, not {shape} as {dtype}")
         return stored
 
 
@@ -231,7 +220,6 @@ class _AllowlistUnpickler(pickle.Unpickler):
     """Unpickles the few classes of DCP's metadata and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if metadata may contain it."""
         if module == "pathlib._local":  # Python 3.13's module of paths, which other versions lack
             module = "pathlib"
         if (module, name) not in _ALLOWED and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):

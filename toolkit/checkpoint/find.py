@@ -31,10 +31,8 @@ from toolkit.files.durable import denials_named, fsync_path
 def newest_valid(run_folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint of a run, and a sentence for each newer one that is not valid.
 
-    A read error counts as not valid: an older checkpoint may lie on an intact part of a failing disk.
-
-    Raises:
-        UserError: a newer one may not be read. It may be valid, and a run resumed from an older one would replace it.
+    A read error counts as not valid: an older checkpoint may lie on an intact part of a failing disk. One that may not be read
+    is a `UserError`: it may be valid, and a run resumed from an older one would replace it.
     """
     refused: list[str] = []
     for _, folder in reversed(list_checkpoints(run_folder)):
@@ -48,9 +46,8 @@ def newest_valid(run_folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_checkpoint(run_folder: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that `checkpoint.resume` names, if any, and a sentence for each newer one that is not valid.
-
-    It first restores what a crash left half replaced, so only one process may call it.
+    """The checkpoint that `checkpoint.resume` names, if any, and a sentence for each newer one that is not valid. For one process
+    only, as it first restores what a crash left half replaced.
 
     Raises:
         UserError: there are checkpoints but none is valid, or one may not be read; the named one is not valid or not the run's
@@ -97,11 +94,8 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Checkpoint | None, l
 
 
 def restore_replaced(run_folder: Path) -> list[str]:
-    """Restore each `.old` whose replacement was never renamed into place, and remove each whose replacement is valid.
-
-    Returns:
-        A sentence for each that was restored, and for each that the file system refused to move or remove.
-    """
+    """Restore each `.old` whose replacement was never renamed into place, and remove each whose replacement is valid; returns a
+    sentence for each that was restored, and for each that the file system refused to move or remove."""
     sentences = []
     for replaced in list_leftovers(run_folder):
         if replaced.suffix != REPLACED:
@@ -146,11 +140,10 @@ class BestMetric:
 
 
 class Ranked(NamedTuple):
-    """A complete checkpoint that was evaluated."""
+    """A complete checkpoint that was evaluated, and its value of the best metric."""
 
     checkpoint: Checkpoint
     value: float
-    """Value of the best metric."""
     is_comparable: bool
     """Whether it was measured on what the run evaluates on now."""
 
@@ -171,10 +164,7 @@ def rank_checkpoints(whole: list[Checkpoint], best_metric: BestMetric) -> list[R
     """Those whose value of `best_metric` is a number, best first; of equal ones, the earlier first.
 
     Checkpoints measured as the run measures now come first. The others follow in groups that were measured alike, the group
-    with the newest checkpoint first.
-
-    Args:
-        whole: oldest first.
+    with the newest checkpoint first. `whole` is oldest first.
     """
     groups: dict[str, list[Ranked]] = {}
     for checkpoint in reversed(whole):
@@ -199,10 +189,7 @@ def prune(run_folder: Path, keep_last: int, keep_best: int, best_metric: BestMet
 
     `just_written` is always kept, and nothing is removed unless it is complete (presence and sizes; its hashes are new).
     Incomplete folders are left for the user to inspect. So are later ones: a resume skipped them, so they were not valid.
-    No save may be running.
-
-    Returns:
-        A sentence for each that could not be removed; the next call tries those again.
+    No save may be running. Returns a sentence for each that could not be removed; the next call tries those again.
     """
     # Nothing goes before the new checkpoint is complete.
     try:

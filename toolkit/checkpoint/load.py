@@ -51,12 +51,8 @@ ADDED_SINCE = {"optim.name": "adamw", "optim.router_aux_loss": "off", "model.tra
 def choose_checkpoint(run_folder: Path, resume: str, settings: dict[str, Any], config_class: type) -> Checkpoint | None:
     """The checkpoint to resume from, chosen by rank 0; prints which newer ones are not valid, and why. Collective.
 
-    Args:
-        settings: `Identity.config`; compared here, so that a wrong config fails before anything loads.
-        config_class: the config's; its fields say which of them may change.
-
-    Raises:
-        UserError: as `find_checkpoint`, or the checkpoint has another config; on every rank.
+    `settings`, of `Identity.config`, are compared here, so that a wrong config fails before anything loads; fields of
+    `config_class` say which may change. Errors are `UserError`s on every rank, those of `find_checkpoint` and `check_settings`.
     """
 
     def choose() -> tuple[Checkpoint | None, list[str]]:
@@ -86,11 +82,8 @@ def check_settings(checkpoint: Checkpoint, settings: dict[str, Any], config_clas
 def load_checkpoint(
     checkpoint: Checkpoint, sharded: ShardedModel, optimizer: torch.optim.Optimizer, identity: Identity
 ) -> TrainState:
-    """Load weights, moments and random state in place, on any number of ranks. Collective.
-
-    Raises:
-        UserError: model config, data or frozen weights differ from the checkpoint's, or it cannot be read; names which.
-    """
+    """Load weights, moments and random state in place, on any number of ranks. Collective. What `check_identity` refuses, or a
+    checkpoint that cannot be read, is a `UserError` on every rank."""
     state = on_all_ranks(lambda: check_identity(checkpoint, identity))
     tensors = load_weights(checkpoint.folder, sharded, optimizer)
     # The checkpoint has no hyperparameters: take those of the optimizer.
@@ -145,11 +138,8 @@ def describe_versions(manifest: dict[str, Any]) -> str | None:
 def best_of_run(run_folder: Path, best_metric: BestMetric, setting: str = "export.weights") -> tuple[Checkpoint | None, str]:
     """The best checkpoint that rank 0 finds, checked by hash, and a sentence on the choice. Collective.
 
-    The checkpoint is None if all of them have been removed: then only the weights in memory are left. `setting` asked for it, for
-    errors.
-
-    Raises:
-        UserError: no kept checkpoint has that metric, or the best one is damaged; on every rank.
+    The checkpoint is None if all of them have been removed: then only the weights in memory are left. If no kept one has that
+    metric, or the best one is damaged, that is a `UserError` on every rank, which names the `setting`.
     """
     enter_phase("choosing the best checkpoint", counts_cpu=True)
 

@@ -61,11 +61,8 @@ def list_leftovers(run_folder: Path) -> list[Path]:
 
 
 def put_in_place(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name; what was there before is removed only afterwards.
-
-    Raises:
-        OSError: a rename was refused; then `folder` or its `.old` is what was there before.
-    """
+    """Rename a finished folder to its final name; what was there before is removed only afterwards. If a rename is refused, that
+    is an `OSError`, and `folder` or its `.old` is what was there before."""
     replaced = folder.with_name(folder.name + REPLACED)
     if os.path.lexists(folder):  # a broken checkpoint of this step, or one later than the resume
         if os.path.lexists(replaced):
@@ -80,11 +77,8 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a checkpoint or a leftover; rename it to `.removing` first, because a half removed folder may look complete.
-
-    Raises:
-        OSError: it cannot be renamed or removed; the next call for this step removes what is left.
-    """
+    """Remove a checkpoint or a leftover; rename it to `.removing` first, because a half removed folder may look complete. After
+    an `OSError`, the next call for this step removes what is left."""
     removing = folder.with_name(f"{folder.name.partition('.')[0]}{REMOVING}")
     if folder != removing:
         if os.path.lexists(removing):
@@ -121,15 +115,12 @@ class Checkpoint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
-        step: int = self.manifest["step"]
-        return step
+        return int(self.manifest["step"])
 
     @property
     def settings(self) -> dict[str, Any]:
         """`Identity.config` of its run."""
-        settings: dict[str, Any] = self.manifest["identity"]["config"]
-        return settings
+        return dict(self.manifest["identity"]["config"])
 
 
 def read_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
@@ -140,13 +131,8 @@ def read_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        Unread: the file system refuses.
-        ValueError: it is missing, is not JSON, has another format version, or is not what `commit` wrote.
-    """
-    # Read it.
+    """The manifest of a checkpoint; `Unread` if the file system refuses, a `ValueError` if it is missing, is not JSON, has
+    another format version, or is not what `commit` wrote."""
     where = f"{folder.name}/{MANIFEST}"
     try:
         refuse_pointers([folder / MANIFEST])
@@ -177,17 +163,13 @@ def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> 
     """Compare every file of a checkpoint with its manifest: presence, size and, with `hashes`, sha256.
 
     A file that the manifest does not name is ignored, because nothing reads it. Shards, DCP's metadata and random states are
-    exceptions: they would be read unchecked, so the manifest must name them.
-
-    Raises:
-        Unread: the file system refuses to read a file.
-        ValueError: naming the first file that is outside the folder, missing, not named, or has another size or hash.
+    exceptions: they would be read unchecked, so the manifest must name them. A `ValueError` names the first file that is outside
+    the folder, missing, not named, or has another size or hash; `Unread` one that the file system refuses to read.
     """
-    if not 1 <= manifest["world_size"] <= len(manifest["files"]):
-        raise ValueError(
-            f"{folder.name}/{MANIFEST} has world_size {manifest['world_size']}, but names {len(manifest['files'])} files"
-        )
-    read = ["state/.metadata", *(f"rng-{rank:05d}.safetensors" for rank in range(manifest["world_size"]))]
+    size, num_files = manifest["world_size"], len(manifest["files"])
+    if not 1 <= size <= num_files:
+        raise ValueError(f"{folder.name}/{MANIFEST} has world_size {size}, but names {num_files} files")
+    read = ["state/.metadata", *(f"rng-{rank:05d}.safetensors" for rank in range(size))]
     read += sorted(f"state/{path.name}" for path in (folder / "state").glob("__*.distcp"))
     if unnamed := [name for name in read if name not in manifest["files"]]:
         raise ValueError(f"{folder.name}/{MANIFEST} does not name {unnamed[0]}")
@@ -208,10 +190,7 @@ def check_files(folder: Path, manifest: dict[str, Any], hashes: bool = True) -> 
 
 
 def commit(unfinished: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, fsync it and rename the folder into place: from then on the checkpoint is valid.
-
-    An existing folder of the same step is removed once the new one is in place.
-    """
+    """Write the manifest, fsync it and rename the folder into place: from then on the checkpoint is valid."""
     save_json(unfinished / MANIFEST, seal({"format_version": FORMAT_VERSION, **manifest}))
     fsync_names(unfinished)
     put_in_place(unfinished, folder)

@@ -15,7 +15,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -81,7 +81,7 @@ class HostCopier:
             torch.accelerator.current_stream(self.device).wait_event(self.copied)
 
     def wait(self) -> None:
-        """Wait for the last copy."""
+        """Let the host wait for the last copy."""
         if self.copied is not None:
             self.copied.synchronize()
 
@@ -98,7 +98,7 @@ PATIENCE_S = 10.0
 
 @dataclass
 class Save:
-    """One save: its progress, times, and error if it failed."""
+    """One save."""
 
     step: int
     blocking_s: float = 0.0
@@ -109,10 +109,6 @@ class Save:
     remarks: list[str] = field(default_factory=list)
     """Sentences to print: old checkpoints that could not be removed."""
     error: BaseException | None = None
-
-
-_Snapshot = tuple[Tensors, Tensors, dict[str, Any]]
-"""This rank's part of a checkpoint, which later steps do not change: tensors, random state, and the manifest without `files`."""
 
 
 class CheckpointWriter:
@@ -193,17 +189,17 @@ class CheckpointWriter:
             "metrics": dict(state.metrics),
             "measured_on": self.best_metric.measured_on,
         }
-        snapshot = tensors, capture_random_state(), manifest
+        self.under_way = Save(state.step)
+        snapshot = self.under_way, tensors, capture_random_state(), manifest  # which later steps do not change
         if self.is_best(state):
             self.best_saved = state.metrics[self.best_metric.name]
         # 3. Write, in a thread or here.
-        self.under_way = Save(state.step)
         if behind:
-            self.thread = threading.Thread(target=self._write, args=(snapshot, self.under_way), name="checkpoint", daemon=True)
+            self.thread = threading.Thread(target=self._write, args=snapshot, name="checkpoint", daemon=True)
             self.thread.start()
         else:
             enter_phase("saving", state.step, counts_cpu=True)
-            self._write(snapshot, self.under_way)
+            self._write(*snapshot)
             self._raise_failure()
         self.under_way.blocking_s = time.perf_counter() - start_s
         return before
@@ -229,61 +225,52 @@ class CheckpointWriter:
             raise error
         raise_together(error)
 
-    def _write(self, snapshot: _Snapshot, save: Save) -> None:
-        """Body of the thread; keeps any error for the training thread."""
+    def _write(self, save: Save, tensors: Tensors, random_state: Tensors, manifest: dict[str, Any]) -> None:
+        """Body of the thread; keeps any error for the training thread. The manifest lacks `files`."""
         start_s = time.perf_counter()
         try:
             self.copier.wait()
-            self._write_and_commit(snapshot, save)
+            self._write_and_commit(save, tensors, random_state, manifest)
         except BaseException as error:
             save.error = error
         save.write_s = time.perf_counter() - start_s
 
-    def _write_and_commit(self, snapshot: _Snapshot, save: Save) -> None:
+    def _write_and_commit(self, save: Save, tensors: Tensors, random_state: Tensors, manifest: dict[str, Any]) -> None:
         """Start, write, finish, remove old ones: each on all ranks, before the next begins. Collective."""
-        tensors, random_state, manifest = snapshot
         folder = step_folder(self.run_folder, save.step)
         unfinished = folder.with_name(f"{folder.name}.tmp")
 
         def start() -> None:
-            if rank() == 0:
-                if unfinished.is_file():  # somebody else's
-                    unfinished.unlink()
-                shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a crash
-                (unfinished / "state").mkdir(parents=True)
+            if unfinished.is_file():  # somebody else's
+                unfinished.unlink()
+            shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a crash
+            (unfinished / "state").mkdir(parents=True)
 
         def write() -> dict[str, dict[str, Any]]:
             names = [f"state/{name}" for name in save_tensors(tensors, unfinished / "state", self.group)]
             names.append(save_random_state(random_state, unfinished))
             return describe_files(unfinished, names)
 
-        def finish() -> None:
-            if rank() == 0:
-                commit(unfinished, folder, {**manifest, "files": files})
-
         def remove() -> list[str]:
-            if rank() != 0:
-                return []
-            config = self.config
-            return prune(self.run_folder, config.keep_last, config.keep_best, self.best_metric, folder)
+            return prune(self.run_folder, self.config.keep_last, self.config.keep_best, self.best_metric, folder)
 
         try:
-            self._together(start, folder)
+            self._together(start, folder, [0])
             files = {name: about for part in self._together(write, folder) for name, about in part.items()}
-            self._together(finish, folder)
+            self._together(lambda: commit(unfinished, folder, {**manifest, "files": files}), folder, [0])
         except (UserError, RuntimeError):
             if rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # frees a full disk
             raise
         save.num_bytes = sum(about["bytes"] for about in files.values())
-        save.remarks = self._together(remove, folder)[0]
+        save.remarks = self._together(remove, folder, [0])[0]
 
-    def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
-        """Call `work` on every rank and gather the results; if it fails on any, all raise the first one's sentence: a
-        `UserError` if a file system refuses, else a `RuntimeError`. Collective."""
+    def _together(self, work: Callable[[], Any], folder: Path, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Call `work` on every rank, or on these, and gather the results; if it fails on any, all raise the first one's sentence:
+        a `UserError` if a file system refuses, else a `RuntimeError`. Collective."""
         result, failure, error = None, None, None
         try:
-            result = work()
+            result = work() if ranks is None or rank() in ranks else None
         except BaseException as e:  # any error: if this rank left here, the others would hang
             error = e
             text = " ".join(str(refused(e) or e).split())[:300]
