@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -163,6 +163,12 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gap: str 
     return [
         gap.join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def first_of(names: Iterable[object], most: int = 8) -> str:
+    """The first names, separated by commas, and how many more there are."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def plural(num: int, what: str) -> str:

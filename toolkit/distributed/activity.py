@@ -20,10 +20,7 @@ MIN_IO_BYTES_PER_S = 2**14
 
 class Activity:
     """Measures work in windows of `window_s`, long enough that a short moment of a housekeeping thread does not count.
-
-    Args:
-        min_io_bytes_per_s: threshold of IO; above `MIN_IO_BYTES_PER_S` if the process does other IO that does not count.
-    """
+    `min_io_bytes_per_s` is above `MIN_IO_BYTES_PER_S` if the process does other IO that does not count."""
 
     def __init__(self, window_s: float, min_io_bytes_per_s: float = MIN_IO_BYTES_PER_S) -> None:
         self._window_s, self._min_io_bytes_per_s = window_s, min_io_bytes_per_s
@@ -48,8 +45,8 @@ class Activity:
     def _count(self, not_counted_s: float) -> tuple[float, int]:
         """CPU seconds and bytes so far, of the process and its descendants. Those of an ended child count as its parent's."""
         # The process's own clock is finer than the ticks that psutil reads.
-        cpu_s, num_bytes = time.process_time() - not_counted_s, _num_bytes(self._process) - self._bytes_of_looks
         own_bytes = _num_bytes(self._process)
+        cpu_s, num_bytes = time.process_time() - not_counted_s, own_bytes - self._bytes_of_looks
         with suppress(psutil.Error, OSError):  # such as no file descriptor left
             times = self._process.cpu_times()
             cpu_s += times.children_user + times.children_system

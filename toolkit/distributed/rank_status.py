@@ -62,13 +62,8 @@ def hang_file(folder: Path, number: int) -> Path:
 
 
 def explain(places: dict[int, Place], silent: set[int], timeout_s: float, folder: Path | None) -> str:
-    """The sentence for the user.
-
-    Args:
-        places: by rank. Those of silent ranks are their last reports, and may be missing.
-        silent: ranks that do not answer.
-        folder: folder of the hang files, if it is known yet.
-    """
+    """The sentence for the user. `places` by rank: those of `silent` ranks, which do not answer, are their last reports, and may
+    be missing. `folder`: of the hang files, if it is known yet."""
     late = silent or late_ranks(places)
     # The ranks grouped by place, each group with a text; its line is that of the rank that has been idle longest.
     groups: dict[tuple[bool, str], list[int]] = {}
@@ -111,12 +106,10 @@ def late_ranks(places: dict[int, Place]) -> set[int]:
 
 def named(numbers: Collection[int]) -> str:
     """`rank 1`, `ranks 1 and 3`, `ranks 0, 1, 2, 3, … (64 of them)`."""
-    names = [str(number) for number in sorted(numbers)]
-    if len(names) == 1:
-        return f"rank {names[0]}"
-    if len(names) > 8:
-        return f"ranks {', '.join(names[:4])}, … ({len(names)} of them)"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+    *others, last = map(str, sorted(numbers))
+    if len(others) > 7:
+        return f"ranks {', '.join(others[:4])}, … ({len(others) + 1} of them)"
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def line_of_main_thread() -> str:

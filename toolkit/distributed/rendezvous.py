@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit.distributed.store import LINGER_S, POLL_S, Meeting, find_meeting, open_store, refusal
-from toolkit.errors import refused
+from toolkit.errors import first_of, refused
 from toolkit.private import GLOO
 
 ALL_ARE_HERE = "all are here"
@@ -27,12 +27,8 @@ ALL_ARE_HERE = "all are here"
 
 def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
     """Arguments for `init_process_group` that connect the ranks of this attempt only; empty for one process. Collective, called
-    once.
-
-    Raises:
-        UserError: ranks are missing after `timeout_s` and a few seconds. Every rank that came raises it. It names the address,
-            the missing ranks and what to check.
-    """
+    once. Ranks that are missing after `timeout_s` and a few seconds are a `UserError` on every rank that came; it names the
+    address, the missing ranks and what to check."""
     meeting = find_meeting(timeout_s)
     if meeting is None:
         return {}
@@ -134,9 +130,9 @@ def _missing(store: dist.Store, attempt: str, ranks: list[int]) -> list[int]:
 
 
 def _who_is_missing(meeting: Meeting, missing: list[int]) -> str:
-    shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    size = meeting.world_size
     return (
-        f"only {meeting.world_size - len(missing)} of {meeting.world_size} ranks came to {meeting.within()}, missing: {shown}; "
+        f"only {size - len(missing)} of {size} ranks came to {meeting.within()}, missing: {first_of(missing)}; "
         "check that each was started with this address, the same WORLD_SIZE and a RANK of its own"
     )
 

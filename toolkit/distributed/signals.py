@@ -79,8 +79,8 @@ class StopRequests:
     def agree_now(self) -> Agreement:
         """What the ranks have recorded up to now; leaves no exchange pending. Collective."""
         self.agree()
-        last, self.pending = self._read(), None
-        return last
+        now, self.pending = self._read(), None
+        return now
 
     def _read(self) -> Agreement:
         if self.pending is None:

@@ -87,12 +87,10 @@ def _number_from_environment(name: str, least: int = 0) -> int:
 
 
 def open_store(meeting: Meeting) -> dist.Store:
-    """Connect to the store; rank 0 hosts it, unless it is a file's or an agent's.
+    """Connect to the store; rank 0 hosts it, unless it is a file's or an agent's. If nobody answers within `meeting.timeout_s`
+    and a few seconds, that is a `UserError`.
 
     This runs in a thread, because torch may never return from a port of another service or a file on a hung disk.
-
-    Raises:
-        UserError: nobody answers within `meeting.timeout_s` and a few seconds.
     """
     results: list[dist.Store | Exception] = []
 
@@ -119,7 +117,6 @@ def _open_store(meeting: Meeting) -> dist.Store:
     address, timeout = meeting.address, datetime.timedelta(seconds=meeting.timeout_s)
     if meeting.of_agent:
         return next(dist.rendezvous("env://", timeout=timeout))[0]
-    # A file.
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
         try:
@@ -131,7 +128,6 @@ def _open_store(meeting: Meeting) -> dist.Store:
         store: dist.Store = dist.FileStore(str(path), -1)  # with a number of ranks, it would count those of a crash and refuse
         store.check(["anything"])  # reads the file, to fail here
         return store
-    # A port of rank 0's machine.
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port

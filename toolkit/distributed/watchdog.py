@@ -98,7 +98,7 @@ def keep_stacks_in(folder: Path) -> None:
 
 
 def enter_phase(phase: str, step: int | None = None, *, counts_cpu: bool = False) -> None:
-    """Call `Watchdog.enter_phase` of the process's watchdog, if there is one. The next call is the next progress."""
+    """As `Watchdog.enter_phase` of the process's watchdog, if there is one."""
     if _current is not None:
         _current.enter_phase(phase, step, counts_cpu=counts_cpu)
 

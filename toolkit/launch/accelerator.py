@@ -190,12 +190,8 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
 
 
 def frozen_dtype(accelerator: Accelerator, setting: str, *, has_adapter: bool, base_dtype: str | None = None) -> torch.dtype:
-    """Storage dtype of frozen parameters, from `model.frozen_dtype`.
-
-    Raises:
-        UserError: bfloat16 or codes (`base_dtype`) under FSDP1, which cannot flatten them with trainable fp32, or bfloat16 where
-            nothing casts it to compute.
-    """
+    """Storage dtype of frozen parameters, from `model.frozen_dtype`. bfloat16 or codes (`base_dtype`) under FSDP1, which cannot
+    flatten them with trainable fp32, and bfloat16 where nothing casts it to compute, are a `UserError`."""
     other = {"adapter.base_dtype": base_dtype, "model.frozen_dtype": setting if setting == "bfloat16" else None}
     for key, value in other.items():
         if value is not None and fsdp_version(accelerator) == 1:

@@ -29,9 +29,8 @@ SECRET_IN_URL = re.compile(r"https?://[^/\s@]+@|://[^/\s@:]*:[^/\s@]+@")
 def open_run_folder(config: Any) -> Path:
     """Create or find the run's folder and return it. Nothing in it changes yet: the run may still be refused. Collective.
 
-    Raises:
-        UserError: `run.name` leads out of `run.output_dir`, a URL in the config holds a secret, the folder cannot be written,
-            or a node does not see what the first one writes there; raised on every rank.
+    A `run.name` that leads out of `run.output_dir`, a secret in a URL of the config, a folder that cannot be written, or in which
+    a node does not see what the first one writes, is a `UserError` on every rank.
     """
     folder = on_all_ranks(lambda: _find_folder(config))
     # Random, so that a rank can read only what rank 0 has just written.
@@ -59,22 +58,16 @@ def lock_run_folder(folder: Path) -> None:
 
 
 def save_run_config(config: Any, folder: Path) -> None:
-    """Write the resolved config into the run's folder, after all checks of the run have passed. Collective.
-
-    A folder that cannot be written is a `UserError` on every rank.
-    """
+    """Write the resolved config into the run's folder, after all checks of the run have passed; what the system refuses is a
+    `UserError` on every rank. Collective."""
     path = folder / "config.yaml"
     save = refusal_named(f"{path} cannot be written", "fix that first")(save_config)
     on_rank_0(lambda: save(config, path))
 
 
 def restore_run_folder(config: Any, folder: Path) -> None:
-    """Make a folder that was removed during the run again, with its lock and its config. For rank 0 only.
-
-    Raises:
-        UserError: another run is writing into it by now.
-        OSError: it cannot be written.
-    """
+    """Make a folder that was removed during the run again, with its lock and its config. If another run is writing into it by
+    now, that is a `UserError`. For rank 0 only."""
     lock_run_folder(folder)
     if not (folder / "config.yaml").exists():
         save_config(config, folder / "config.yaml")
@@ -94,9 +87,8 @@ def _find_folder(config: Any) -> Path:
     try:
         parent, resolved = Path(output_dir).resolve(), folder.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a NUL character
-        raise UserError(
-            f"run.output_dir {output_dir!r} with run.name {name!r} is not a folder ({error}): take other names"
-        ) from None
+        what = f"run.output_dir {output_dir!r} with run.name {name!r} is not a folder ({error})"
+        raise UserError(f"{what}: take other names") from None
     if parent not in resolved.parents:
         raise UserError(
             f"run.name {name} leads to {resolved}, out of run.output_dir {output_dir}: give that place as run.output_dir, or "

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from toolkit.config.schema import RecipeConfig, TrainedDtype
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_of
 from toolkit.models.patches.chunked_loss import has_own_forward
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.models.quantized import QuantizedWeight
@@ -66,8 +66,8 @@ def freeze_unreached(skeleton: PreTrainedModel, config: ConfigT) -> ConfigT:
 
 def _shorten(names: list[str]) -> str:
     """The first eight of names whose numbers of layers are `*`."""
-    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    shown = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return first_of(shown)
 
 
 def find_unreached(model: PreTrainedModel) -> list[str]:

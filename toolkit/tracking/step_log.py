@@ -18,7 +18,7 @@ from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.distributed.comm import gather_objects, reduce_on_cpu, world_size
 from toolkit.distributed.device import synchronize
 from toolkit.distributed.progress import Progress
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_of
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tracking.metrics_log import MetricsLog, StepMemory
 from toolkit.tracking.trackers import Trackers, log_to_trackers
@@ -147,7 +147,7 @@ class StepLog:
         self.metrics.write("skip", f.step.step, loss=loss, grad_norm=grad_norm, row_ids=row_ids)
         logger.warning(
             f"step {f.step.step}: update skipped on all ranks (loss {loss:.4g}, gradient norm {grad_norm:.4g}); "
-            f"{_named(row_ids)}; {self.skips.num_skipped} skipped so far"
+            f"rows {first_of(row_ids, MOST_ROWS_NAMED)}; {self.skips.num_skipped} skipped so far"
         )
         return self.skips.num_in_a_row >= self.max_skipped_steps
 
@@ -160,10 +160,10 @@ class StepLog:
     def _too_many(self) -> UserError:
         """The error, equal on all ranks."""
         steps = ", ".join(str(step) for step, _ in self.last_skipped)
-        rows = sorted({row for _, row_ids in self.last_skipped for row in row_ids})
+        rows = first_of(sorted({row for _, row_ids in self.last_skipped for row in row_ids}), MOST_ROWS_NAMED)
         return UserError(
             f"{self.skips.num_in_a_row} updates in a row were skipped, up to step {self.last_skipped[-1][0]} (optim."
-            f"max_skipped_steps), because the loss or the gradient was not finite or spiked; steps {steps}: {_named(rows)}; look "
+            f"max_skipped_steps), because the loss or the gradient was not finite or spiked; steps {steps}: rows {rows}; look "
             "at these rows (metrics.jsonl has all of them), or take another run.name with a lower optim.lr and this run as "
             "model.init_from",
             printed_by="run",
@@ -178,8 +178,3 @@ def describe_load(figures_LX: np.ndarray) -> tuple[dict[str, float], dict[str, A
     layer, busiest, loss = int(entropies_L.argmin()), float(loads_LE.max()), float(figures_LX[:, 0].sum())
     figures = {"router_aux_loss": loss, "router_busiest_share": busiest, "router_load_entropy": float(entropies_L.mean())}
     return figures, {"layer": layer, "load": loads_LE[layer].round(6).tolist()}
-
-
-def _named(row_ids: list[int]) -> str:
-    shown = ", ".join(map(str, row_ids[:MOST_ROWS_NAMED]))
-    return f"rows {shown}" + (f" and {len(row_ids) - MOST_ROWS_NAMED} more" if len(row_ids) > MOST_ROWS_NAMED else "")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.distributed.comm import reduce_on_cpu
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_of
 from toolkit.parallel.units import clean_name, local_tensor
 from toolkit.private import private
 
@@ -104,7 +104,7 @@ class ParameterWatch:
                 clean_name(name) for (name, p), is_set in named if p.requires_grad == is_trainable and is_set != is_trainable
             ]
             if names and what is not None:
-                raise RuntimeError(f"{'trainable' if is_trainable else 'frozen'} parameters {what}: {_first_of(names)}")
+                raise RuntimeError(f"{'trainable' if is_trainable else 'frozen'} parameters {what}: {first_of(names)}")
 
 
 class ReductionWatch:
@@ -148,11 +148,7 @@ class ReductionWatch:
         if names := [name for name, differs in zip(self.names, (most != least).tolist(), strict=True) if differs]:
             how = "FSDP2 adds up gradients of different parameters then; freeze them (model.freeze), or let each forward use them"
             what = "some ranks had a gradient of these parameters in a micro-batch where others had none"
-            raise UserError(f"{what}: {_first_of(names)}: {how}", printed_by="run")
-
-
-def _first_of(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            raise UserError(f"{what}: {first_of(names)}: {how}", printed_by="run")
 
 
 @torch.no_grad()
