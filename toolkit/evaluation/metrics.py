@@ -101,9 +101,8 @@ def compute_figures(
 ) -> dict[str, float]:
     """The numbers of all metrics over all rows; what is not a number (lists, texts) is left out. Only for rank 0.
 
-    Raises:
-        UserError: a module raised an error; or a metric returned no number, or a plain one under the name of a figure of the
-            toolkit, or takes rows that there are not. A function's errors are its own.
+    A module's error is a `UserError`, and so is a metric that returns no number, or a plain one under the name of a figure of the
+    toolkit, or takes rows that there are not. A function's errors are its own.
     """
     figures: dict[str, float] = {}
     for metric in metrics:

@@ -37,7 +37,6 @@ FLOP_PER_S = {"cpu": 2e10, "cuda": 1e13}
 
 def reload(skeleton: PreTrainedModel, name_or_path: str | Path, device: torch.device, **options: Any) -> PreTrainedModel:
     """A model of the skeleton's class, loaded by plain transformers in fp32 on `device`; a quantized base is dequantized."""
-
     from transformers import GenerationConfig
 
     def build_base() -> Any:
@@ -96,9 +95,7 @@ def check_logits(
             and the difference is printed.
         why: explanation, printed if the logits differ in bf16, whose rounding grows with the model, or if their bases differ.
 
-    Raises:
-        RuntimeError: the logits differ in fp32.
-        UserError: the folder, or an adapter's base, can no longer be read.
+    Logits that differ in fp32 are a `RuntimeError`; a folder or an adapter's base that can no longer be read is a `UserError`.
     """
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     num_tokens = sum(tensor.numel() for name, tensor in check.items() if name.endswith("input_ids"))

@@ -49,10 +49,9 @@ def cast_on_meta(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class Cast:
-    """Casts a model's weights to the dtypes that they are exported in."""
+    """Casts a model's weights to the `dtypes`, by their names, that they are exported in."""
 
     def __init__(self, dtypes: dict[str, torch.dtype]) -> None:
-        """`dtypes` by the weights' names."""
         self._dtypes = dtypes
         self._num_weights = self._num_changed = 0
         self._largest = 0.0
@@ -209,10 +208,9 @@ def _write_header(path: Path, tensors: Tensors) -> dict[str, tuple[Path, int]]:
     offsets, end = {}, 0
     for name in order:
         tensor = tensors[name]
-        num_bytes = tensor.numel() * tensor.itemsize
-        offsets[name] = end
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + num_bytes]}
-        end += num_bytes
+        offsets[name] = begin = end
+        end += tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

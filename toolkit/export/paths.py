@@ -3,7 +3,6 @@ what would fail there after the work."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shlex
 import shutil
@@ -21,6 +20,8 @@ from toolkit.errors import UserError, refusal_named
 from toolkit.export.card import is_hub_id
 from toolkit.files.durable import fsync_tree, give_usual_mode
 from toolkit.models.lora import is_enabled
+
+logger = logging.getLogger("toolkit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def check_export_places(config: RecipeConfig, run_folder: Path) -> None:
             check_place(place, "give a place on the other disk as run.output_dir")
 
 
-@contextlib.contextmanager
+@contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder, which replaces the older one on success, and is removed if it cannot be written. Collective."""
     unfinished = _unfinished(folder)
@@ -96,9 +97,6 @@ def write_on_rank_0(folder: Path, work: Callable[[], None]) -> None:
 
 def _unfinished(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.tmp")
-
-
-logger = logging.getLogger("toolkit")
 
 
 def check_push(config: RecipeConfig, name: str, key: str, *, merge: bool, remedy: str) -> None:

@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config.load import RecipeConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.chat_template import DATE
 from toolkit.errors import UserError
 from toolkit.export.card import Origin, is_hub_id
 from toolkit.export.paths import ExportPaths
-from toolkit.export.run_data import RunData
 from toolkit.models.config import PROCESSOR_FILES
 from toolkit.models.generation import list_end_ids
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from toolkit.objectives.objective import Objective
 
@@ -70,10 +68,7 @@ def set_generation(
     """Make `generate` do, without an argument, what the run's evaluations did.
 
     Pipelines of transformers 4 (not 5) let `task_specific_params` overrule that: those of T5 or GPT-2 are replaced by the run's.
-
-    Args:
-        model: its config and generation config are changed.
-        stop_token_ids: tokens that end a text in the rows, in addition to the model's own.
+    Both configs of the model are changed. `stop_token_ids` end a text in the rows, in addition to the model's own.
     """
     stops = list_end_ids(model, stop_token_ids)
     model.generation_config.update(pad_token_id=pad_token_id, eos_token_id=stops[0] if len(stops) == 1 else stops or None)
@@ -92,23 +87,6 @@ class TextUsage(NamedTuple):
     """What is cut off the prompts' tokens,"""
     new: str = "[:, ids.shape[1] :]"
     """and off the generated ones."""
-
-
-def seq2seq_usage(config: RecipeConfig) -> TextUsage:
-    """An encoder-decoder's sources."""
-    prompts = f"[{config.data.prefix!r} + text for text in texts]" if config.data.prefix else "texts"
-    return TextUsage(prompts, f"truncation=True, max_length={config.data.max_source_length_tokens}", new="")
-
-
-def causal_usage(tokenizer: PreTrainedTokenizerBase, data: RunData | None) -> TextUsage:
-    """Prompts before which padding goes, rendered if they are chats, without an end token."""
-    if tokenizer.chat_template is not None and (data is None or data.has_chats):
-        date = f', date_string="{DATE}"' if "date_string" in str(tokenizer.chat_template) else ""
-        chat = '[{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False'
-        prompts = f"[tokenizer.apply_chat_template({chat}{date}) for text in texts]"
-        return TextUsage(prompts, f"add_special_tokens=False, {TextUsage().how}")
-    num_after = [*tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][::-1], 0].index(0)
-    return TextUsage(end=f"[:, :-{num_after}]" if num_after else "")
 
 
 def write_python(
@@ -166,8 +144,7 @@ def write_python(
 
 def save_usage(config: RecipeConfig, folder: Path, **facts: Any) -> None:
     """Write `toolkit.json`; `facts` are the fields of `Usage` that are not the config's."""
-    names = [field.name for field in dataclasses.fields(Usage) if hasattr(config.data, field.name)]
-    of_data = {name: getattr(config.data, name) for name in names}
+    of_data = {f.name: getattr(config.data, f.name) for f in dataclasses.fields(Usage) if hasattr(config.data, f.name)}
     usage = Usage(batch_size_rows=config.eval.batch_size_rows, add_tokens=config.model.add_tokens, **of_data, **facts)
     (folder / SETTINGS_FILE).write_text(json.dumps(dataclasses.asdict(usage), indent=1) + "\n", encoding="utf-8")
 
@@ -204,9 +181,9 @@ def list_commands(
     is_adapter, place = places.model is None, shlex.quote(str(folder))
     plain = " --plain" if tokenizer.chat_template and origin.data is not None and not origin.data.has_chats else ""
     python = write_python(objective, config, skeleton.config, tokenizer, str(folder), origin, is_adapter=is_adapter)
-    use = f"use it: python -m toolkit generate {place} --file FILE.csv --output OUT.jsonl{plain}"
-    of_commands = [] if config.has_own_objective else [use]
-    lines = [*of_commands, "use it in Python:", *python.splitlines()]
+    lines = ["use it in Python:", *python.splitlines()]
+    if not config.has_own_objective:
+        lines.insert(0, f"use it: python -m toolkit generate {place} --file FILE.csv --output OUT.jsonl{plain}")
     lines += objective.list_commands(config, skeleton, folder, is_adapter=is_adapter)
     if config.export.push_to_hub:
         return lines

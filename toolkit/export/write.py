@@ -164,31 +164,18 @@ class _Export:
             fix = f"check the disk of {unfinished.parent}, and start the same command again"
             raise UserError(f"transformers cannot load the tokenizer that was exported ({reason}): {fix}") from None
         self.origin.remarks.extend(spell_tokenizer(unfinished, self.tokenizer))
-        skeleton, origin = self.sharded.skeleton, self.origin
+        config, skeleton, origin = self.config, self.sharded.skeleton, self.origin
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
-        facts = {
-            "step": origin.step,
-            "weights_dtype": dtype_name(dtype),
-            "kept_tokens": origin.data.kept_tokens if origin.data else {},
-        }
-        save_usage(self.config, unfinished, dtype=origin.computed_in, **facts)
+        data, stored = origin.data, dtype_name(dtype)
+        kept = data.kept_tokens if data else {}
+        save_usage(config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=stored, kept_tokens=kept)
         if kind != "adapter" and skeleton.input_modalities != "text":
-            copy_processors(self.config.model, unfinished)
-        use = write_python(
-            self.objective, self.config, skeleton.config, self.tokenizer, ".", origin, is_adapter=kind == "adapter"
-        )
-        save_card(
-            unfinished,
-            self.config,
-            skeleton.config,
-            origin,
-            kind,
-            dtype_name(dtype),
-            use,
-            self.objective.pipeline_tag(self.config),
-        )
-        save_trainer_state(unfinished, origin.lines, origin.step, origin.data.num_training_rows if origin.data else None)
+            copy_processors(config.model, unfinished)
+        is_adapter, tag = kind == "adapter", self.objective.pipeline_tag(config)
+        use = write_python(self.objective, config, skeleton.config, self.tokenizer, ".", origin, is_adapter=is_adapter)
+        save_card(unfinished, config, skeleton.config, origin, kind, stored, use, tag)
+        save_trainer_state(unfinished, origin.lines, origin.step, data.num_training_rows if data else None)
         if self.places.check_file is not None:
             with written_beside(self.places.check_file) as beside:
                 save_file(self.check, beside)

@@ -10,12 +10,13 @@ from toolkit.config.schema import ModelConfig, RecipeConfig
 from toolkit.data.collate import CausalCollator, Collator
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens import causal
+from toolkit.data.tokens.chat_template import DATE
 from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.data.tokens.special_tokens import show
 from toolkit.errors import UserError
 from toolkit.evaluation.loop import text_figures
 from toolkit.export.run_data import RunData
-from toolkit.export.usage import TextUsage, Usage, causal_usage, vllm_command
+from toolkit.export.usage import TextUsage, Usage, vllm_command
 from toolkit.models.patches.masks import attends_by_document
 from toolkit.objectives.model_checks import check_causal_model
 from toolkit.objectives.objective import Objective
@@ -60,21 +61,18 @@ class Causal(Objective):
         return AutoModelForImageTextToText if takes_part and has_images else auto_class
 
     def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
-        """Refuse a model like BART, of which only the decoder would train, or like BERT, whose tokens see later ones.
-
-        transformers maps both kinds to causal models.
-        """
+        """Refuse a model like BART, of which only the decoder would train, or like BERT, whose tokens see later ones: for
+        transformers both are causal models."""
         from transformers import AutoModelForMaskedLM
 
         is_decoder = getattr(model_config, "is_decoder", True)  # also False for GPT-NeoX, which does not use it
         is_masked = type(model_config) in private("_model_mapping", AutoModelForMaskedLM)
+        what = f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model"
         if model_config.is_encoder_decoder or (is_masked and not is_decoder):
-            raise UserError(f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, not {self.takes}")
+            raise UserError(f"{what}, not {self.takes}")
         if getattr(model_config.get_text_config(), "use_bidirectional_attention", None) is True:  # PaliGemma's prompts
-            what = (
-                f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model with use_bidirectional_attention"
-            )
-            raise UserError(f"{what} in its config.json: its tokens see later ones, so it is not {self.takes}")
+            why = "with use_bidirectional_attention in its config.json: its tokens see later ones, so it is not"
+            raise UserError(f"{what} {why} {self.takes}")
 
     def check_model(self, sharded: ShardedModel, collator: Collator, config: RecipeConfig) -> None:
         check_causal_model(sharded, collator, packing=config.packs)
@@ -85,7 +83,14 @@ class Causal(Objective):
         return causal.encode_prompts(tokenizer, texts, are_chats), [0] * len(texts)
 
     def write_usage(self, config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, data: RunData | None) -> TextUsage:
-        return causal_usage(tokenizer, data)
+        """Prompts before which padding goes, rendered if they are chats, without an end token."""
+        if tokenizer.chat_template is not None and (data is None or data.has_chats):
+            date = f', date_string="{DATE}"' if "date_string" in str(tokenizer.chat_template) else ""
+            chat = '[{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False'
+            prompts = f"[tokenizer.apply_chat_template({chat}{date}) for text in texts]"
+            return TextUsage(prompts, f"add_special_tokens=False, {TextUsage().how}")
+        num_after = [*tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][::-1], 0].index(0)
+        return TextUsage(end=f"[:, :-{num_after}]" if num_after else "")
 
     def list_commands(self, config: RecipeConfig, skeleton: PreTrainedModel, folder: Path, *, is_adapter: bool) -> list[str]:
         serve = vllm_command(config, skeleton, folder, is_adapter=is_adapter)

@@ -15,7 +15,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.evaluation.loop import text_figures
 from toolkit.export.run_data import RunData
-from toolkit.export.usage import TextUsage, Usage, seq2seq_usage
+from toolkit.export.usage import TextUsage, Usage
 from toolkit.models.config import special_tokens
 from toolkit.models.generation import load_settings
 from toolkit.objectives.model_checks import check_seq2seq_model
@@ -95,7 +95,8 @@ class Seq2Seq(Objective):
         return dict.fromkeys(("summarization", "translation", "text2text-generation"), own)
 
     def write_usage(self, config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, data: RunData | None) -> TextUsage:
-        return seq2seq_usage(config)
+        prompts = f"[{config.data.prefix!r} + text for text in texts]" if config.data.prefix else "texts"
+        return TextUsage(prompts, f"truncation=True, max_length={config.data.max_source_length_tokens}", new="")
 
     def list_commands(self, config: RecipeConfig, skeleton: PreTrainedModel, folder: Path, *, is_adapter: bool) -> list[str]:
         if skeleton.config.model_type not in ("t5", "mt5", "umt5") or is_adapter:  # whose texts are the same in CTranslate2 4.8

@@ -137,13 +137,9 @@ class MetricsLog:
     def truncate_after(self, step: int, *, evaluation_due: bool = False) -> None:
         """Drop the lines after `step`, here and in every rank's `rows-<rank>.jsonl`, because a resumed run writes them again.
 
-        Each file is replaced atomically. Collective: no rank continues before the files are done.
-
-        Args:
-            evaluation_due: the resumed run begins with the evaluation at `step`; a line of an earlier one is dropped too.
-
-        Raises:
-            UserError: a file cannot be read or written, or a line of it is broken; on every rank.
+        Each file is replaced atomically. A file that cannot be read or written, or a broken line, is a `UserError` on every rank.
+        Collective: no rank continues before the files are done. With `evaluation_due`, the resumed run begins with the evaluation
+        at `step`, and a line of an earlier one is dropped too.
         """
 
         def stays(line: dict[str, Any]) -> bool:
@@ -230,15 +226,9 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
     peaks = [entry[0] for entry in ranks]
     if rank() != 0 or not any(peaks):  # no step was taken
         return
-    largest = max(ranks, key=lambda entry: entry[1])
-    found: dict[str, Any] = {
-        "device": memory.device.type,
-        "gpu_gib": gpu_bytes / GIB if gpu_bytes else None,
-        "num_processes": world_size(),
-        "peak_gib": peaks,
-        "micro_batch_size_rows": largest[2],
-        "row_tokens": largest[3],
-    }
+    _, _, num_rows, row_tokens = max(ranks, key=lambda entry: entry[1])
+    found: dict[str, Any] = {"device": memory.device.type, "gpu_gib": gpu_bytes / GIB if gpu_bytes else None}
+    found |= {"num_processes": world_size(), "peak_gib": peaks, "micro_batch_size_rows": num_rows, "row_tokens": row_tokens}
     launched_with = find_accelerate_yaml()
     metrics.reopen()  # and the run folder, if it has been removed
     with metrics.noting_failure(folder / MEMORY_FILE):
