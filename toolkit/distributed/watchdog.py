@@ -52,8 +52,7 @@ from toolkit.distributed.rank_status import (
     num_collectives,
     store_bytes_per_s,
 )
-from toolkit.distributed.rendezvous import is_connection_error
-from toolkit.distributed.store import LINGER_S
+from toolkit.distributed.rendezvous import LINGER_S, is_connection_error
 from toolkit.errors import EXIT_HANG, RankLost
 from toolkit.private import private
 
