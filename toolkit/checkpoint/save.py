@@ -165,10 +165,8 @@ class CheckpointWriter:
         """Save the run as it is after `state.step`; returns the previous save, unless `take_finished` has returned it already.
 
         With `wait`, or without `checkpoint.async_save`, the checkpoint is on disk when this returns. Otherwise training may
-        continue while a thread writes it.
-
-        Raises:
-            UserError: this save or the previous one could not be written (disk full, folder read-only); on every rank.
+        continue while a thread writes it. If this save or the previous one could not be written (disk full, folder read-only),
+        that is a `UserError` on every rank.
         """
         start_s = time.perf_counter()
         # 1. The previous save must finish first.

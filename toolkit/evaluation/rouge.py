@@ -136,14 +136,8 @@ ROUGE_KEYS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 def rouge_scores(
     predictions: Sequence[str], references: Sequence[str], tokenizer: Tokenizer | None = None
 ) -> list[dict[str, float]]:
-    """F-measures of every row in percent, by key of `ROUGE_KEYS`; 0 if the prediction or the reference has no word.
-
-    Args:
-        tokenizer: None chooses it by these references. Pass it if they are only a part of all references.
-
-    Raises:
-        ValueError: the two have different lengths.
-    """
+    """F-measures of every row in percent, by key of `ROUGE_KEYS`; 0 if the prediction or the reference has no word. Without a
+    `tokenizer`, these references choose it: pass it if they are only a part of all references."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE_KEYS), tokenizer=tokenizer or choose_tokenizer(references))

@@ -61,10 +61,8 @@ def name_objective(config: RecipeConfig, given: Objective | None) -> tuple[Recip
     objective = objective_of(config) if given is None else given
     if not isinstance(objective, Objective) or not all(getattr(objective, key, "") for key in ("name", "auto_class", "takes")):
         shown = repr(objective) if isinstance(objective, (str, type)) else type(objective).__name__
-        raise UserError(
-            f"objective is {shown:.60}: give an object of a class that inherits from Objective and sets name, "
-            "auto_class and takes"
-        )
+        kind = "a class that inherits from Objective and sets name, auto_class and takes"
+        raise UserError(f"objective is {shown:.60}: give an object of {kind}")
     if not hasattr(transformers, objective.auto_class):
         raise UserError(f"auto_class of objective {objective.name} is {objective.auto_class}, which transformers does not have")
     if objective.name in BUILT_IN and type(objective) is not type(built_in(objective.name)):

@@ -42,10 +42,8 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
       between two equal computations, neither of which multiplies in float8, or by groups of tokens).
     - The loss by chunks of hidden states, packed as the run packs, equals the loss of the model's own logits of each text.
 
-    It takes three forwards, for each of which FSDP gathers the model.
-
-    Raises:
-        UserError: one of these fails; names the setting that helps, if there is one.
+    It takes three forwards, for each of which FSDP gathers the model. If one of these fails, that is a `UserError`, with the
+    setting that helps, if there is one.
     """
     # Two texts from different parts of the vocabulary, and the first with another last token, whose label does not count.
     name = type(sharded.unwrapped).__name__.removeprefix("FSDP")
@@ -90,8 +88,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
       user's may change the logits after that loss was made.
     - An evaluation as `config` asks for runs through, instead of failing after training.
 
-    Raises:
-        UserError: one of these fails.
+    If one of these fails, that is a `UserError`.
     """
     # Two rows of different lengths, so that padding is part of the check.
     name = type(sharded.unwrapped).__name__.removeprefix("FSDP")
@@ -147,11 +144,8 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
 @torch.no_grad()
 def check_loss(sharded: ShardedModel, objective: Objective, collator: Collator, row: dict, label_smoothing: float) -> None:
     """Check on a row that the loss of an objective of the user's is a sum over labels, as the step and an evaluation divide it by
-    their number, whatever the micro-batches. Collective.
-
-    Raises:
-        UserError: it is not two scalars on the device, a mean, not 0 of a dummy, or does not take `label_smoothing`.
-    """
+    their number, whatever the micro-batches; one that is not two scalars on the device, a mean, not 0 of a dummy, or without
+    `label_smoothing` is a `UserError`. Collective."""
     what, device = f"the loss of objective {objective.name}", sharded.accelerator.device
     with (
         torch.compiler.set_stance("force_eager"),

@@ -36,11 +36,8 @@ def say_without_gain(run: Run) -> None:
 
 
 def agree(run: Run) -> str | None:
-    """Return the stop signal that all ranks agree on, if any, and log finished saves. Collective.
-
-    Raises:
-        UserError: a rank could not write its checkpoint or metrics, or gradients differ as in `ReductionWatch`; on every rank.
-    """
+    """Return the stop signal that all ranks agree on, if any, and log finished saves. Collective. A checkpoint or metrics that a
+    rank could not write, or gradients that differ as in `ReductionWatch`, are a `UserError` on every rank."""
     write_failed = run.writer.has_failed or run.metrics.error is not None
     agreement = run.stops.agree(write_failed=write_failed, fingerprint=run.reductions.fingerprint())
     if agreement.differ:
@@ -60,11 +57,8 @@ def finish_writing(run: Run) -> None:
 
 
 def evaluate_and_log(run: Run) -> str | None:
-    """Evaluate, log the metrics, and update the best value or the count of evaluations without gain. Collective.
-
-    Returns:
-        The signal that interrupted the evaluation, which a resumed run repeats; None if it was completed.
-    """
+    """Evaluate, log the metrics, and update the best value or the count of evaluations without gain. Collective. Returns the
+    signal that interrupted the evaluation, which a resumed run repeats; None if it was completed."""
     state, best_metric = run.state, run.best_metric
     if len(run.evaluation.rows) == 0:
         state.evaluation_due = False
@@ -134,12 +128,8 @@ def stop(run: Run, signal_name: str) -> NoReturn:
 
 
 def finish_training(run: Run) -> None:
-    """Wait for the last save, and say how the training ended. Collective.
-
-    Raises:
-        Stopped: a signal arrived after the last step boundary; on every rank.
-        UserError: a rank could not write its checkpoint or its metrics; on every rank.
-    """
+    """Wait for the last save, and say how the training ended. Collective. Every rank raises `Stopped` if a signal arrived after
+    the last step boundary, a `UserError` if a rank could not write its checkpoint or its metrics."""
     config, step = run.config.eval, run.state.step
     if step < run.num_steps:
         logger.info(f"stopping at step {step}: {config.early_stopping_patience} evaluations without gain in {config.best_metric}")
@@ -152,11 +142,8 @@ def finish_training(run: Run) -> None:
 
 
 def save(run: Run, *, wait: bool) -> None:
-    """Save a checkpoint, but none before the first step; with `wait`, it is on disk when this returns. Collective.
-
-    Raises:
-        UserError: a rank could not write its checkpoint or its metrics; on every rank.
-    """
+    """Save a checkpoint, but none before the first step; with `wait`, it is on disk when this returns. Collective. If a rank
+    could not write its checkpoint or its metrics, that is a `UserError` on every rank."""
     if run.state.step == 0 or run.num_steps == 0:
         return
     enter_phase("saving", run.state.step)

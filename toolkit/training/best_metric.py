@@ -46,16 +46,8 @@ def best_metric_of(config: EvalConfig, measured_on: dict[str, Any]) -> BestMetri
 def check_metric(
     config: EvalConfig, own: Collection[str], sets: Collection[str] = (), of_loss: Collection[str] = LOSS_METRICS
 ) -> None:
-    """Check that evaluations may produce the metric, and that which value is better is known.
-
-    Args:
-        own: names of the metrics beside the toolkit's.
-        sets: names of the evaluation sets.
-        of_loss: names of the objective's metrics.
-
-    Raises:
-        UserError: it does not exist; the sentence lists those that do. Or `eval.higher_is_better` is missing or wrong.
-    """
+    """Check that evaluations may produce the metric, and that which value is better is known; else a `UserError`, with the
+    metrics that exist: `own` beside the toolkit's, those of the `sets`, and the objective's `of_loss`."""
     (_, metric), higher = split_metric(config.best_metric, sets), config.higher_is_better
     known = (*of_loss, *(TEXT_METRICS if config.generate else ()))
     if metric in known and metric in (*LOSS_METRICS, *TEXT_METRICS):
@@ -73,11 +65,8 @@ def check_metric(
 
 
 def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
-    """Check that evaluations of these rows produce the metric, by computing `data.metrics` on a few references. Collective.
-
-    Raises:
-        UserError: no row has a prompt to generate a text for, or a metric fails or lacks that figure; on every rank.
-    """
+    """Check that evaluations of these rows produce the metric, by computing `data.metrics` on a few references. Collective. Rows
+    without a prompt to generate a text for, or a metric that fails or lacks that figure, are a `UserError` on every rank."""
     of_set, metric = split_metric(config.best_metric, data.set_names)
     of_loss = data.objective.name_metrics()
 

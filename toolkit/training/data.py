@@ -43,12 +43,10 @@ def prepare_data(
     *,
     pads: bool = False,
 ) -> tuple[TokenizedRows, BatchPlan, EvaluationRows]:
-    """Tokenize the rows, plan the batches and choose the rows to evaluate, then check settings against them. Collective.
+    """Tokenize the rows, plan the batches and choose the rows to evaluate, then check settings against them: what is wrong is a
+    `UserError` on every rank. Collective.
 
     `preview` calls it too, for any number of processes. With `pads`, lengths are padded up to a grid.
-
-    Raises:
-        UserError: anything wrong with the data or with a setting that depends on it; on every rank.
     """
     # Text → tokens on disk.
     check_set_names(config.data, {*OUR_FIGURES, *(metric.name for metric in metrics)})

@@ -114,11 +114,8 @@ def _prepare_skeleton(run: Run, model_config: PretrainedConfig, *, is_one_graph:
 
 
 def build_model(run: Run) -> None:
-    """Load the model, add its adapter, shard it, build the optimizer, and check the result on two short rows. Collective.
-
-    Raises:
-        UserError: the weights do not load, or the model cannot be trained or evaluated as the config says; on every rank.
-    """
+    """Load the model, add its adapter, shard it, build the optimizer, and check the result on two short rows. Collective. Weights
+    that do not load, or a model that cannot be trained or evaluated as the config says, are a `UserError` on every rank."""
     config, objective, device, collator = run.config, run.objective, run.accelerator.device, run.evaluation.collator
     if config.adapter.base_dtype == "nf4":
         logger.info(f"nf4 is dequantized by {choose_kernel(device)}")

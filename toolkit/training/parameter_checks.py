@@ -31,11 +31,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class ParameterWatch:
-    """Keeps a checksum of every parameter from the start of a run. Collective: build and call it on every rank.
-
-    Args:
-        num_skipped: updates of the run that were skipped so far.
-    """
+    """Keeps a checksum of every parameter from the start of a run, in which `num_skipped` updates were skipped so far.
+    Collective: build and call it on every rank."""
 
     def __init__(self, model: nn.Module, num_skipped: int) -> None:
         self.model, self.num_skipped = model, num_skipped
@@ -43,12 +40,8 @@ class ParameterWatch:
         self.num_showing = 0
 
     def check_gradients(self) -> None:
-        """After the first backward: every trainable has a gradient on some rank, no frozen one has. Collective.
-
-        Raises:
-            UserError: with the names of trainable ones.
-            RuntimeError: with those of frozen ones.
-        """
+        """After the first backward: every trainable has a gradient on some rank, no frozen one has; a `UserError` names others
+        of the trainable, a `RuntimeError` those of the frozen ones. Collective."""
         flags = [p.grad is not None for p in self.model.parameters()]
         self._check(flags, frozen="got a gradient")
         try:
@@ -69,14 +62,8 @@ class ParameterWatch:
         return lr >= SMALLEST_SHOWING_LR and self.num_showing == UPDATES_UNTIL_MOVED
 
     def check_moved(self, num_skipped: int) -> None:
-        """After the first updates: every trainable differs from the start. Collective.
-
-        Args:
-            num_skipped: updates of the run that were skipped so far. They moved nothing, so as many more are waited for.
-
-        Raises:
-            RuntimeError: with the names.
-        """
+        """After the first updates: every trainable differs from the start; a `RuntimeError` names others. `num_skipped` updates
+        of the run were skipped so far: they moved nothing, so as many more are waited for. Collective."""
         self.num_showing -= num_skipped - self.num_skipped
         self.num_skipped = num_skipped
         if self.num_showing == UPDATES_UNTIL_MOVED:

@@ -44,11 +44,8 @@ logger = logging.getLogger("toolkit")
 
 
 def start_run(run: Run) -> None:
-    """Resume the run from its last checkpoint, if any, and note its config in its folder. Collective.
-
-    Raises:
-        UserError: the checkpoint belongs to another run, or the folder cannot be written; on every rank.
-    """
+    """Resume the run from its last checkpoint, if any, and note its config in its folder. Collective. A checkpoint of another
+    run, or a folder that cannot be written, is a `UserError` on every rank."""
     config, folder, rows, before = run.config, run.folder, run.rows, run.resume_from
     run.num_steps, run.best_metric = num_steps(config, run.plan), build_best_metric(config.eval, run.evaluation)
     run.metrics, run.data = open_metrics(config, folder), describe_data(rows, run.evaluation)
@@ -63,21 +60,15 @@ def start_run(run: Run) -> None:
 
 
 def open_metrics(config: Any, run_folder: Path) -> MetricsLog:
-    """Open `metrics.jsonl`, which rank 0 writes. Collective.
-
-    Raises:
-        UserError: the file cannot be read or written, or is broken; on every rank.
-    """
+    """Open `metrics.jsonl`, which rank 0 writes; one that cannot be read or written, or is broken, is a `UserError` on every
+    rank. Collective."""
     restore = partial(restore_run_folder, config, run_folder)
     return on_all_ranks(lambda: MetricsLog(run_folder / "metrics.jsonl", rank() == 0, restore))
 
 
 def resume(run: Run, checkpoint: Checkpoint | None) -> None:
-    """Load the checkpoint, if any, and drop what the run logged after it. Collective.
-
-    Raises:
-        UserError: the checkpoint belongs to another run; on every rank.
-    """
+    """Load the checkpoint, if any, and drop what the run logged after it; one of another run is a `UserError` on every rank.
+    Collective."""
     # Weights, moments, random state.
     enter_phase("loading the checkpoint", counts_cpu=True)
     if checkpoint is None:
@@ -134,10 +125,7 @@ def build_writer(run: Run) -> CheckpointWriter:
 def finish(run: Run) -> Path | None:
     """Export the model, compare it with the trained one, and print the results; returns the exported folder. Collective.
 
-    A run of no steps exports only if `export.merge` asks for it.
-
-    Raises:
-        UserError: the export or the plot of the curves cannot be written; on every rank.
+    A run of no steps exports only if `export.merge` asks for it. What cannot be written is a `UserError` on every rank.
     """
     # The weights to export, and what the model card says of them.
     config, step = run.config, run.state.step

@@ -106,11 +106,8 @@ class Run:
 
 
 def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> Run:
-    """Check what needs no data, open the run folder and choose the checkpoint to resume from. Collective.
-
-    Raises:
-        UserError: something is wrong with the two YAML files, the run folder or its checkpoints; on every rank.
-    """
+    """Check what needs no data, open the run folder and choose the checkpoint to resume from. Collective. What is wrong with the
+    two YAML files, the run folder or its checkpoints is a `UserError` on every rank."""
     start_logging()  # for programs that begin a run by themselves; a recipe has done it
     # Of the config alone.
     check_trackers(config.tracking)
@@ -120,12 +117,8 @@ def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> R
     )
     check_adapter_config(config)
     # Of the accelerate YAML and the processes.
-    given = {
-        "model": hooks.model,
-        "loss": hooks.loss,
-        "objective's code": type(objective) if config.has_own_objective else None,
-        **hooks.metrics,
-    }
+    own = type(objective) if config.has_own_objective else None
+    given = {"model": hooks.model, "loss": hooks.loss, "objective's code": own, **hooks.metrics}
     code = {name: describe_code(each) for name, each in given.items() if each is not None}
     started_with = {**describe_config(config), **code}
     accelerator = build_accelerator(config.run.timeout_s, config.run.num_threads, started_with=started_with)
@@ -151,11 +144,8 @@ def setup_run(config: RecipeConfig, objective: Objective, hooks: UserHooks) -> R
 
 
 def open_run(config: Any) -> Path:
-    """Open the run folder of a config with `run` and `train`, and lock it against a second run. Collective.
-
-    Raises:
-        UserError: the folder cannot be used, or the batch does not fit the number of processes; on every rank.
-    """
+    """Open the run folder of a config with `run` and `train`, and lock it against a second run. Collective. A folder that cannot
+    be used, or a batch that does not fit the number of processes, is a `UserError` on every rank."""
     check_global_batch_size(config.train, world_size())
     run_folder = open_run_folder(config)
     keep_stacks_in(run_folder)
