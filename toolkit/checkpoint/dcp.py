@@ -47,11 +47,8 @@ _ALLOWED = {
 
 
 def save_tensors(tensors: Tensors, folder: Path, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Write this rank's shards of `tensors` (DTensors, ShardedTensors or plain tensors); returns its file names. Collective.
-
-    Args:
-        group: a gloo group over all ranks that no other thread uses meanwhile; None for one process.
-    """
+    """Write this rank's shards of `tensors` (DTensors, ShardedTensors or plain tensors); returns its file names. Collective, over
+    a gloo group of all ranks that no other thread uses meanwhile; None for one process."""
     # On a machine with a GPU, DCP's overlapping loader makes its thread wait for the GPU's current stream, so for training
     # (torch/distributed/checkpoint/filesystem.py:161). Staged tensors need no loader that overlaps. Of FSDP1's tensors with fewer
     # rows than ranks, some ranks have no part; their `device` is then the thread's, GPU 0, under nccl

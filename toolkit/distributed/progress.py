@@ -22,12 +22,8 @@ BAR_DELAY_S = 2.0
 class Phase:
     """The progress of work such as reading rows, until `total` is reached or the `with` ends. Silent on other ranks than 0.
 
-    The bar vanishes at the end. It may be shown while the bar of the steps is: it stands below it.
-
-    Args:
-        total: None: not known.
-        unit: in the plural; "B" for bytes.
-        done: what an earlier process has done.
+    The bar vanishes at the end. It may be shown while the bar of the steps is: it stands below it. A `total` of None is not
+    known; `unit` is in the plural, or "B" for bytes; an earlier process has `done` so many.
     """
 
     def __init__(self, name: str, total: int | None, unit: str, *, done: int = 0, enabled: bool = True) -> None:
@@ -73,12 +69,8 @@ class Phase:
 
 
 class Progress:
-    """The steps: a bar on a terminal; elsewhere a line of the log every `every_steps` and at the last one. Silent on other ranks
-    than 0.
-
-    Args:
-        start_step: the step that a resumed run continues from.
-    """
+    """The steps after `start_step`: a bar on a terminal; elsewhere a line of the log every `every_steps` and at the last one.
+    Silent on other ranks than 0."""
 
     def __init__(self, num_steps: int, start_step: int, every_steps: int) -> None:
         self._num_steps, self._every_steps = num_steps, every_steps

@@ -141,11 +141,8 @@ def naming_lost_ranks() -> Iterator[None]:
 
 
 class Watchdog:
-    """A context that ends the process with exit code `EXIT_HANG` once the job has made no progress for `timeout_s`.
-
-    Args:
-        folder: a rank's stacks go to its stderr and, if the folder is known, to `hang-rank-<rank>.txt` in it.
-    """
+    """A context that ends the process with exit code `EXIT_HANG` once the job has made no progress for `timeout_s`. A rank's
+    stacks go to its stderr and, if the folder is known, to `hang-rank-<rank>.txt` in it."""
 
     def __init__(self, timeout_s: float, folder: Path | None = None) -> None:
         self.timeout_s, self.folder, self.has_left = timeout_s, folder, False

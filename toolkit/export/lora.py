@@ -26,13 +26,8 @@ if TYPE_CHECKING:
 
 
 def write_adapter(folder: Path, skeleton: PreTrainedModel, weights: Tensors, base_hashes: dict[str, str]) -> None:
-    """Write the trained tensors as peft does, and `base.json`.
-
-    Args:
-        skeleton: the model with the adapter; its weights are not read.
-        weights: unsharded trainable parameters by name, fp32 on the CPU.
-        base_hashes: `lora_files.hash_weight` of each parameter of the base.
-    """
+    """Write the trained tensors as peft does, and `base.json`. `weights` are the unsharded trainable parameters by name, fp32 on
+    the CPU, `base_hashes` those of `lora_files.hash_weight`; the skeleton has the adapter, and its weights are not read."""
     lora: Any = copy.deepcopy(skeleton.peft_config["default"])  # type: ignore[index]
     lora.inference_mode = True
     # On loading, peft ties only modules that `modules_to_save` names.
@@ -108,12 +103,8 @@ class Merge:
 
     @torch.no_grad()
     def merged(self, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """A weight's name and value in the merged model, in fp32 where it was merged; None for what the model does not have.
-
-        Args:
-            name: of a parameter of the adapted model.
-            weight: unsharded.
-        """
+        """Name and value in the merged model, in fp32 where it was merged, of a parameter of the adapted model, unsharded; None
+        for what the merged one does not have."""
         if name not in self._merged_names:
             return None
         weight = weight.to("cpu")

@@ -140,12 +140,9 @@ class ModelFiles:
 
     @torch.no_grad()
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Write a parameter and read it back; a `RuntimeError` if the file does not hold what was written.
-
-        Args:
-            name: its first name in the model; what `save_pretrained` does not save is ignored.
-            weight: unsharded, in the dtype of the model on the meta device, on any device.
-        """
+        """Write a parameter, by its first name in the model, and read it back; a `RuntimeError` if the file does not hold what
+        was written. What `save_pretrained` does not save is ignored. The weight is unsharded, on any device, in the dtype of the
+        model on the meta device."""
         stored = self._stored_names.get(name)
         if stored in self._together:
             self._collected[stored] = weight.to("cpu", copy=True)

@@ -63,11 +63,8 @@ class PairCollator(CausalCollator):
     reference: Reference = field(default_factory=Reference, repr=False, compare=False)
 
     def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
-        """As `CausalCollator.collate`, of both documents of each pair: two rows of the tensors, or neighbours in a pack.
-
-        Returns:
-            Also what `of_answers` adds.
-        """
+        """As `CausalCollator.collate`, of both documents of each pair: two rows of the tensors, or neighbours in a pack; and what
+        `of_answers` adds."""
         pairs = [pair for pack in packs for pair in pack]
         documents = [[document for pair in pack for document in documents_of(pair, _TOKENS)] for pack in packs]
         if not self.one_row and len(pairs) == len(packs):

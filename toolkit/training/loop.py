@@ -57,9 +57,8 @@ def train(run: Run) -> None:
     Evaluates every `eval.every_steps` or `every_epochs`, and at the end. Saves as `checkpoint` says, after each new best value if
     `checkpoint.keep_best` is set, and at the end. Stops early after `eval.early_stopping_patience` evaluations without gain.
 
-    Raises:
-        Stopped: a signal reached a rank; the last completed step has a checkpoint.
-        UserError: a checkpoint cannot be written, or `optim.max_skipped_steps` updates in a row were skipped; on every rank.
+    Every rank raises `Stopped` after a signal to one of them, with a checkpoint of the last completed step, and a `UserError` if
+    a checkpoint cannot be written, or `optim.max_skipped_steps` updates in a row were skipped.
     """
     config, state, plan = run.config, run.state, run.plan
     # A complete run returns here, unless a signal interrupted its last evaluation.
@@ -118,12 +117,8 @@ def train(run: Run) -> None:
 def train_step(
     run: Run, step: Step, micro_batches: Iterator[tuple[MicroBatch, Batch]], lr: float, watch: ParameterWatch | None
 ) -> StepFigures:
-    """One optimizer update over one global batch. Collective.
-
-    Args:
-        micro_batches: this rank's; the step consumes its own.
-        watch: checks gradients and moments after the first step; None for later steps.
-    """
+    """One optimizer update over one global batch. Collective. Of this rank's `micro_batches` the step consumes its own. `watch`
+    checks gradients and moments after the first step; None for later steps."""
     # Forward and backward of each micro-batch; gradients add up.
     config, model, device = run.config, run.sharded.model, run.sharded.accelerator.device
     losses: list[tuple[MicroBatch, torch.Tensor]] = []

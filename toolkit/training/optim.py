@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import cast
 
@@ -35,9 +36,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module, seed: int = 0) -> tor
     for name, parameter in model.named_parameters():
         # By names, because FSDP1 flattens shapes. DoRA's magnitudes are norms of the base's weights.
         is_norm = "norm" in kinds[name.rpartition(".")[0]] or "lora_magnitude_vector" in name
-        is_bias = any(
-            part == "bias" or part.endswith("_bias") for part in name.split(".")
-        )  # `relative_attention_bias.weight` too
+        is_bias = re.search(r"(^|[._])bias(\.|$)", name) is not None  # `relative_attention_bias.weight` too
         if parameter.requires_grad:
             (plain if is_norm or is_bias else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -92,10 +91,8 @@ def clip_gradients(model: nn.Module, max_norm: float | None, parameters: Iterabl
 
     The norm covers the gradient over all shards (accelerate#4219: the local norm is wrong under DTensor). Local squares are
     summed, then reduced over the mesh's shard dimension only, because replicas hold equal gradients. The host reads nothing.
-    A rank may hold no part of the gradient: under FSDP1, or with more ranks than rows of a weight.
-
-    Args:
-        parameters: the model's trainable ones in its order, in which squares are summed; None: looks for them.
+    A rank may hold no part of the gradient: under FSDP1, or with more ranks than rows of a weight. `parameters` are the model's
+    trainable ones in its order, in which squares are summed; None: looks for them.
     """
     gradients = [p.grad for p in parameters or model.parameters() if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]

@@ -28,12 +28,8 @@ class SkipGuard:
         self.num_seen = torch.tensor(history.num_grad_norms)
 
     def should_skip(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss summed over all ranks, and 1.0 to skip the update or 0.0: fp32 scalars on the gradients' device. Collective.
-
-        Args:
-            loss_sum: this rank's, fp32 scalar.
-            grad_norm: the global norm, equal on all ranks, fp32 scalar on the gradients' device.
-        """
+        """The loss summed over all ranks, and 1.0 to skip the update or 0.0, of this rank's `loss_sum` and the global norm, which
+        is equal on all ranks: fp32 scalars, all but `loss_sum` on the gradients' device. Collective."""
         bad = ~grad_norm.isfinite()
         if self.num_sigmas is not None:
             # Until the window is full its mean is NaN, and no norm exceeds NaN. A spike enters the window clamped to the limit,

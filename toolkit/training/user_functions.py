@@ -92,12 +92,8 @@ def check_hooks(config: RecipeConfig, hooks: UserHooks, objective: Objective) ->
 
 
 def summed_own_loss(model: nn.Module, batch: Batch, predicting: str, loss: OwnLoss) -> torch.Tensor:
-    """`loss` of a micro-batch, a scalar. All its logits are in memory at once. Collective under FSDP.
-
-    Args:
-        batch: a collator's output, on the device. Without `label_positions`, the model returns its logits.
-        predicting: the name of the inputs whose outputs predict labels.
-    """
+    """`loss` of a micro-batch, a collator's output on the device: a scalar. Without `label_positions` the model returns logits,
+    all of them at once. `predicting` is the name of the inputs whose outputs predict labels. Collective under FSDP."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "label_positions")}
     logits_BTV = model(**inputs, use_cache=False).logits
     return loss(logits_BTV, labels_at_positions(batch, batch[predicting]))
