@@ -15,17 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.faults.workers.faulty_recipe import in_phase, wrap
+from tests.faults.workers.faulty_recipe import at_step, in_phase, this_rank, wrap
 
 HELD_S = 0.4
-"""How long a save is held up, so that training goes on beside it."""
 
 
 def send(ranks: list[int], signals: Sequence[str], to_group: bool = False) -> None:
     """Signals to this process, or to its group with its loader workers in it, where it is one of `ranks`."""
-    from toolkit.distributed.comm import rank
-
-    if rank() in ranks:
+    if this_rank() in ranks:
         for name in signals:
             print(f"got {name}", flush=True)
             (os.killpg if to_group else os.kill)(os.getpid(), getattr(signal, name))
@@ -52,20 +49,10 @@ def signal_in_generation(call: int, ranks: list[int], signals: Sequence[str]) ->
     wrap(GenerationMixin, "_prepare_generation_config", look)
 
 
-def signal_in_save(step: int, ranks: list[int], signals: Sequence[str]) -> None:
-    """While the shards of a step are written, which takes a while then."""
-    from toolkit.checkpoint import save as checkpoint_writer
-    from toolkit.checkpoint.save import CheckpointWriter
-
-    steps = []
-    wrap(CheckpointWriter, "_write", lambda _, snapshot, save: steps.append(save.step))
-
-    def look(*_: Any) -> None:
-        if steps[-1] == step:
-            send(ranks, signals)
-            time.sleep(HELD_S)
-
-    wrap(checkpoint_writer, "save_tensors", look)
+def signal_and_hold(name: str) -> None:
+    """This process gets it, and what it was about to do waits, so that training goes on beside it."""
+    send([this_rank()], [name])
+    time.sleep(HELD_S)
 
 
 def tell_saves() -> None:
@@ -101,18 +88,15 @@ def signals_until_the_end(signals: Sequence[str], every_s: float) -> None:
 def wait_for_signal(step: int, file: str) -> None:
     """Each rank says in `file`-<rank> that it has begun a step, and waits there until a signal is noted, or its launcher is gone
     (two minutes at most)."""
-    from toolkit.distributed.comm import rank
     from toolkit.distributed.signals import StopRequests, launcher_is_gone
-    from toolkit.training import loop
 
     stops: list[StopRequests] = []
     wrap(StopRequests, "__enter__", stops.append)
 
-    def wait(_: str, __: int, step_now: int, *___: int) -> None:
-        if step_now == step:
-            Path(f"{file}-{rank()}").touch()
-            give_up_at = time.monotonic() + 120
-            while not stops[0].noted and not launcher_is_gone() and time.monotonic() < give_up_at:
-                time.sleep(0.02)
+    def wait() -> None:
+        Path(f"{file}-{this_rank()}").touch()
+        give_up_at = time.monotonic() + 120
+        while not stops[0].noted and not launcher_is_gone() and time.monotonic() < give_up_at:
+            time.sleep(0.02)
 
-    wrap(loop, "seed_all", wait)
+    at_step(step, wait)

@@ -29,6 +29,7 @@ from tests.faults.harness import (
     run_with,
     start_with,
 )
+from tests.faults.refusals import on_rank
 from tests.faults.workers.faulty_recipe import at_step, kill, this_rank, this_run, wrap
 from tests.support.checkpoint_files import newest_folder
 from tests.support.launch import LaunchResult
@@ -78,7 +79,10 @@ MOMENTS: dict[str, tuple[Fault, set[int], bool, dict[str, Any]]] = {
     "update": (phase("update", 2, [0, 1], "SIGHUP"), {3}, True, {}),
     "evaluation, last batch": (partial(signals.signal_in_generation, 3, [0, 1], ["SIGUSR1"]), {5}, False, {}),
     "before a save": (phase("saving", 2, [1], "SIGQUIT"), {3}, True, {}),
-    "save under way": (partial(signals.signal_in_save, 4, [1], ["SIGTERM"]), {5, 6}, False, {}),
+    "save under way": (
+        partial(on_rank, 1, "open", r"{4}.tmp/state/__1_0\.distcp w ", partial(signals.signal_and_hold, "SIGTERM")),
+        {5, 6}, False, {},
+    ),
     "signals until the end": (partial(signals.signals_until_the_end, ["SIGTERM", "SIGINT"], every_s=0.01), {0, 1, 2}, False, {}),
     # Loader workers get the signal of a terminal too.
     "loader workers": (phase("forward and backward", 1, [0, 1], "SIGINT", "SIGINT", to_group=True), {2}, False, LOADERS),

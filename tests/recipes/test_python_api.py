@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,36 +40,32 @@ def other(logits_BTV: Any, labels_BT: Any) -> Any:
 
 
 def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
-    """On every rank, in one process: both kinds of models, a resume, and what a resume refuses."""
+    """On every rank, in one process: a run, a resume, and what a resume refuses. A Llama is in `test_own_code.py`."""
     import datasets
     import torch
 
     from tests.support.process_state import changes_since, state_of_the_process
     from toolkit import finetune, load_config
 
-    summaries = make_rows(48)
-    prompts = [{"prompt": row["source"], "completion": " " + row["target"]} for row in summaries]
-    places = {"run.output_dir": str(folder), "data.cache_dir": str(folder / "cache")}
-    called: dict[str, Any] = {}
+    rows = make_rows(48)
+    places = {"run.output_dir": str(folder), "data.cache_dir": str(folder / "cache"), "model.name_or_path": str(models["t5"])}
     torch.set_float32_matmul_precision("high")  # as a program may
     before = state_of_the_process()
-    for recipe, family, rows in (("t5", "t5", summaries), ("llm", "llama", prompts)):
-        steps: list[Any] = []
-        evaluations: list[Any] = []
-        names = {"run.name": recipe, "model.name_or_path": str(models[family])}
-        config = load_config(cast(Any, recipe), overrides=SETTINGS | places | names)
-        given: dict[str, Any] = {
-            "train": datasets.Dataset.from_list(rows[8:]),
-            "evaluation": datasets.Dataset.from_list(rows[:8]),
-            "metrics": {"order": order},
-            "loss": focal,
-            # Without model and optimizer, which the process that compares the ranks cannot have.
-            "after_step": lambda info, steps=steps: steps.append(dataclasses.replace(info, model=None, optimizer=None)),
-            "after_evaluation": lambda figures, evaluations=evaluations: evaluations.append(dict(figures)),
-        }
-        called[recipe] = finetune(config, **given), steps, evaluations
+    steps: list[Any] = []
+    evaluations: list[Any] = []
+    config = load_config("t5", overrides=SETTINGS | places | {"run.name": "t5"})
+    given: dict[str, Any] = {
+        "train": datasets.Dataset.from_list(rows[8:]),
+        "evaluation": datasets.Dataset.from_list(rows[:8]),
+        "metrics": {"order": order},
+        "loss": focal,
+        # Without model and optimizer, which the process that compares the ranks cannot have.
+        "after_step": lambda info: steps.append(dataclasses.replace(info, model=None, optimizer=None)),
+        "after_evaluation": lambda figures: evaluations.append(dict(figures)),
+    }
+    called: dict[str, Any] = {"result": finetune(config, **given), "steps": [*steps], "evaluations": [*evaluations]}
 
-    # In the same processes again: the last run goes on, if nothing else is asked for.
+    # In the same processes again: the run goes on, if nothing else is asked for.
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=5))
     if os.environ.get("WORLD_SIZE", "1") == "1":
         wrong: list[dict[str, Any]] = [{"train": given["train"].select(range(1, 40))}, {"loss": other}, {"loss": None}]
@@ -83,7 +79,7 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
             calls.append(len(predictions))
             return 1 / (3 - len(calls))  # tried on references, at the start, at the end
 
-        late = load_config("llm", overrides=SETTINGS | places | names | {"run.name": "late", "train.max_steps": 2})
+        late = load_config("t5", overrides=SETTINGS | places | {"run.name": "late", "train.max_steps": 2})
         with pytest.raises(ZeroDivisionError):
             finetune(late, **given | {"metrics": {"order": fails_late}})
     called["resumed"] = finetune(longer, **given)
@@ -115,16 +111,13 @@ def called(
     return found
 
 
-@pytest.mark.parametrize(("recipe", "num_steps"), [("t5", 4), ("llm", 5)])
-def test_one_rank_and_two_train_alike_with_a_dataset_a_metric_and_a_loss_of_ones_own(
-    called: Any, recipe: str, num_steps: int
-) -> None:
+def test_one_rank_and_two_train_alike_with_a_dataset_a_metric_and_a_loss_of_ones_own(called: Any) -> None:
     train, evaluations = {}, {}
     for preset, (folder, _) in called.items():
-        lines = load_json_lines(folder / recipe / "metrics.jsonl")
+        lines = load_json_lines(folder / "t5" / "metrics.jsonl")
         train[preset] = [line["loss"] for line in lines if line["kind"] == "train"]
         evaluations[preset] = [(line["step"], line["order"], line["loss"]) for line in lines if line["kind"] == "eval"]
-    assert len(train["single"]) == num_steps and len(evaluations["single"]) == num_steps - 1
+    assert len(train["single"]) == 5 and len(evaluations["single"]) == 4
     np.testing.assert_allclose(train["fsdp2_cpu"], train["single"], rtol=1e-5)
     np.testing.assert_allclose(evaluations["fsdp2_cpu"], evaluations["single"], rtol=1e-5)
     cross_entropy = evaluations["single"][0][2]
@@ -134,16 +127,16 @@ def test_one_rank_and_two_train_alike_with_a_dataset_a_metric_and_a_loss_of_ones
 def test_hooks_are_called_after_every_step_and_evaluation_on_every_rank(called: Any) -> None:
     for folder, ranks in called.values():
         lines = {line["step"]: line for line in load_json_lines(folder / "t5" / "metrics.jsonl") if line["kind"] == "train"}
-        for _, steps, evaluations in (rank["t5"] for rank in ranks):
+        for steps, evaluations in ((rank["steps"], rank["evaluations"]) for rank in ranks):
             assert [(info.step, info.num_steps) for info in steps] == [(step, 4) for step in (1, 2, 3, 4)]
-            assert [info.loss for info in steps] == [lines[step]["loss"] if step in (2, 4) else None for step in lines]
-            assert [info.learning_rate for info in steps] == [lines[step]["learning_rate"] for step in lines]
+            assert [info.loss for info in steps] == [None, lines[2]["loss"], None, lines[4]["loss"]]
+            assert [info.learning_rate for info in steps] == [lines[step]["learning_rate"] for step in (1, 2, 3, 4)]
             assert [figures["step"] for figures in evaluations] == [0, 2, 4] and all("order" in f for f in evaluations)
 
 
 def test_a_result_names_the_export_and_the_last_and_best_figures(called: Any) -> None:
     for folder, ranks in called.values():
-        for result, _, evaluations in (rank["t5"] for rank in ranks):
+        for result, evaluations in ((rank["result"], rank["evaluations"]) for rank in ranks):
             assert result.step == 4 and result.folder == folder / "t5"
             assert (result.export / "config.json").exists() and result.export == folder / "t5" / "export"
             assert result.metrics == {key: value for key, value in evaluations[-1].items() if key != "step"}
@@ -153,7 +146,7 @@ def test_a_result_names_the_export_and_the_last_and_best_figures(called: Any) ->
 def test_the_process_can_go_on_after_a_run_and_after_a_refused_one(called: Any) -> None:
     folder, (of_one,) = called["single"]
     rows, loss, none = of_one["refusals"]
-    assert rows.startswith(f"the data is not what {folder}/llm/checkpoints/step-00000004 was trained on")
+    assert rows.startswith(f"the data is not what {folder}/t5/checkpoints/step-00000004 was trained on")
     assert loss.startswith("loss is 'other ") and "was made with 'focal " in loss
     assert none.startswith("loss is None, but ")
     assert not of_one["changed by errors"]
