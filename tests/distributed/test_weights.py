@@ -91,9 +91,7 @@ def build_folders(parent: Path) -> dict[str, Path]:
     from safetensors.torch import load_file, save_file
 
     from tests.support.adapter_models import adapted, export_adapter, randomize
-    from tests.support.quantized.fp8 import SIZES as FP8_SIZES
-    from tests.support.quantized.fp8 import save_fp8_model
-    from tests.support.quantized.mxfp4 import save_mxfp4_model
+    from tests.support.quantized.models import FP8_SIZES, save_fp8_model, save_mxfp4_model
 
     folders = build_model_folders(parent, BASES)
 

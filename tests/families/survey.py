@@ -9,12 +9,11 @@ import re
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.families.kinds import OTHERS, has_experts, kinds, save_kind
 from tests.families.page import FAILS, SURVEY_COLUMNS, YES
-from tests.families.table import SURVEY, launch_cell, library_versions, save_rows, write_page
+from tests.families.table import SURVEY, launch_cell, library_versions, run_each, save_rows, write_page
 from tests.support.launch import run_on_ranks
 from tests.support.workbench import FP32
 
@@ -27,15 +26,12 @@ def main() -> None:
     chosen = sys.argv[1:] or possible
     before = json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"]
     found, start = dict[str, dict[str, str]](), time.monotonic()
-    run_on_ranks(int, preset="single", overrides=FP32)  # starts the server that ranks are forked from, before threads
-    with ThreadPoolExecutor(2) as pool:
-        running = {pool.submit(survey, kind): kind for kind in chosen}
-        for future in as_completed(running):
-            found[running[future]] = future.result()
-            others = json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"] if sys.argv[1:] else {}
-            in_order = {kind: (others | found)[kind] for kind in possible if kind in others | found}
-            results = {"versions": library_versions(), "possible": possible, "kinds": in_order}
-            SURVEY.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for kind, outcomes in run_each(chosen, survey):
+        found[kind] = outcomes
+        others = before if sys.argv[1:] else {}
+        in_order = {kind: (others | found)[kind] for kind in possible if kind in others | found}
+        results = {"versions": library_versions(), "possible": possible, "kinds": in_order}
+        SURVEY.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_page()
     cells = [(kind, cell, outcome) for kind in chosen for cell, outcome in found[kind].items()]
     failed = [f"{kind} {cell}" for kind, cell, outcome in cells if outcome.startswith(FAILS)]

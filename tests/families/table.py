@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
@@ -67,21 +68,25 @@ def main() -> None:
             sys.exit(f"the other families were run with {before['versions']}: run all with these versions, {versions}")
         found = before["cells"]
     start = time.monotonic()
-    run_on_ranks(int, preset="single", overrides=FP32)  # starts the server that ranks are forked from, before threads
-    with ThreadPoolExecutor(2) as pool:  # ranks that wait for each other leave a core idle
-        running = {pool.submit(run_family, family): family for family in families}
-        for future in as_completed(running):
-            found[running[future]] = future.result()
-            results = {
-                "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-                "versions": versions,
-                "cells": {family: found[family] for family in TITLES if family in found},
-            }
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for family, cells in run_each(families, run_family):
+        found[family] = cells
+        date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+        in_order = {family: found[family] for family in TITLES if family in found}
+        results = {"date": date, "versions": versions, "cells": in_order}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_page()
     num_failed = sum(not is_known(outcome) for cells in found.values() for outcome in cells.values())
     print(f"{sum(map(len, found.values()))} cells, of which {num_failed} fail; {time.monotonic() - start:.0f} s")
     sys.exit(1 if num_failed else 0)
+
+
+def run_each(names: list[str], run: Callable[[str], dict[str, str]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """What each comes to, two at a time: ranks that wait for each other leave a core idle."""
+    run_on_ranks(int, preset="single", overrides=FP32)  # starts the server that ranks are forked from, before threads
+    with ThreadPoolExecutor(2) as pool:
+        running = {pool.submit(run, name): name for name in names}
+        for future in as_completed(running):
+            yield running[future], future.result()
 
 
 def write_page() -> None:

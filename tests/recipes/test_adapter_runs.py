@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.recipes.test_resume import list_tensors, on_one_process
-from tests.support.launch import REPOSITORY, run_on_ranks
+from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, RELOAD, Workbench, call_toolkit, run_without_toolkit
 
@@ -32,8 +32,6 @@ TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "saved_tied_bf16": ("llama_tied", BF16, {"adapter__modules_to_save": ["embed_tokens"]}),
     "bf16_base_in_fp32": ("llama", FP32, {"model__frozen_dtype": "bfloat16"}),
     "on_fp8": ("fp8", FP32, {}),
-    "on_nf4": ("nf4", FP32, {}),
-    "on_nf4_as_plain": ("nf4_as_plain", FP32, {}),
 }
 """Model, precision and settings of runs under FSDP2."""
 
@@ -50,39 +48,27 @@ def t5_run(bench: Workbench) -> None:
     bench.run("t5", **LORA | {"adapter__dropout": 0.1, "export__merge": True})
 
 
-@pytest.fixture(scope="module")
-def quantized(llm_bench: Workbench) -> dict[str, Path]:
-    """Folders of models that are quantized already, with a tokenizer, and NF4's values in a plain folder."""
-    args = (llm_bench.runs.parent / "quantized", llm_bench.models["llama"])
-    return run_on_ranks(build_quantized, preset="single", overrides=FP32, args=args)[0]
-
-
-def build_quantized(parent: Path, llama: Path) -> dict[str, Path]:
+def build_fp8(folder: Path, llama: Path) -> None:
+    """A model that is quantized already, with a tokenizer."""
     import transformers
 
-    from tests.support.quantized.fp8 import save_fp8_model
-    from toolkit.config.schema import ModelConfig
-    from toolkit.models.config import load_model_config
-    from toolkit.models.load import load_model
-    from toolkit.objectives.causal import Causal
+    from tests.support.quantized.models import save_fp8_model
 
-    bnb = REPOSITORY / "tests" / "support" / "quantized" / "bnb_nested"
-    folders = {"fp8": save_fp8_model(parent / "fp8"), "nf4": Path(shutil.copytree(bnb, parent / "nf4"))}
-    config, folders["nf4_as_plain"] = ModelConfig(name_or_path=str(bnb)), parent / "nf4_as_plain"
-    load_model(config, load_model_config(config, Causal()), Causal(), 0).save_pretrained(folders["nf4_as_plain"])
+    save_fp8_model(folder)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(llama)
-    for folder in folders.values():
-        tokenizer.save_pretrained(folder)
-    return folders
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
-def trained(llm_bench: Workbench, quantized: dict[str, Path]) -> list[str]:
+def trained(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    fp8 = tmp_path_factory.mktemp("fp8")
+    run_on_ranks(build_fp8, preset="single", overrides=FP32, args=(fp8, llm_bench.models["llama"]))
+    bench = replace(llm_bench, models=llm_bench.models | {"fp8": fp8})
     always = LORA | NO_TEXTS | {"export__merge": True}
     for precision in (FP32, BF16):
         of = {name: (model, settings) for name, (model, overrides, settings) in TRAINED.items() if overrides == precision}
-        runs = {name: {"model": quantized.get(model, model)} | always | settings for name, (model, settings) in of.items()}
-        llm_bench.run_all(runs, overrides=precision)
+        runs = {name: {"model": model} | always | settings for name, (model, settings) in of.items()}
+        bench.run_all(runs, overrides=precision)
     return list(TRAINED)
 
 
@@ -113,7 +99,7 @@ def test_plain_peft_gives_the_trained_models_logits(llm_bench: Workbench, traine
     for name, about in found.items():
         tolerance = 5e-2 if "bf16" in name else 1e-4
         assert about["merged"] <= tolerance, found
-        if name not in ("on_fp8", "on_nf4"):  # whose base plain libraries would run in codes
+        if name != "on_fp8":  # whose base plain libraries would run in codes
             assert about["export"] <= tolerance and about["base"] > 5 * tolerance, found
 
 
@@ -139,27 +125,19 @@ def test_every_kind_of_adapter_trains_what_it_should(llm_bench: Workbench, name:
 
 
 @pytest.mark.usefixtures("trained")
-def test_a_base_that_is_quantized_already_trains_as_the_plain_model_of_its_values(
-    llm_bench: Workbench, quantized: dict[str, Path], capsys: pytest.CaptureFixture[str]
+def test_an_adapter_on_a_base_in_fp8_generates_as_its_merged_model(
+    llm_bench: Workbench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def losses(name: str) -> list[float]:
-        return [line["loss"] for kind in ("train", "eval") for line in llm_bench.lines(name, kind)]
-
-    assert losses("on_nf4") == losses("on_nf4_as_plain") and len(set(losses("on_fp8"))) == 4
-    # An adapter's base is known by the values that it was trained on, whatever they are stored as.
-    runs = {name: llm_bench.runs / name for name in ("on_nf4", "on_nf4_as_plain", "on_fp8")}
-    records = {name: json.loads((run / "export" / "base.json").read_text())["bf16_sha256"] for name, run in runs.items()}
-    assert records["on_nf4"] == records["on_nf4_as_plain"]
-    assert all("quantization" not in (run / "merged" / "config.json").read_text() for run in runs.values())
-    # `generate` takes a quantized model, and an adapter on one.
+    """That ranks read the values of its codes, and of those of bitsandbytes: `tests/distributed/test_weights.py`."""
+    run = llm_bench.runs / "on_fp8"
+    assert len({line["loss"] for line in llm_bench.lines("on_fp8", "train")}) == 3
+    assert "quantization" not in (run / "merged" / "config.json").read_text()
     words = [word for text in ("alpha beta", "gamma", "delta alpha") for word in ("--text", text)]
-    pairs = (quantized["nf4"], quantized["nf4_as_plain"]), (runs["on_fp8"], runs["on_fp8"] / "merged")
-    for one, other in pairs:
-        texts = []
-        for folder in (one, other):
-            assert call_toolkit("generate", folder, *words, "--max-new-tokens", 8) == 0, capsys.readouterr()
-            texts.append(capsys.readouterr().out)
-        assert texts[0] == texts[1] and texts[0].count("\n") == 3, (one, other)
+    texts = []
+    for folder in (run, run / "merged"):
+        assert call_toolkit("generate", folder, *words, "--max-new-tokens", 8) == 0, capsys.readouterr()
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].count("\n") == 3
 
 
 @pytest.mark.usefixtures("gathered")

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from tests.recipes.bad_input import NUM_ROWS, ROWS, T5, Case, Files, arguments, attempt, check, contents, write
-from tests.support.launch import LaunchResult, run_on_ranks, start_on_ranks
+from tests.support.launch import LaunchResult, run_on_ranks
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import output_of
-from toolkit.errors import UserError, exit_on_user_error
 
 WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 CSV = "--data.source csv --data.files {here}/rows.csv"
@@ -246,22 +245,3 @@ def test_unusable_and_long_rows_are_counted_and_reported_and_the_run_goes_on(fin
     ):
         assert sum(line.startswith(sentence) for line in lines) == 1, (sentence, result.stdout)
     assert (here / "runs/run/checkpoints/step-00000002/manifest.json").is_file()
-
-
-def test_an_error_of_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> None:
-    with start_on_ranks(fail_on_rank_1, preset="fsdp2_cpu") as running:
-        check(tmp_path, Case(sentence="the file is missing on rank 1's node"), running.wait())
-
-
-def fail_on_rank_1() -> None:
-    """On a rank: all of them work together, one finds an error."""
-    from toolkit.distributed.comm import on_all_ranks, rank
-    from toolkit.launch.accelerator import build_accelerator
-
-    def work() -> None:
-        if rank() == 1:
-            raise UserError("the file is missing on rank 1's node")
-
-    with exit_on_user_error():
-        build_accelerator()
-        on_all_ranks(work)

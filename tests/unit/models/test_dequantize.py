@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.support.quantized.fp8 import quantize_fp8, save_fp8_model
+from tests.support.quantized.models import quantize_fp8, save_fp8_model
 from tests.support.refusals import refusal
 from toolkit.config.schema import ModelConfig
 from toolkit.models.config import load_model_config

@@ -1,0 +1,75 @@
+"""Folders of tiny models that are quantized already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+FP8_SIZES = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": True}
+MXFP4_SIZES = SIZES | {
+    "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2
+}  # fmt: skip
+BLOCK = 128
+
+
+def quantize_fp8(weight: torch.Tensor, scales_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes in e4m3, and the scale of each block of 128 x 128, as DeepSeek's and Qwen's; the blocks at the edges are smaller."""
+    grid = [-(-size // BLOCK) for size in weight.shape]
+    scales = torch.empty(grid)
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(grid[0]):
+        for column in range(grid[1]):
+            block = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
+            scale = weight[block].abs().max() / 448  # differs from block to block
+            scale = scale.log2().ceil().exp2() if scales_dtype == torch.float8_e8m0fnu else scale.to(scales_dtype).float()
+            scales[row, column] = scale
+            codes[block] = (weight[block] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, scales.to(scales_dtype)
+
+
+def save_fp8_model(folder: Path, scales_dtype: torch.dtype = torch.float32) -> Path:
+    """A Qwen3 whose linear layers, except the head, are in fp8."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**FP8_SIZES)).bfloat16()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(tensor.float(), scales_dtype)
+        elif name != "lm_head.weight":
+            tensors[name] = tensor
+    about = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    return _save(folder, model.config, about, tensors)
+
+
+def save_mxfp4_model(folder: Path) -> Path:
+    """A gpt-oss with drawn codes; scales give experts' weights of about 0.02."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**MXFP4_SIZES)).bfloat16()
+    tensors = dict(model.state_dict())
+    for name in [name for name, tensor in tensors.items() if tensor.ndim == 3]:
+        num_experts, num_inputs, num_outputs = tensors.pop(name).shape
+        shape = (num_experts, num_outputs, num_inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(119, 122, shape, dtype=torch.uint8)
+    return _save(folder, model.config, {"quant_method": "mxfp4"}, tensors)
+
+
+def _save(folder: Path, config: Any, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    config.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text()) | {"quantization_config": about, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
