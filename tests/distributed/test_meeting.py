@@ -14,9 +14,8 @@ import yaml
 from tests.support.launch import REPOSITORY, LaunchResult, launch, start
 from tests.support.ports import free_port
 from tests.support.refusals import refusal
-from tests.support.small_run import write_inputs
+from tests.support.workbench import FP32, RECIPE, new_bench
 from toolkit.errors import EXIT_USER_ERROR
-from toolkit.files.json_lines import load_json_lines
 from toolkit.tools import forks
 
 TIMEOUT_S = 3
@@ -212,21 +211,12 @@ def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPat
         rendezvous_arguments(5)
 
 
-def test_a_recipe_without_a_launcher_runs_as_with_one(script: Path, tmp_path: Path) -> None:
+def test_a_recipe_without_a_launcher_runs_as_with_one(script: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """As `srun python recipes/t5.py` would start it."""
-    write_inputs(tmp_path)
-    flags = [
-        *("--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true", "--train.max_steps", "3"),
-        *("--data.source", "jsonl", "--data.files", str(tmp_path / "rows.jsonl"), "--data.cache_dir", str(tmp_path / "cache")),
-        *("--data.eval_fraction", "0.1", "--eval.at_start", "false", "--eval.generate", "false"),
-        *("--run.output_dir", str(tmp_path / "runs"), "--train.global_batch_size_rows", "16"),
-    ]
-    recipe = REPOSITORY / "recipes" / "t5.py"
-    figures = {}
-    for name, what in (("launched", (recipe, [])), ("by_hand", (script, [json.dumps({"all": at_env()}), str(recipe)]))):
-        result = launch(what[0], [*what[1], *flags, "--run.name", name], preset="fsdp2_cpu", overrides={"mixed_precision": "no"})
+    bench, figures = new_bench(tmp_path_factory, "meeting"), {}
+    for name, what in (("launched", (RECIPE, [])), ("by_hand", (script, [json.dumps({"all": at_env()}), str(RECIPE)]))):
+        result = launch(what[0], [*what[1], *bench.flags(name, eval__generate=False)], preset="fsdp2_cpu", overrides=FP32)
         assert not any(result.returncodes), result.stderr[-4000:]
-        lines = load_json_lines(tmp_path / "runs" / name / "metrics.jsonl")
-        figures[name] = [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
+        figures[name] = [(line["loss"], line["grad_norm"]) for line in bench.lines(name, "train")]
         assert ": 2 processes x " in result.stdout
     assert figures["launched"] == figures["by_hand"] and len(figures["by_hand"]) == 3
