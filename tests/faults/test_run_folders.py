@@ -18,21 +18,12 @@ from tests.faults.harness import run_with
 from tests.faults.workers.faulty_recipe import at_step, this_rank
 from tests.support.checkpoint_files import found_folder
 from tests.support.launch import run_on_ranks
-from tests.support.workbench import Workbench, new_bench
+from tests.support.workbench import new_bench
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
 
 NOBODY = 65534
-CHANGES: dict[str, Any] = {
-    "train__max_steps": 6,
-    "checkpoint__every_steps": 2,
-    "checkpoint__keep_last": 9,
-    "eval__every_steps": 2,
-    "eval__at_start": True,
-    "log_row_ids": True,
-}
-TABLE = ["lead sentence", "constant", "after step 4", "after step 6"]
 
 
 def test_a_folder_that_one_node_does_not_see_or_nobody_may_write_to_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -98,34 +89,23 @@ def remove_at(step: int, path: Path) -> None:
         at_step(step, partial(remove, path))
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    """The runs of this file; `all` loses its folder when step 4 begins."""
-    bench = new_bench(tmp_path_factory, "changing")
-    # Saves that training waits for: beside one, nobody knows which of the next steps' files are there by then.
-    fault = partial(remove_at, 4, bench.runs / "all")
-    printed = run_with(bench, "all", fault, **CHANGES, checkpoint__async_save=False, exports=True)
-    (bench.runs / "all.txt").write_text(printed)
-    return bench
-
-
-def steps(bench: Workbench, name: str, kind: str) -> list[int]:
-    return [line["step"] for line in bench.lines(name, kind)]
-
-
-def table_rows(printed: str) -> list[str]:
-    """The first words of the rows of the table at a run's end."""
-    table = printed.partition("% distinct")[2].partition("\n\n")[0].partition("\n")[2]
-    return [line.partition("  ")[0].partition(' "')[0] for line in table.splitlines() if "  " in line]
-
-
-def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
+def test_a_folder_that_is_removed_is_made_again(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What was there is lost; the run comes to its end, with every file that a run has."""
-    run, printed = bench.runs / "all", (bench.runs / "all.txt").read_text()
+    bench = new_bench(tmp_path_factory, "changing")
+    run = bench.runs / "all"
+    # Saves that training waits for: beside one, nobody knows which of the next steps' files are there by then.
+    settings: dict[str, Any] = {
+        "train__max_steps": 6, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9, "checkpoint__async_save": False,
+        "eval__every_steps": 2, "eval__at_start": True, "log_row_ids": True,
+    }  # fmt: skip
+    printed = run_with(bench, "all", partial(remove_at, 4, run), **settings, exports=True)
     said = f"{run}/metrics.jsonl was removed or changed during the run: figures that it no longer has are lost"
     assert printed.count(said) == 1
-    assert [steps(bench, "all", kind) for kind in ("train", "eval", "checkpoint")] == [[4, 5, 6], [4, 6], [4, 6]]
-    assert table_rows(printed) == TABLE and "generated:" in printed
+    steps = [[line["step"] for line in bench.lines("all", kind)] for kind in ("train", "eval", "checkpoint")]
+    assert steps == [[4, 5, 6], [4, 6], [4, 6]]
+    table = printed.partition("% distinct")[2].partition("\n\n")[0].partition("\n")[2]
+    first_words = [line.partition("  ")[0].partition(' "')[0] for line in table.splitlines() if "  " in line]
+    assert first_words == ["lead sentence", "constant", "after step 4", "after step 6"] and "generated:" in printed
     assert bench.checkpoints("all") == ["step-00000004", "step-00000006"]
     assert found_folder(run, "auto") == (run / "checkpoints/step-00000006", [])
     for name in ("config.yaml", ".lock", "export/model.safetensors", "curves.png", "memory.json", "rows-00001.jsonl"):
