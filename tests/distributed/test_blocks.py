@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from tests.distributed.test_invariants import COMPILED
-from tests.support.launch import run_on_ranks
+from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 
 FAMILIES = ("gpt2", "t5", "llama-lora")
-
-
-FSDP1: dict[str, Any] = {
-    "fsdp_config": {"fsdp_version": 1, "fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_sync_module_states": False}
-}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +20,7 @@ FSDP1: dict[str, Any] = {
         ("fsdp2_cpu", {}, FAMILIES),
         ("single_cpu", {}, FAMILIES),
         ("ddp_cpu", {}, FAMILIES),
-        ("fsdp2_cpu", FSDP1, ["t5"]),
+        ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["t5"]),
     ],
 )
 def test_checkpointing_keeps_gradients_with_dropout(preset: str, overrides: dict[str, Any], families: Sequence[str]) -> None:

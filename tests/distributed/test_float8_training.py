@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,16 +59,6 @@ def emulated(function: Callable[..., Any], *args: Any) -> Any:
         patch.object(float8, "convert", convert_emulated),
     ):
         return function(*args)
-
-
-def train_emulated(*args: Any) -> dict[str, np.ndarray]:
-    gradients: dict[str, np.ndarray] = emulated(train_and_record_gradients, *args)
-    return gradients
-
-
-def take_step_emulated(family: str) -> dict[str, Any]:
-    report: dict[str, Any] = emulated(take_step, family)
-    return report
 
 
 def take_step(family: str) -> dict[str, Any]:
@@ -121,7 +112,7 @@ def take_step(family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("family", "overrides"), [("t5", {}), ("llama", FOUR | CHECKPOINTING)])
 def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32(family: str, overrides: dict[str, Any]) -> None:
-    float8 = run_on_ranks(take_step_emulated, preset=PRESET, overrides={**ON_CPU, **overrides}, args=(family,))[0]
+    float8 = run_on_ranks(partial(emulated, take_step), preset=PRESET, overrides={**ON_CPU, **overrides}, args=(family,))[0]
     bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**ON_CPU, **overrides, **BF16}, args=(family,))[0]
     check_step(float8, bf16)
 
@@ -145,7 +136,7 @@ def check_step(float8: dict[str, Any], bf16: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("where", [ON_CPU, ON_ONE], ids=["fsdp2", "one-process"])
 def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_path: Path, where: dict[str, Any]) -> None:
-    check_run(tmp_path, train_emulated, where, resume_tolerance=0)
+    check_run(tmp_path, partial(emulated, train_and_record_gradients), where, resume_tolerance=0)
 
 
 def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: dict[str, Any], resume_tolerance: float) -> None:

@@ -43,10 +43,6 @@ def with_two_devices(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def train_with_two_devices(*args: Any) -> Any:
-    return with_two_devices(train_and_record_gradients, *args)
-
-
 def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half() -> None:
     check_shards(partial(with_two_devices, report_shards), AS_TWO_MACHINES)
 
@@ -65,14 +61,15 @@ def check_shards(report: Callable[[], Any], where: dict[str, Any]) -> None:
 
 def test_it_trains_as_one_process(tmp_path: Path) -> None:
     """A resume under FSDP1: `tests/recipes/test_llm_resume.py`; from other strategies: `tests/faults/test_elastic.py`."""
-    (hybrid, gradients), (single, expected) = train_both(tmp_path, train_with_two_devices, AS_TWO_MACHINES)
+    (hybrid, gradients), (single, expected) = train_both(tmp_path, with_two_devices, AS_TWO_MACHINES)
     check_curve(hybrid, single)
     check_gradients(gradients, expected[0])
 
 
-def train_both(folder: Path, function: Callable[..., Any], where: dict[str, Any]) -> tuple[Finished, Finished]:
-    """A T5 on four ranks, and on one process."""
+def train_both(folder: Path, around: Callable[..., Any], where: dict[str, Any]) -> tuple[Finished, Finished]:
+    """A T5 on four ranks, each with something around it, and on one process."""
     write_inputs(folder)
+    function = partial(around, train_and_record_gradients)
     flags = [f"--model.name_or_path={folder / 'model'}", "--model.from_scratch=true", "--train.micro_batch_size_rows=2"]
     hybrid: dict[str, Any] = {"preset": "fsdp1_hybrid_shard", "overrides": where, "function": function, "flags": flags}
     runs = run_recipes(folder, {"hybrid": hybrid, "single": {"preset": "single", "overrides": {}, "flags": flags}})
