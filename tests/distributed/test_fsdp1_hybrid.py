@@ -26,6 +26,7 @@ from tests.support.small_run import (
     write_inputs,
 )
 
+PRESET = "fsdp1_hybrid_shard"
 AS_TWO_MACHINES: dict[str, Any] = {
     **GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_shard_grad_op"],
     "num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4,
@@ -44,12 +45,12 @@ def with_two_devices(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half() -> None:
-    check_shards(partial(with_two_devices, report_shards), AS_TWO_MACHINES)
+    check_shards(partial(with_two_devices, report_shards), PRESET, AS_TWO_MACHINES)
 
 
-def check_shards(report: Callable[[], Any], where: dict[str, Any]) -> None:
+def check_shards(report: Callable[[], Any], preset: str, where: dict[str, Any]) -> None:
     """What four ranks report that hold a T5."""
-    reports = run_on_ranks(report, preset="fsdp1_hybrid_shard", overrides={"mixed_precision": "no", **where})
+    reports = run_on_ranks(report, preset=preset, overrides={"mixed_precision": "no", **where})
     whole_bytes = reports[0]["whole_bytes"]
     for machine in (reports[:2], reports[2:]):
         assert sum(report["local_bytes"] for report in machine) == pytest.approx(whole_bytes, rel=0.02)
@@ -61,16 +62,16 @@ def check_shards(report: Callable[[], Any], where: dict[str, Any]) -> None:
 
 def test_it_trains_as_one_process(tmp_path: Path) -> None:
     """A resume under FSDP1: `tests/recipes/test_llm_resume.py`; from other strategies: `tests/faults/test_elastic.py`."""
-    (hybrid, gradients), (single, expected) = train_both(tmp_path, with_two_devices, AS_TWO_MACHINES)
+    (hybrid, gradients), (single, expected) = train_both(tmp_path, with_two_devices, PRESET, AS_TWO_MACHINES)
     check_curve(hybrid, single)
     check_gradients(gradients, expected[0])
 
 
-def train_both(folder: Path, around: Callable[..., Any], where: dict[str, Any]) -> tuple[Finished, Finished]:
+def train_both(folder: Path, around: Callable[..., Any], preset: str, where: dict[str, Any]) -> tuple[Finished, Finished]:
     """A T5 on four ranks, each with something around it, and on one process."""
     write_inputs(folder)
     function = partial(around, train_and_record_gradients)
     flags = [f"--model.name_or_path={folder / 'model'}", "--model.from_scratch=true", "--train.micro_batch_size_rows=2"]
-    hybrid: dict[str, Any] = {"preset": "fsdp1_hybrid_shard", "overrides": where, "function": function, "flags": flags}
+    hybrid: dict[str, Any] = {"preset": preset, "overrides": where, "function": function, "flags": flags}
     runs = run_recipes(folder, {"hybrid": hybrid, "single": {"preset": "single", "overrides": {}, "flags": flags}})
     return runs["hybrid"], runs["single"]

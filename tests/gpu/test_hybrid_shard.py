@@ -18,6 +18,7 @@ from tests.distributed.test_invariants import report_shards
 from tests.gpu.needs import needs_gpus
 from tests.support.small_run import figures
 
+PRESET = "fsdp1_hybrid_shard"
 AS_TWO_MACHINES: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4}
 RELATIVE_TOLERANCE = 1e-4  # fp32; cuBLAS chooses other kernels for other batch shapes
 
@@ -32,11 +33,11 @@ def on_two_gpus_a_machine(function: Callable[..., Any], *args: Any) -> Any:
 
 @needs_gpus(4)
 def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half() -> None:
-    check_shards(partial(on_two_gpus_a_machine, report_shards), AS_TWO_MACHINES)
+    check_shards(partial(on_two_gpus_a_machine, report_shards), PRESET, AS_TWO_MACHINES)
 
 
 @needs_gpus(4)
 def test_it_trains_as_one_gpu(tmp_path: Path) -> None:
-    curves = [figures(lines, "train") for lines, _ in train_both(tmp_path, on_two_gpus_a_machine, AS_TWO_MACHINES)]
+    curves = [figures(lines, "train") for lines, _ in train_both(tmp_path, on_two_gpus_a_machine, PRESET, AS_TWO_MACHINES)]
     for figure in ("loss", "grad_norm"):
         np.testing.assert_allclose(curves[0][figure], curves[1][figure], rtol=RELATIVE_TOLERANCE, err_msg=figure)
