@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -36,11 +35,6 @@ from toolkit.models.quantized import dequantized
 from toolkit.parallel.gather import dequantized_copy, evaluation_model, unsharded_parameters
 from toolkit.parallel.wrap import ShardedModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from toolkit.objectives.objective import Objective
-
 logger = logging.getLogger("toolkit")
 
 
@@ -64,7 +58,7 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     enter_phase("export")
     check = _trained_logits(sharded, data)
     enter_phase("export", counts_cpu=True)
-    export = _Export(data.objective, config, sharded, data.tokenizer, check, origin, places)
+    export = _Export(config, sharded, data, check, origin, places)
     merge = None
     if is_enabled(config.adapter):
         adapter, base_hashes = _gather_adapter(sharded, origin.frozen_hashes, places)
@@ -79,10 +73,9 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
 class _Export:
     """An export under way. `write_adapter` and `write_model` are collectives."""
 
-    objective: Objective
     config: RecipeConfig
     sharded: ShardedModel
-    tokenizer: PreTrainedTokenizerBase
+    data: EvaluationRows
     check: Tensors
     """A few inputs, and the trained model's `logits` for them."""
     origin: Origin
@@ -156,14 +149,15 @@ class _Export:
         """Write what every exported folder has beside weights, and the check of this export."""
         from transformers import AutoTokenizer
 
-        self.tokenizer.save_pretrained(unfinished)
+        objective, tokenizer = self.data.objective, self.data.tokenizer
+        tokenizer.save_pretrained(unfinished)
         try:
             AutoTokenizer.from_pretrained(unfinished)
         except Exception as error:  # a damaged tokenizer may raise anything
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             fix = f"check the disk of {unfinished.parent}, and start the same command again"
             raise UserError(f"transformers cannot load the tokenizer that was exported ({reason}): {fix}") from None
-        self.origin.remarks.extend(spell_tokenizer(unfinished, self.tokenizer))
+        self.origin.remarks.extend(spell_tokenizer(unfinished, tokenizer))
         config, skeleton, origin = self.config, self.sharded.skeleton, self.origin
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr]
@@ -172,8 +166,8 @@ class _Export:
         save_usage(config, unfinished, dtype=origin.computed_in, step=origin.step, weights_dtype=stored, kept_tokens=kept)
         if kind != "adapter" and skeleton.input_modalities != "text":
             copy_processors(config.model, unfinished)
-        is_adapter, tag = kind == "adapter", self.objective.pipeline_tag(config)
-        use = write_python(self.objective, config, skeleton.config, self.tokenizer, ".", origin, is_adapter=is_adapter)
+        is_adapter, tag = kind == "adapter", objective.pipeline_tag(config)
+        use = write_python(objective, config, skeleton.config, tokenizer, ".", origin, is_adapter=is_adapter)
         save_card(unfinished, config, skeleton.config, origin, kind, stored, use, tag)
         save_trainer_state(unfinished, origin.lines, origin.step, data.num_training_rows if data else None)
         if self.places.check_file is not None:

@@ -34,10 +34,10 @@ def open_run_folder(config: Any) -> Path:
     """
     folder = on_all_ranks(lambda: _find_folder(config))
     # Random, so that a rank can read only what rank 0 has just written.
-    probe, content = broadcast_object((f".probe-{secrets.token_hex(16)}", secrets.token_hex(16)))
+    names = f".probe-{secrets.token_hex(16)}", secrets.token_hex(16), socket.gethostname()
+    probe, content, first_node = broadcast_object(names)
     try:
         on_rank_0(lambda: _write_probe(folder, probe, content, config.run.output_dir))
-        first_node = broadcast_object(socket.gethostname())
         on_all_ranks(lambda: _read_probe(folder, probe, content, config.run.output_dir, first_node))
     finally:
         if rank() == 0:

@@ -110,15 +110,16 @@ def _load(config: Any, objective: Any, accelerator: Accelerator, rows: Tokenized
         name_or_path=name, trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation
     )
     enter_phase("loading the reference", counts_cpu=True)
-    model_config = on_all_ranks(lambda: load_model_config(model, objective))
-    skeleton = on_all_ranks(lambda: build_skeleton(model, model_config, objective))
 
-    def check_tokenizer() -> None:
+    def prepare() -> tuple[Any, Any]:
+        model_config = load_model_config(model, objective)
+        skeleton = build_skeleton(model, model_config, objective)
         if load_tokenizer(model, num_token_embeddings(skeleton)).get_vocab() != rows.tokenizer.get_vocab():
             what = f"preference.reference {name} has another tokenizer than {options.name_or_path}"
             raise UserError(f"{what}, so its log-probabilities would be of other tokens: give a model with the same one")
+        return model_config, skeleton
 
-    on_all_ranks(check_tokenizer)
+    model_config, skeleton = on_all_ranks(prepare)
     dtype = frozen_dtype(accelerator, options.frozen_dtype, has_adapter=True)
     built, weights = open_weights(model, model_config, objective, skeleton, dtype)
     readers = complete_readers(built, weights, AdapterConfig(), model, seed=0)

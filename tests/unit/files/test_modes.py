@@ -92,7 +92,8 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         places = ExportPaths(check_file=tmp_path / "export_check.safetensors")
         with patch("transformers.AutoTokenizer.from_pretrained"):  # reads what this tokenizer does not write
             sharded: Any = SimpleNamespace(skeleton=skeleton)
-            under_way = _Export(Causal(), config, sharded, tokenizer, tensors, Origin(), places)
+            data: Any = SimpleNamespace(objective=Causal(), tokenizer=tokenizer)
+            under_way = _Export(config, sharded, data, tensors, Origin(), places)
             under_way._write_rest(folder, "model", torch.float32)
     name = save_random_state(capture_random_state(), tmp_path)
     export = tmp_path / "export"
