@@ -40,9 +40,9 @@ def dequantized(stored: TensorReaders, what: str) -> TensorReaders:
 def _build_nf4(take: Take) -> TensorReader:
     """bitsandbytes' NF4: bytes of two codes, the first in the high bits, and a scale (`absmax`) per block of the flat weight."""
     state, codes, absmax, quant_map = (take(ending) for ending in (NF4_STATE, "", ".absmax", ".quant_map"))
-    about = json.loads(bytes(state.read((slice(0, state.shape[0]),)).tolist()))
+    about = json.loads(bytes(state.read_all().tolist()))
     shape, width = tuple(about["shape"]), math.prod(about["shape"][1:])
-    pairs = torch.cartesian_prod(*[quant_map.read((slice(0, 16),))] * 2)
+    pairs = torch.cartesian_prod(*[quant_map.read_all()] * 2)
     per_row = 2 * (-(-shape[0] * width // 2) // codes.shape[0])  # the bytes may be stored as another dtype (quant_storage)
 
     scales = absmax
@@ -50,7 +50,7 @@ def _build_nf4(take: Take) -> TensorReader:
         of_scales, values_of_codes = take(".nested_absmax"), take(".nested_quant_map")
 
         def read_nested(box: TensorSlice) -> torch.Tensor:
-            values = values_of_codes.read((slice(0, 256),))[absmax.read(box).int()]
+            values = values_of_codes.read_all()[absmax.read(box).int()]
             return values * _spread(of_scales, box[0], about["nested_blocksize"]) + about["nested_offset"]
 
         scales = TensorReader(absmax.shape, read_nested)

@@ -231,24 +231,19 @@ def cast_trained(model: nn.Module, setting: TrainedDtype) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
+class TensorHash:
+    """`hash_tensor` of a tensor that is given in parts on the CPU, in memory order."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._dtype, self._sha256 = dtype, hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
+        self.hexdigest = self._sha256.hexdigest
+
+    def add(self, part: torch.Tensor) -> None:
+        """Add the next part."""
+        self._sha256.update(part.to(self._dtype).flatten().contiguous().view(torch.uint8).numpy().data)
+
+
 def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> str:
     """sha256 of dtype, shape and bytes of an unsharded tensor, cast to `dtype`."""
-    return hash_parts(dtype, tensor.shape, [tensor.detach().to("cpu")])
-
-
-def hash_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> str:
-    """`hash_tensor` of a tensor on the CPU that is given in parts, in memory order."""
-    begun = begin_hash(dtype, shape)
-    for part in parts:
-        update_hash(begun, part, dtype)
-    return begun.hexdigest()
-
-
-def begin_hash(dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    """The sha256 of `hash_parts` before the first part."""
-    return hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
-
-
-def update_hash(begun: Any, part: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add the next part."""
-    begun.update(part.to(dtype).flatten().contiguous().view(torch.uint8).numpy().data)
+    (hashed := TensorHash(tensor.shape, dtype)).add(tensor.detach().cpu())
+    return hashed.hexdigest()

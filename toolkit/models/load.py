@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @contextmanager
 def own_class(given: Any, config: ModelConfig, objective: Objective) -> Iterator[None]:
     """Let whatever loads a model of its kind take the class of `given`, a class or a built model; None changes nothing. One that
-    does not fit the objective or `model.name_or_path` is a `UserError`; so is a config with other weights than a built one's."""
+    does not fit objective or config is a `UserError`."""
     import transformers
 
     is_new = config.from_scratch or not (given is None or isinstance(given, type))
@@ -79,24 +79,22 @@ def own_class(given: Any, config: ModelConfig, objective: Objective) -> Iterator
 
 def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> ModelConfig:
     """Write a built model, and the tokenizer of `model.name_or_path`, to the cache of each node's first process; returns the
-    config that reads it, so that it is loaded, sharded, resumed and exported as a folder. A module that is not as its class
-    builds it, a frozen parameter, a tokenizer that cannot be read, a cache that cannot be written, or nodes with different models
-    are a `UserError` on every rank. Collective."""
+    config that reads it as a folder. A module that is not as its class builds it, a frozen parameter, a tokenizer that cannot be
+    read, a cache that cannot be written, or nodes with different models are a `UserError` on every rank. Collective."""
 
     def save() -> str:
         def write(folder: Path) -> dict[str, Any]:
             with mock.patch.object(model, "generation_config", type(model.generation_config)()):
-                for part in parts:
+                for part in (model, tokenizer) if tokenizer else (model,):
                     part.save_pretrained(folder)
             model.generation_config.to_json_file(folder / "generation_config.json")  # `save_pretrained` refuses some of them
             return {}
 
         tokenizer = None if trains_tokenizer(config) else read_tokenizer(config)
-        parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
         with torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config))
-        name = type(model).__name__
         if repr(model) != repr(again):
+            name = type(model).__name__
             raise UserError(f"model has modules that {name} does not build from its config: change them in a class")
         built = again.named_parameters()
         if frozen := [own for own, parameter in built if parameter.requires_grad > model.get_parameter(own).requires_grad]:
@@ -115,8 +113,8 @@ def save_built(model: PreTrainedModel, config: ModelConfig, cache: Path) -> Mode
 
 
 def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, objective: Objective) -> PreTrainedModel:
-    """The model on the meta device: names, shapes and classes for checks before any weights are downloaded. An attention
-    implementation that does not exist for this model is a `UserError`; others are those of `grow_vocabulary`."""
+    """The model on the meta device, for checks before any weights are downloaded. An attention implementation that does not
+    exist for this model is a `UserError`; others are those of `grow_vocabulary`."""
     import transformers
 
     if config.add_tokens:
@@ -140,15 +138,15 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, objectiv
 
 
 class _Writes(TorchDispatchMode):
-    """Context that collects the names of what is written in place: `found`, of the tensors of `names`, by their storage."""
+    """Context that collects the storages of what is written in place: `found`."""
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.names, self.found = names, set[str]()
+        self.found = set[int]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function._schema.is_mutable and isinstance(args[0], torch.Tensor):
-            self.found |= {self.names.get(private("_cdata", args[0].untyped_storage()), "")} - {""}
+            self.found.add(private("_cdata", args[0].untyped_storage()))
         return function(*args, **(kwargs or {}))
 
 
@@ -159,11 +157,10 @@ def check_kept(model: PreTrainedModel, name: str) -> None:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # as when its value has been loaded
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]
-    names = {private("_cdata", parameter.untyped_storage()): own for own, parameter in model.named_parameters()}
-    with _Writes(names) as writes, torch.device("meta"), suppress(Exception):
+    with _Writes() as writes, torch.device("meta"), suppress(Exception):
         model.initialize_weights()
-    if writes.found:
-        what = f"{min(writes.found)} of {name}, or a part of it, anew whenever it loads a {model.config.model_type}"
+    if written := [own for own, p in model.named_parameters() if private("_cdata", p.untyped_storage()) in writes.found]:
+        what = f"{min(written)} of {name}, or a part of it, anew whenever it loads a {model.config.model_type}"
         raise UserError(
             f"transformers sets {what}, so that an export would load as another model: if it is the row of the padding token, "
             "set pad_token_id null in a copy of its config.json"
@@ -209,28 +206,21 @@ def load_model(
         options = {"config": model_config, "revision": config.revision, "dtype": dtype, **_options(config)}
         if not config.trust_remote_code:  # `choose_generation` reads the base's, of which transformers may refuse some keys
             options["generation_config"] = transformers.GenerationConfig()
-        model, report = from_files(
+        model, match = from_files(
             objective.loader(model_config), config.name_or_path, f"model {config.name_or_path}", options,
             lambda: build_on_meta(config, model_config, objective, dtype),
             ": give a folder with them, or model.from_scratch true for random ones",
         )  # fmt: skip
-        other_shapes = {name: tuple(stored) for name, stored, _ in report["mismatched_keys"]}
-        match = Match({}, sorted(report["missing_keys"]), other_shapes, sorted(report["unexpected_keys"]))
         check_loaded(objective, model, config.name_or_path, match)
     return model
 
 
 def from_files(
     model_class: Any, name: str, what: str, options: dict[str, Any], build: Callable[[], Any], remedy: str = ""
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`from_pretrained` of safetensors files, dequantized if they are quantized; the model, and what does not fit it. A
-    `UserError` if there are no such files, or they cannot be read.
-
-    Args:
-        what: the setting and path of the files.
-        options: of `from_pretrained`.
-        build: builds such a model, of which only the class and the configs are taken.
-    """
+) -> tuple[PreTrainedModel, Match]:
+    """`from_pretrained` of safetensors files with `options`, dequantized if they are quantized; the model, and what does not fit
+    it. Of the model that `build` makes only class and configs are taken. No such files, or such that cannot be read, are a
+    `UserError` that names them by `what`, their setting and path."""
     from transformers import PreTrainedConfig
 
     # Unless the options say otherwise, the caller's error names the first shape that differs.
@@ -239,25 +229,24 @@ def from_files(
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=options["revision"])
         nested = [value for value in settings.values() if isinstance(value, dict)]
         if not any(part.get("quantization_config") for part in (settings, *nested)):
-            model, report = _load(model_class, name, use_safetensors=True, **options)
+            model, match = _load(model_class, name, use_safetensors=True, **options)
             with suppress(ShardedReadUnsupported):  # nothing is read but headers, and what has two names
                 match_files(model, name, options["revision"], what)
-            return model, report
+            return model, match
         stored = open_files(find_weight_files(name, options["revision"]), what)
     except (OSError, ShardedReadUnsupported, SafetensorError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{what} has no loadable safetensors weights ({first_line}){remedy}") from None
     # transformers takes either a name or tensors. On the meta device nothing is read.
     built, is_meta = build(), torch.device("meta") in options.get("device_map", {}).values()
-    boxes = {key: tuple(slice(0, size) for size in source.shape) for key, source in stored.items()}
-    state = {key: torch.empty(stored[key].shape, device="meta") if is_meta else stored[key].read(boxes[key]) for key in boxes}
-    model, report = _load(type(built), None, state_dict=state, **options | {"config": built.config})
+    state = {key: torch.empty(one.shape, device="meta") if is_meta else one.read_all() for key, one in stored.items()}
+    model, match = _load(type(built), None, state_dict=state, **options | {"config": built.config})
     model.name_or_path = model.config.name_or_path = built.name_or_path
     model.generation_config = built.generation_config
-    return model, report
+    return model, match
 
 
-def _load(model_class: Any, name: str | None, **options: Any) -> Any:
+def _load(model_class: Any, name: str | None, **options: Any) -> tuple[PreTrainedModel, Match]:
     """`from_pretrained` without transformers' table of names that do not match, except for errors: callers have own words."""
 
     def is_kept(record: logging.LogRecord) -> bool:
@@ -266,9 +255,11 @@ def _load(model_class: Any, name: str | None, **options: Any) -> Any:
     theirs = logging.getLogger("transformers.modeling_utils")
     theirs.addFilter(is_kept)
     try:
-        return model_class.from_pretrained(name, **options)
+        model, report = model_class.from_pretrained(name, **options)
     finally:
         theirs.removeFilter(is_kept)
+    other_shapes = {own: tuple(stored) for own, stored, _ in report["mismatched_keys"]}
+    return model, Match({}, sorted(report["missing_keys"]), other_shapes, sorted(report["unexpected_keys"]))
 
 
 def num_token_embeddings(model: PreTrainedModel) -> int:

@@ -1,7 +1,7 @@
 """Readers of tensors, by which values reach a model's parameters: each gives any part of one.
 
-Over files and seeds nothing is in host memory but pieces of at most `PIECE_BYTES`, one a thread, whatever the size of a tensor,
-so that no rank holds the full model. Over a state dict each rank holds all of it, until a parameter has its values.
+Over files and seeds nothing is in host memory but pieces of at most `PIECE_BYTES`, one a thread, so that no rank holds the full
+model. Over a state dict each rank holds all of it, until a parameter has its values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank, world_size
 from toolkit.distributed.progress import Phase
-from toolkit.models.freeze import begin_hash, hash_parts, update_hash
+from toolkit.models.freeze import TensorHash
 from toolkit.private import private
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class TensorReader:
     is_held: bool = False
     """Each rank holds the full tensor in memory."""
 
+    def read_all(self) -> torch.Tensor:
+        """The full tensor."""
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
     def to(self, dtype: torch.dtype) -> TensorReader:
         """The reader of the values converted to `dtype`, part by part."""
         return TensorReader(self.shape, lambda box: self.read(box).to(dtype))
@@ -63,8 +67,7 @@ def fill_buffers(model: nn.Module, readers: TensorReaders) -> None:
     """Read those of a model's buffers that have a reader, in place: buffers are not sharded, so each rank reads all of them."""
     for name, buffer in model.named_buffers():
         if name in readers:
-            for piece in pieces(tuple(buffer.shape)):
-                buffer[piece].copy_(readers[name].read(piece))
+            buffer.copy_(readers[name].read_all())
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
@@ -88,12 +91,12 @@ def fill_parameters(model: nn.Module, readers: TensorReaders) -> None:
 
     @torch.no_grad()  # of this thread
     def fill(name: str, parameter: nn.Parameter) -> int:
-        reader = readers.pop(name)
-        assert reader.shape == tuple(parameter.shape), f"{name} is {tuple(parameter.shape)}, its reader {reader.shape}"
-        local, shape, offset = parameter.data, parameter.shape, (0,) * parameter.ndim
+        reader, shape = readers.pop(name), parameter.shape
+        assert reader.shape == tuple(shape), f"{name} is {tuple(shape)}, its reader {reader.shape}"
+        local, offset = parameter.data, (0,) * parameter.ndim
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
-            shape, offset = place_of(parameter.shape, parameter.device_mesh, parameter.placements)
+            shape, offset = place_of(shape, parameter.device_mesh, parameter.placements)
         assert tuple(shape) == tuple(local.shape), f"{name}: {tuple(local.shape)} is not this rank's {tuple(shape)}"
         for piece in pieces(tuple(local.shape)):
             box = tuple(slice(begin + p.start, begin + p.stop) for begin, p in zip(offset, piece, strict=True))
@@ -115,21 +118,19 @@ class PassingHash:
 
     def __init__(self, reader: TensorReader, dtype: torch.dtype) -> None:
         self._source: TensorReader | None = reader
-        self._dtype, self._left = dtype, list(pieces(reader.shape))
-        self._digest = begin_hash(dtype, reader.shape)
+        self._left, self._hashed = list(pieces(reader.shape)), TensorHash(reader.shape, dtype)
         self.reader = replace(reader, read=self._read)
 
     def _read(self, box: TensorSlice) -> torch.Tensor:
         assert self._source is not None and box == self._left.pop(0), "not read in memory order"
-        part = self._source.read(box)
-        update_hash(self._digest, part, self._dtype)
+        self._hashed.add(part := self._source.read(box))
         if not self._left:
             self._source = None  # and what it holds
         return part
 
     def hexdigest(self) -> str:
         assert not self._left, "not all has been read"
-        return self._digest.hexdigest()
+        return self._hashed.hexdigest()
 
 
 def hash_readers(readers: TensorReaders, dtypes: dict[str, torch.dtype], *, on_each_rank: bool = False) -> dict[str, str]:
@@ -137,23 +138,24 @@ def hash_readers(readers: TensorReaders, dtypes: dict[str, torch.dtype], *, on_e
     from what it reads itself. A file that cannot be read is a `UserError` on every rank. Collective."""
 
     def digest(name: str) -> str:
-        reader = readers[name]
-        return hash_parts(dtypes[name], reader.shape, map(reader.read, pieces(reader.shape)))
+        passing = PassingHash(readers[name], dtypes[name])
+        for piece in pieces(readers[name].shape):
+            passing.reader.read(piece)
+        return passing.hexdigest()
 
     # Share the tensors among ranks, the largest first, each to the rank with the least to hash.
-    loads = [0] * world_size()
-    mine = []
-    for name in sorted(dtypes, key=lambda name: (-math.prod(readers[name].shape), name)):
+    sizes = {name: math.prod(readers[name].shape) for name in dtypes}
+    loads, mine = [0] * world_size(), list[str]()
+    for name in sorted(dtypes, key=lambda name: (-sizes[name], name)):
         least = loads.index(min(loads))
-        loads[least] += math.prod(readers[name].shape)
+        loads[least] += sizes[name]
         if on_each_rank or least == rank():
             mine.append(name)
-    num_bytes = {name: math.prod(readers[name].shape) * dtypes[name].itemsize for name in mine}
+    num_bytes = {name: sizes[name] * dtypes[name].itemsize for name in mine}
 
     def digest_mine() -> dict[str, str]:
-        digests = {}
-        for name, found in zip(mine, threads.map(digest, mine), strict=True):
-            digests[name] = found
+        digests: dict[str, str] = {}
+        for name, digests[name] in zip(mine, threads.map(digest, mine), strict=True):
             hashing.add(num_bytes[name])
         return digests
 

@@ -1,8 +1,8 @@
 """The weights of a model: where each parameter's values are read, in files, in a state dict, or drawn from a seed.
 
-The model stays on the meta device here, whatever the strategy: `parallel.wrap.shard_model` lets each rank read what it holds.
-Under FSDP2 those are its shards; in a single process and under DDP the full model, on its device; under FSDP1 too, on the CPU,
-from where FSDP1 flattens it. A base that is to be quantized is never held as it is stored.
+The model stays on the meta device here: `parallel.wrap.shard_model` lets each rank read what it holds. Under FSDP2 those are its
+shards; in a single process and under DDP the full model, on its device; under FSDP1 too, on the CPU, from where FSDP1 flattens
+it. A base that is to be quantized is never held as it is stored.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ def open_weights(
         allocate(model, torch.device("meta"))
         grow_vocabulary(model, config)  # it has rows for the tokens
         options = {"config": model.config, "dtype": torch.float32}
-        other, about = from_files(type(model), str(exported), f"model.init_from {exported}", options, lambda: model)
-        kinds = (about[kind] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"))
-        _check_fits(model, exported, [[key if isinstance(key, str) else key[0] for key in keys] for keys in kinds])
+        other, match = from_files(type(model), str(exported), f"model.init_from {exported}", options, lambda: model)
+        _check_fits(model, exported, match)
         other.name_or_path = other.config.name_or_path = model.name_or_path
         return other
 
@@ -112,9 +111,7 @@ def _open_files(
         if exported is not None:
             grow_vocabulary(model, config)  # it has rows for the tokens
             files, match = match_files(model, str(exported), None, f"model.init_from {exported}")
-            if match.unknown:
-                raise ShardedReadUnsupported(f"model.init_from {exported} also has {match.unknown[0]}")
-            _check_fits(model, exported, [match.missing, [*match.other_shapes], []])
+            _check_fits(model, exported, match)
         return model, files, match
 
     model, files, match = on_all_ranks(begin)
@@ -208,9 +205,10 @@ def hash_frozen(
     return lambda: dict(sorted((hashes | {name: each.hexdigest() for name, each in passing.items()}).items()))
 
 
-def _check_fits(model: PreTrainedModel, exported: Path, wrong: list[list[str]]) -> None:
+def _check_fits(model: PreTrainedModel, exported: Path, match: Match) -> None:
     """Refuse weights for `model.init_from` by the first name that they lack, have another shape of, or have too much."""
-    for names, what in zip(wrong, ("lacks", "has another shape of", "also has"), strict=True):
+    wrong = {"lacks": match.missing, "has another shape of": match.other_shapes, "also has": match.unknown}
+    for what, names in wrong.items():
         if names:
             raise UserError(f"model.init_from {exported} does not fit {model.name_or_path}: it {what} {min(names)}")
 
