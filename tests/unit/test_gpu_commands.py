@@ -7,7 +7,6 @@ import functools
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,61 +35,29 @@ WITHOUT_MEMORY = ("--data.source_column", "--data.target_column", "--run.name", 
 """Flags that change no plan: commands that differ in them alone are planned once."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A launch of a recipe on GPUs."""
-
-    place: str
-    preset: str
-    num_processes: int
-    recipe: str
-    flags: tuple[str, ...]
-    gpu_memory_gib: int | None
-    """The memory named last before the command's end in its section or comment, else first after it; None: none is named."""
-
-
-def list_commands(text: str, place: str) -> Iterator[Command]:
-    """The commands of a page that can be planned: neither on CPUs, nor with a run YAML that a reader writes."""
-    # A section of a page or the comment of a YAML names the memory.
+def list_commands(text: str, place: str) -> Iterator[Any]:
+    """Page, preset, number of processes, recipe, words and the GiB named last before a command's end in its section or comment,
+    else first after it. Left out are those that cannot be planned: on CPUs, or with a run YAML that a reader writes."""
     for section in re.split(r"^#+ (?=[A-Z])" if place.endswith(".md") else r"^(?!#)", text, flags=re.MULTILINE):
         section = re.sub(r" *\\\n(# *)?", " ", section)
         for match in COMMAND.finditer(section):
-            preset, num_processes, recipe, words = match.groups()
+            preset, number, recipe, words = match.groups()
             flags = shlex.split(words, comments=True)
-            run_yaml = flags[flags.index("--config") + 1]
             mapping = yaml.safe_load((REPOSITORY / f"accelerate_configs/{preset}.yaml").read_text())
-            if mapping["use_cpu"] or "/" not in run_yaml:
-                continue
-            named = [*reversed(MEMORY.findall(section[: match.end()])), *MEMORY.findall(section[match.end() :])]
-            num, memory = int(num_processes or mapping["num_processes"]), int(named[0]) if named else None
-            yield Command(f"{place}: {preset}", preset, num, recipe, tuple(flags), memory)
-
-
-def plan_bytes(command: Command) -> int:
-    """A rank's peak in the command's own micro-batch."""
-    given = dict(zip(command.flags[::2], command.flags[1::2], strict=True))
-    named = {name: value for name, value in given.items() if name not in WITHOUT_MEMORY and not PLACEHOLDER.fullmatch(value)}
-    named["--data.files"] = "rows"
-    config: Any = load_config(LLMConfig if command.recipe == "llm" else SummarizationConfig, _as_flags(named))
-    named["--model.name_or_path"] = config.model.name_or_path
-    preset = REPOSITORY / f"accelerate_configs/{command.preset}.yaml"
-    strategy = load_strategy(preset, command.num_processes, command.gpu_memory_gib)
-    # Compiled blocks and float8 are planned as plain ones.
-    strategy = dataclasses.replace(strategy, is_compiled=False, is_float8=False)
-    return _plan_bytes(strategy, command.recipe, tuple(sorted(named.items())))
+            if not mapping["use_cpu"] and "/" in flags[flags.index("--config") + 1]:
+                named = [*reversed(MEMORY.findall(section[: match.end()])), *MEMORY.findall(section[match.end() :])]
+                values = place, preset, int(number or mapping["num_processes"]), recipe, flags, int(named[0]) if named else 0
+                yield pytest.param(*values, id=f"{place}: {preset}")
 
 
 @functools.cache
-def _plan_bytes(strategy: Strategy, recipe: str, flags: tuple[tuple[str, str], ...]) -> int:
-    named = dict(flags)
-    model = Path(named.pop("--model.name_or_path"))
-    subject = build_subject(str(model if model.is_dir() else HUB_MODELS / model), strategy, _as_flags(named), recipe)
+def plan_bytes(strategy: Strategy, recipe: str, flags: tuple[str, ...]) -> int:
+    """A rank's peak in the command's own micro-batch."""
+    config: Any = load_config(LLMConfig if recipe == "llm" else SummarizationConfig, list(flags))
+    model = Path(config.model.name_or_path)
+    subject = build_subject(str(model if model.is_dir() else HUB_MODELS / model), strategy, list(flags), recipe)
     with fake_ranks(strategy.num_processes):
         return estimate_peak(subject, strategy, subject.config.train.micro_batch_size_rows)
-
-
-def _as_flags(named: dict[str, str]) -> list[str]:
-    return [word for flag in named.items() for word in flag]
 
 
 COMMANDS = [
@@ -98,22 +65,25 @@ COMMANDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _at_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "preset", "num_processes", "recipe", "flags", "gpu_gib"), COMMANDS)
+def test_a_gpu_command_fits_the_memory_that_it_names(
+    place: str, preset: str, num_processes: int, recipe: str, flags: list[str], gpu_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(REPOSITORY)
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.place)
-def test_a_gpu_command_fits_the_memory_that_it_names(command: Command) -> None:
-    assert command.gpu_memory_gib, "name the memory of its GPUs, as in `8 GPUs with 24 GiB`"
-    needed, usable = plan_bytes(command) / 2**30, command.gpu_memory_gib * USABLE_SHARE
-    assert needed <= usable, f"needs {needed:.1f} GiB of {usable:.1f} usable"
-    if "llm_moe_lora" in command.place:  # which names the smallest GPUs that do
-        assert needed > {24: 16, 40: 24}[command.gpu_memory_gib] * USABLE_SHARE
-        header = (REPOSITORY / command.place.partition(":")[0]).read_text()
-        assert f"# Hardware:   {command.num_processes} GPUs with {command.gpu_memory_gib} GiB" in header
+    assert gpu_gib, "name the memory of its GPUs, as in `8 GPUs with 24 GiB`"
+    given = dict(zip(flags[::2], flags[1::2], strict=True)) | {"--data.files": "rows"}
+    named = {name: value for name, value in given.items() if name not in WITHOUT_MEMORY and not PLACEHOLDER.fullmatch(value)}
+    strategy = load_strategy(REPOSITORY / f"accelerate_configs/{preset}.yaml", num_processes, gpu_gib)
+    # Compiled blocks and float8 are planned as plain ones.
+    strategy = dataclasses.replace(strategy, is_compiled=False, is_float8=False)
+    needed = plan_bytes(strategy, recipe, tuple(word for flag in sorted(named.items()) for word in flag)) / 2**30
+    assert needed <= gpu_gib * USABLE_SHARE, f"needs {needed:.1f} GiB of {gpu_gib * USABLE_SHARE:.1f} usable"
+    if "llm_moe_lora" in place:  # which names the smallest GPUs that do
+        assert needed > {24: 16, 40: 24}[gpu_gib] * USABLE_SHARE
+        header = (REPOSITORY / place).read_text()
+        assert f"# Hardware:   {num_processes} GPUs with {gpu_gib} GiB" in header
 
 
 def test_commands_are_found_where_users_read_them() -> None:
-    found = [command.place for command in COMMANDS]
+    found = [command.values[0] for command in COMMANDS]
     assert [sum(place.startswith(page) for place in found) for page in ("README.md", "recipes/", "docs/")] == [2, 6, 3]

@@ -16,7 +16,6 @@ from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from transformers.integrations import moe
 from transformers.models.muse_spark import modeling_muse_spark
 from transformers.models.nemotron_h import modeling_nemotron_h
 
@@ -30,8 +29,7 @@ from toolkit.models.experts import check_experts, expert_counts
 from toolkit.models.lora import check_adapter_config
 from toolkit.models.lora_files import base_name
 from toolkit.models.patches.experts import experts_by_token
-from toolkit.parallel.compute_copies import ComputeCopies
-from toolkit.parallel.units import find_blocks, repeated_blocks
+from toolkit.parallel.units import find_blocks
 
 SWITCH = T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 NLLB = {
@@ -233,24 +231,6 @@ def test_experts_inside_an_adapter_are_refused_as_a_wrap_class() -> None:
     del names[0]
     sentence = "names MixtralExperts, which an adapter of experts reads from outside: name"
     assert sentence in refusal(find_blocks, plugin, adapt(build_causal("mixtral"), experts=True))
-
-
-def test_on_copies_in_bf16_experts_compute_in_it_with_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fp32 products of groups would read their sizes on the host of a GPU."""
-    model, dtypes = build_causal("mixtral"), []
-
-    def note(inputs: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        dtypes.append(weight.dtype)
-        return grouped(inputs, weight, offs)
-
-    grouped = moe._grouped_mm
-    monkeypatch.setattr(moe, "_grouped_mm", note)
-    copies = ComputeCopies(model, repeated_blocks(model).values(), torch.bfloat16)
-    with copies.held():
-        model(**INPUTS, use_cache=False).logits.float().square().sum().backward()
-    assert dtypes == [torch.bfloat16] * 4
-    gradients = [p.grad for p in model.parameters() if p.ndim == 3]
-    assert all(gradient is not None and gradient.dtype == torch.float32 and gradient.any() for gradient in gradients)
 
 
 def test_nested_configs_keep_their_own_choice_of_products() -> None:

@@ -120,14 +120,6 @@ def test_a_turn_of_weight_0_does_not_count_and_is_not_generated(prepare, tmp_pat
     )
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2, MARKED])
-def test_the_prompt_is_what_generation_gets_from_the_template(prepare, template):
-    rows = prepare(chats(*CHATS, say("hello", "\n\nit is")), chat_template=template)
-    for place, messages in enumerate([*CHATS, say("hello", "\n\nit is")]):
-        expected = rows.tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-        assert prompt_of(rows, place) == expected
-
-
 def test_all_tokens_count_if_asked_for(prepare):
     rows = prepare(chats(CHATS[0]), loss_on="all")
     row = rows.train[0]

@@ -118,7 +118,6 @@ def tokens_of_file(folder: Path, text: str = NUMBERS) -> list[int]:
     [
         ("t5", {}, "T5Tokenizer finds no vocabulary"),
         ("gpt2", {"tokenizer_config.json": '{"bos_token": "<b>"}'}, "GPT2Tokenizer finds no vocabulary"),
-        ("gemma", {"spiece.model": "x"}, "GemmaTokenizer finds no vocabulary"),
         ("bert", {"vocab.txt": ""}, "BertTokenizer finds no vocabulary"),
         ("llama", {"tokenizer.json": "{"}, "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("llama", {"tokenizer.json": "{}"}, "'added_tokens'"),
