@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
             "dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "olmoe",
-            "qwen3_5_moe", "qwen3_5_moe_text",
+            "granite4_vision", "qwen3_5_moe", "qwen3_5_moe_text",
         ),
         {"optim.lr": LR / 10},
     ),

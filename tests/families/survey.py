@@ -62,11 +62,16 @@ def survey(kind: str) -> dict[str, str]:
 
 
 def save_and_try(folder: Path, kind: str) -> None:
-    """Write the tiny model and the rows, and run plain transformers forward and backward."""
+    """Write the tiny model and the rows; plain transformers reads the model again, and runs it forward and backward."""
     import torch
+
+    from tests.families.plain import load_base
 
     save_rows(folder, is_causal=kinds()[kind] != "AutoModelForSeq2SeqLM")
     model = save_kind(kind, folder / "model")
+    again = load_base(folder / "model", torch.float32).state_dict()
+    if wrong := [name for name, value in model.state_dict().items() if not torch.equal(value, again[name])]:
+        raise ValueError(f"{wrong[0]} is not read from the folder that `save_pretrained` wrote")
     tokens = torch.randint(3, 256, (2, 12))
     model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens, use_cache=False).loss.backward()
 

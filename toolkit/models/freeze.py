@@ -78,8 +78,11 @@ def find_unreached(model: PreTrainedModel) -> list[str]:
     Args:
         model: on the meta device, without an adapter, nothing frozen.
     """
+    # What the model's own code freezes may be linear layers, as of BLT's patcher, for which `all-linear` would have adapters.
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    own = [f"{name}.weight" for name in linear if not model.get_submodule(name).weight.requires_grad]
     found = _unreached_by(model, FEW_TOKENS)  # few are fast where a layer computes token after token
-    return [name for name in _unreached_by(model, MANY_TOKENS) if name in found] if found else []
+    return own + ([name for name in _unreached_by(model, MANY_TOKENS) if name in found] if found else [])
 
 
 def find_uncalled(model: PreTrainedModel) -> list[str]:

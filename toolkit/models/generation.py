@@ -89,7 +89,8 @@ def build_generation(
     line of `level` for each one that is left out, and at INFO for those that are taken. One of a wrong type is a `UserError`."""
     made: Any = type(model.generation_config)()
     known = {*vars(made)}
-    vars(made).update(ours, use_cache=True)
+    # transformers' cache needs the number of layers, which the config of a BLT lacks.
+    vars(made).update(ours, use_cache=hasattr(model.config.get_text_config(decoder=True), "num_hidden_layers"))
     defaults, taken = private("_get_default_generation_params", made)(), list[str]()
     what = f"the generation config of {name}"
     for key, value in theirs.items():

@@ -45,6 +45,12 @@ def test_unreached_parameters_are_those_without_a_gradient(kind: str, part: str)
     assert any(part in name for name in found) if part else not found
 
 
+def test_what_a_models_own_code_freezes_gets_no_adapter() -> None:
+    with torch.device("meta"):
+        found = find_unreached(transformers.AutoModelForCausalLM.from_config(tiny_config("blt")))
+    assert found and all(name.startswith("model.patcher.") for name in found)
+
+
 @pytest.mark.parametrize(("kind", "reason"), [("blip", "'pixel_values'"), ("diffusion_gemma", "its forward takes no labels")])
 def test_a_model_that_needs_images_is_refused_before_its_weights_load(kind: str, reason: str) -> None:
     with torch.device("meta"):

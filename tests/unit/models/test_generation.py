@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel, WatermarkingConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedModel,
+    WatermarkingConfig,
+)
 
+from tests.families.kinds import tiny_config
 from tests.support.model_folders import BART_SIZES, BART_TOKENS
 from toolkit.config.schema import EvalConfig, ModelConfig
 from toolkit.errors import UserError
@@ -100,3 +108,9 @@ def test_an_old_config_has_the_settings_itself(bart: PreTrainedModel, tmp_path: 
 def test_settings_of_a_wrong_type_are_refused(bart: PreTrainedModel, tmp_path: Path, given: Any) -> None:
     with pytest.raises(UserError, match=rf"of {re.escape(str(tmp_path))} cannot be read \(.+\): correct or remove it$"):
         choose(bart, tmp_path, given)
+
+
+def test_a_model_for_which_transformers_can_build_no_cache_generates_without(tmp_path: Path) -> None:
+    blt = AutoModelForCausalLM.from_config(tiny_config("blt")).eval()
+    choose(blt, tmp_path, {})
+    assert blt.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2, pad_token_id=0).shape == (1, 5)

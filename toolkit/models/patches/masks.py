@@ -58,6 +58,8 @@ def install(model: PreTrainedModel) -> None:
     hands_down = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
     takes_positions = hands_down or any(argument.name == "position_ids" for argument in arguments)
     names, current, has_axes = _names_of_forward(model), recurrent.install(model), _has_axes(model)
+    tables: list[Any] = [each for each in model.modules() if hasattr(each, "create_position_ids_from_inputs_embeds")]
+    first = tables[0].padding_idx + 1 if tables else 0  # as fairseq counts positions (Kosmos 2.5)
     is_flash = hands_down and "flash" in (private("_attn_implementation", model.config) or "")
 
     @functools.wraps(forward)  # generate inspects its signature
@@ -73,8 +75,8 @@ def install(model: PreTrainedModel) -> None:
                 inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.starts_N1)
                 inputs |= dict.fromkeys(("max_length_q", "max_length_k"), max(documents.lengths))
         position_ids = inputs.get("position_ids") if takes_positions else inputs.pop("position_ids", None)
-        if position_ids is not None and has_axes:
-            inputs["position_ids"] = position_ids.expand(4, -1, -1)
+        if takes_positions and position_ids is not None and (has_axes or first):
+            inputs["position_ids"] = position_ids.expand(4, -1, -1) if has_axes else position_ids + first
         with known_masks(is_packed=position_ids is not None, documents=documents), _positions_given(names, position_ids):
             return forward(*args, **inputs)
 

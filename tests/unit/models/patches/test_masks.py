@@ -40,7 +40,7 @@ ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
 GIVEN_POSITIONS = ("falcon", "gpt_oss", "afmoe", "opt", "bloom", "mpt")
 """Families whose masks get none in transformers 5.23, and do not need more than positions."""
 HYBRID = ("granitemoehybrid", "bamba")
-OF_IMAGES = ("qwen2_vl", "qwen3_vl", "glm4v", "mistral3", "llava")
+OF_IMAGES = ("qwen2_vl", "qwen3_vl", "glm4v", "mistral3", "llava", "kosmos-2.5")
 """Kinds of images and texts. A position of the first three is several numbers."""
 WITHOUT_POSITIONS = ("biogpt",)
 """Families whose masks can get no positions in transformers 5.23."""
