@@ -49,7 +49,7 @@ _REMEDIES = {
     errno.ENOMEM: "free memory on this machine, or take one that has more",
 }
 _SHARED_MEMORY = "/dev/shm"
-_LOADER_WORKER = re.compile(r"DataLoader worker \(pid.*\d\)* (is killed by signal: \w[\w ]*|exited unexpectedly)")
+LOADER_WORKER = re.compile(r"DataLoader worker \(pid.*\d\)* (is killed by signal: \w[\w ]*|exited unexpectedly)")
 """What torch raises of a loader worker that is gone."""
 _ERROR_OF_RUST = re.compile(r"\(os error (\d+)\)")
 
@@ -82,7 +82,7 @@ def as_user_error(error: BaseException) -> UserError | None:
     """A `UserError` itself, or one about what the operating system `refused` or does not permit; None for any other error."""
     if isinstance(error, UserError):
         return error
-    if lost := _LOADER_WORKER.search(str(error)):
+    if lost := LOADER_WORKER.search(str(error)):
         remedy = "free memory, where the system ends processes because it runs out, or set data.num_loader_workers 0"
         return UserError(f"a process that collates batches {lost[1]}: {remedy}, and start the same command again", "rank")
     denied = error if isinstance(error, PermissionError) and error.filename else None

@@ -80,7 +80,6 @@ NAMES = listed(
     ("datasets.packaged_modules", "_PACKAGED_DATASETS_MODULES", "the check of data.source"),
     ("datasets", "data_files.FILES_TO_IGNORE data_files.sanitize_patterns", "the check of data.source"),
     ("datasets", "utils.metadata.MetadataConfigs", "the check of data.source"),
-    ("datasets", "Dataset._fingerprint", "tokenizing"),
     ("evaluate", "EvaluationModule._hash", "a metric of eval.metrics"),
 )
 
@@ -90,7 +89,6 @@ VIEW_RETURNED = "FSDP2-wrapped module .* returned a view tensor"
 ASKED_BY_PEFT = "`is_gradient_checkpointing` is deprecated|.*is a no-op"  # the latter as weights load on the meta device
 VOCABULARY_TOO_SMALL = "vocabulary is not large enough"  # tokenizers raises nothing more specific
 LOAD_REPORT = "LOAD REPORT"  # transformers' table of names that do not match
-WORKER_KILLED = "abruptly died"  # datasets
 GLOO = "gloo"  # it raises plain RuntimeErrors
 NOT_LOADED_BY_TORCHAO = r"Failed to load \S*/torchao/_C\w*(\.[\w-]+)*\.so: "
 ENUM_OF_TORCHAO = "register_constant()"

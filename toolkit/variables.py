@@ -68,6 +68,11 @@ def take_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+def tokenize_in_one_thread() -> None:
+    """In a forked process: the threads of `tokenizers` do not outlive the fork, of which it would warn."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def in_utf8() -> dict[str, str]:
     """This environment, for a Python that reads and writes UTF-8."""
     return {**os.environ, "PYTHONUTF8": "1"}

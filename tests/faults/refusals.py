@@ -123,7 +123,7 @@ def refuse_to_open_tokens() -> None:
     import datasets
 
     if this_rank() == 1:
-        wrap(datasets, "load_from_disk", lambda *_: refuse(errno.EIO))
+        wrap(datasets.Dataset, "from_file", lambda *_: refuse(errno.EIO))
 
 
 # --- A disk that is full, a terminal that is gone.

@@ -30,7 +30,6 @@ WRITTEN = {
     private.ASKED_BY_PEFT.partition(".*")[2]: "torch/nn/modules/module.py",
     private.VOCABULARY_TOO_SMALL: "tokenizers/tokenizers.abi3.so",
     private.LOAD_REPORT: "transformers/utils/loading_report.py",
-    private.WORKER_KILLED: "datasets/utils/py_utils.py",
     private.ENUM_OF_TORCHAO: "torch/utils/_pytree.py",
     private.NOT_LOADED_BY_TORCHAO.partition(r" \S")[0]: "torchao/__init__.py",
     of_tools.FAKE_POINTER_READ: "torch/lib/libc10.so",

@@ -6,21 +6,17 @@ count in the loss.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import math
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from toolkit.data.batch_plan import MicroBatch
-from toolkit.errors import SIGNALS
+from toolkit.data.workers import load_ahead
 from toolkit.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -204,53 +200,13 @@ def load_micro_batches(
     rows: Dataset, micro_batches: Iterable[MicroBatch], collator: Collator, *, num_workers: int, pin_memory: bool
 ) -> Iterator[tuple[MicroBatch, Batch]]:
     """Collate micro-batches in order; with `num_workers` above 0, ahead of their use."""
-    loader = torch.utils.data.DataLoader(
-        _CollatedRows(rows.select_columns(list(collator.columns)), collator),
-        sampler=micro_batches,  # type: ignore[arg-type]  # any iterable of keys works
-        batch_size=None,
-        num_workers=num_workers,
-        worker_init_fn=_prepare_worker,
-        pin_memory=pin_memory,
-        collate_fn=tuple,  # type: ignore[arg-type]  # items are collated where they are read
-    )
-    batches = iter(loader)
-    if num_workers:
-        atexit.register(_end_workers)  # exit functions run last in, first out: before those that wait for the workers
-    return batches
+    rows = rows.select_columns(list(collator.columns))
 
+    def collate(micro_batch: MicroBatch) -> Batch:
+        packs = [[rows[row] for row in pack] for pack in micro_batch.packs]
+        return collator.collate(packs, is_dummy=micro_batch.is_dummy)
 
-class _CollatedRows(torch.utils.data.Dataset):
-    """Maps a `MicroBatch` to its tensors. A class, because loader workers pickle it."""
-
-    def __init__(self, rows: Dataset, collator: Collator) -> None:
-        self.rows, self.collator = rows, collator
-
-    def __getitem__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Batch]:
-        packs = [[self.rows[row] for row in pack] for pack in micro_batch.packs]
-        return micro_batch, self.collator.collate(packs, is_dummy=micro_batch.is_dummy)
-
-
-def _prepare_worker(worker: int) -> None:
-    """Leave signals to the rank: a terminal signals the whole process group, but workers must live until it has reached a step
-    boundary. Send batches through the pipe, by value.
-
-    torch would put each tensor into /dev/shm, of which containers have 64 MiB, and send its file descriptor through a socket in
-    TMPDIR, whose path may have 107 characters. A worker that cannot do that only prints so, and its rank waits.
-    """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
-
-
-def _end_workers() -> None:
-    """At the exit of a rank: multiprocessing ends the workers by SIGTERM, which they ignore, and waits for them for ever.
-
-    Workers are daemons. Other children are the caller's own: multiprocessing waits for them.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker was killed
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    return load_ahead(collate, micro_batches, num_workers=num_workers, pin_memory=pin_memory)
 
 
 def _counted_labels(labels_BT: torch.Tensor, *, is_dummy: bool) -> Batch:

@@ -35,7 +35,8 @@ class Causal(Objective):
     takes = "a causal language model: take one such as Llama, Qwen or Gemma"
     kind = "a causal model"
     trained = "byte-level trained"
-    can_pack = counts_tokens = takes_chats = continues_prompt = True
+    can_pack = counts_tokens = takes_chats = continues_prompt = drops_unlabelled = True
+    reported_columns = (*Objective.reported_columns, *causal.REPORTED)
 
     set_up = staticmethod(causal.set_up)
     list_settings = staticmethod(causal.list_settings)

@@ -55,6 +55,10 @@ class Objective:
     """Whether several rows may be packed into one row of the tensors."""
     may_draw_head: ClassVar[bool] = False
     """Whether a pretrained model may lack the parameters outside its backbone, which are then drawn from `train.seed`."""
+    reported_columns: ClassVar[tuple[str, ...]] = ("odd", "held")
+    """Columns of `tokenize` that `report` and `prepare.py` read, and that are not stored."""
+    drops_unlabelled: ClassVar[bool] = False
+    """Whether rows without a label that counts are left out; `report` says so."""
     trained: ClassVar[str] = ""
     """Name in the cache of the tokenizer that `train` makes for a model that brings none."""
     counts_tokens: ClassVar[bool] = False
@@ -109,7 +113,7 @@ class Objective:
     def tokenize(
         self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: Any, origins: list[tuple[str, int]]
     ) -> dict[str, list]:
-        """The columns of `TokenizedRows`, and what `report` and `prepare.py` read and drop, of `features` alone."""
+        """The columns of `TokenizedRows`, and `reported_columns`, of `features` alone."""
         features, num_rows = self.features(rows, tokenizer, config), len(rows["row_id"])
         columns = [features.get(name, ()) for name in ("input_ids", "labels")]
         if any(len(column) != num_rows or not all(isinstance(cell, Sized) for cell in column) for column in columns):
@@ -125,11 +129,9 @@ class Objective:
             **features,
         }
 
-    def report(
-        self, tokenized: Dataset, config: Any, name: str, origins: list[tuple[str, int]]
-    ) -> tuple[Dataset, list[str], set[int]]:
-        """The rows as they are stored, sentences about them, and the tokens that end a text."""
-        return tokenized, [], set()
+    def report(self, counts: dict[str, np.ndarray], config: Any, name: str, origins: list[tuple[str, int]]) -> list[str]:
+        """Sentences about the rows of `train` or `evaluation`, by the columns with one number for each and `reported_columns`."""
+        return []
 
     def lengths(self, num_tokens: Any, num_labels: Any) -> tuple[Any, ...]:
         """Arrays of `num_tokens` and `num_label_tokens` → the lengths of `limits`. The number of labels, which a step's loss is

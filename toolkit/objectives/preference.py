@@ -100,6 +100,7 @@ class Pairs(Objective):
     counted = "pair"
     num_documents = 2
     default_dropout = 0.0
+    drops_unlabelled = True
 
     both_tokens: ClassVar[tuple[str, ...]] = _TOKENS
     """Columns that have the tokens of both answers, one after the other; the last one's are those that count."""
@@ -164,23 +165,19 @@ class Pairs(Objective):
     def documents(self, row: Row) -> list[Row]:
         return documents_of(row, self.both_tokens)
 
-    def report(
-        self, tokenized: Dataset, config: Any, name: str, origins: list[tuple[str, int]]
-    ) -> tuple[Dataset, list[str], set[int]]:
+    def report(self, counts: dict[str, np.ndarray], config: Any, name: str, origins: list[tuple[str, int]]) -> list[str]:
         """As of its answers; pairs without a preference after the cut are left out."""
-        counts = tokenized.with_format("numpy")["num_label_tokens"][:]
-        sentences, num_bad = [], int((counts == 0).sum())
+        is_good = counts["num_label_tokens"] > 0
+        sentences, num_bad = [], int((~is_good).sum())
         if num_bad:
-            first = causal.locate(int(tokenized[int(np.flatnonzero(counts == 0)[0])]["row_id"]), origins)
-            what = f"{num_bad} of {len(counts)} {SIDES[name]} pairs (first: {first})"
+            first = causal.locate(int(counts["row_id"][~is_good][0]), origins)
+            what = f"{num_bad} of {len(is_good)} {SIDES[name]} pairs (first: {first})"
             side = [*self.limits.values()][-1]
             limit = f"data.{side} = {getattr(config, side)}"
-            if num_bad == len(counts) and name == "train":
+            if num_bad == len(is_good) and name == "train":
                 raise UserError(f"{what} have equal answers, or one of which nothing is left, after the cut to {limit}: raise it")
             sentences = [f"left out {what}: within {limit}, one answer has nothing left, or both are equal"]
-            tokenized = tokenized.select(np.flatnonzero(counts))
-        kept, more, stops = super().report(tokenized, config, name, origins)
-        return kept, sentences + more, stops
+        return sentences + super().report({column: cells[is_good] for column, cells in counts.items()}, config, name, origins)
 
     def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss summed over pairs; and the sums of `metrics`, (6,)."""

@@ -37,6 +37,7 @@ class Seq2Seq(Objective):
     limits = {"source": "max_source_length_tokens", "target": "max_target_length_tokens"}
     inputs = ("input_ids", "decoder_input_ids")
     label_side = "target"
+    reported_columns = (*Objective.reported_columns, *seq2seq.REPORTED)
     trained = "unigram trained"
 
     choose_columns = staticmethod(choose_seq2seq_columns)

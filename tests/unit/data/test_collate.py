@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from toolkit.data import collate
+from toolkit.data import workers
 from toolkit.data.collate import CausalCollator, SummarizationCollator, labels_at_positions, shift_right
 from toolkit.loss import IGNORED_LABEL
 
@@ -107,7 +107,7 @@ def test_only_data_workers_are_ended_at_exit(monkeypatch: pytest.MonkeyPatch) ->
     own, worker = (processes.Process(target=receiver.poll, args=(60,), daemon=is_daemon) for is_daemon in (False, True))
     for process in (own, worker):
         process.start()
-    collate._end_workers()
+    workers._end_workers()
     sender.send(None)  # ends the one that is left
     for process in (own, worker):
         process.join()

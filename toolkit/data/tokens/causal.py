@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-_OF_TOKENIZING = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless", "omitted")
-"""Temporary columns: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn;
-`Prepared.omitted`."""
+REPORTED = ("num_given_tokens", "num_lost_tokens", "piece", "is_chat", "is_endless", "omitted", "stop_token_ids")
+"""Columns for `report`: tokens before and lost to the cut; a row's 0-based number in its text; a chat, one with an endless turn;
+`Prepared.omitted`. Of the last, the tokens that end turns, `prepare.py` keeps the set."""
 _NUM_ROWS_TRIED = 1000  # to see whether the tokenizer preserves their text
 
 
@@ -104,7 +104,7 @@ def choose_few(rows: TextRows) -> dict[str, list]:
 def tokenize(
     rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, `stop_token_ids`, and `odd` and `held` as in `seq2seq.py`."""
+    """The columns of `TokenizedRows`, `REPORTED`, and `odd` and `held` as in `seq2seq.py`."""
     # Render each example as text with the positions of its turns, and tokenize all of them.
     examples = read_examples(rows)
     prepared = [
@@ -163,28 +163,23 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], are
     ]
 
 
-def report(
-    tokenized: Dataset, config: LLMDataConfig, name: str, origins: list[tuple[str, int]]
-) -> tuple[Dataset, list[str], set[int]]:
-    """The rows with a label, as they are stored; sentences about rows that were split, cut, dropped, have no end of turn or are
-    not printed in full by the chat template; and the tokens that end turns."""
-    import pyarrow.compute as pc
-
-    numbers = tokenized.select_columns(["row_id", "num_label_tokens", *_OF_TOKENIZING]).with_format("numpy")[:]
-    is_kept = numbers["num_label_tokens"] > 0
-    is_bare = ~is_kept & (numbers["num_lost_tokens"] == 0)  # no label before any cut, as with zero-width characters for BERT's
+def report(counts: dict[str, np.ndarray], config: LLMDataConfig, name: str, origins: list[tuple[str, int]]) -> list[str]:
+    """Sentences about rows that were split, cut, left out without a label, have no end of turn or are not printed in full by the
+    chat template. No training row left, over all or in an entry of `data.mix`, is a `UserError`."""
+    is_kept = counts["num_label_tokens"] > 0
+    is_bare = ~is_kept & (counts["num_lost_tokens"] == 0)  # no label before any cut, as with zero-width characters for BERT's
     limit, side = f"data.max_length_tokens = {config.max_length_tokens}", SIDES[name]
-    what = "conversations" if numbers["is_chat"].all() else "rows"
-    num_rows, num_bare, num_lost = int((numbers["piece"] == 0).sum()), int(is_bare.sum()), int((~is_kept & ~is_bare).sum())
+    what = "conversations" if counts["is_chat"].all() else "rows"
+    num_rows, num_bare, num_lost = int((counts["piece"] == 0).sum()), int(is_bare.sum()), int((~is_kept & ~is_bare).sum())
     # Without a training row left there is no run.
     if num_bare and num_bare == num_rows and name == "train":
         raise UserError(f"the tokenizer leaves nothing to predict in all {num_rows} {side} {what}: change the rows or the model")
     if name == "train" and num_lost + num_bare == num_rows:
         raise UserError(f"all {num_rows} {side} {what} lost their whole completion to {limit}: raise it")
     # Everything else is reported.
-    given = numbers["num_given_tokens"]
-    sentences = describe_split(numbers["piece"], name, limit)
-    sentences += describe_cut(given, np.where(is_kept | is_bare, numbers["num_lost_tokens"], given), num_rows, name, limit)
+    given = counts["num_given_tokens"]
+    sentences = describe_split(counts["piece"], name, limit)
+    sentences += describe_cut(given, np.where(is_kept | is_bare, counts["num_lost_tokens"], given), num_rows, name, limit)
     if num_lost:
         sentences.append(
             f"{num_lost} of {num_rows} {what} lost their whole completion to {limit} and were left out ({side} rows)"
@@ -193,30 +188,26 @@ def report(
         sentences.append(f"left out {num_bare} of {num_rows} {side} {what}, in which the tokenizer leaves nothing to predict")
     if num_rows and not is_kept.any():
         sentences.append("no held-out row is left to evaluate on")
-    if num_endless := int(numbers["is_endless"].sum()):
+    if num_endless := int(counts["is_endless"].sum()):
         sentences.append(
             f"the chat template ends the turns of {num_endless} of {num_rows} {side} rows with no special token, so generation "
             "has nothing to stop at: take a data.chat_template that ends assistant turns with eos_token, as "
             "recipes/chat_templates/plain.jinja does"
         )
     for kind in KINDS:
-        if len(found := np.flatnonzero(np.char.count(numbers["omitted"].astype(str), kind))):
+        if len(found := np.flatnonzero(np.char.count(counts["omitted"].astype(str), kind))):
             sentences.append(
                 f"WARNING: the chat template leaves out context in {len(found)} of {num_rows} {side} rows: {kind} (first: "
-                f"{locate(numbers['row_id'][found[0]], origins)}); set data.chat_template to a template that prints it"
+                f"{locate(counts['row_id'][found[0]], origins)}); set data.chat_template to a template that prints it"
             )
-    kept = tokenized.select(np.flatnonzero(is_kept)) if num_lost or num_bare else tokenized
     if name == "train":
-        left = set(kept.with_format("numpy")["source_index"][:].tolist())
         for number, entry in enumerate(config.mix):
-            if number not in left:
+            if number not in counts["source_index"][is_kept]:
                 raise UserError(
                     f"data.mix[{number}] ({entry.source or entry.files}) has no training row left (all its rows are held out, "
                     "skipped or cut off): leave it out, or change data.eval_fraction or data.max_length_tokens"
                 )
-    stops = kept.select_columns(["stop_token_ids"]).with_format("arrow")[:]["stop_token_ids"]
-    stop_token_ids = set(pc.list_flatten(stops).unique().to_pylist())
-    return kept.remove_columns([*_OF_TOKENIZING, "stop_token_ids"]), sentences, stop_token_ids
+    return sentences
 
 
 def locate(row_id: int, origins: list[tuple[str, int]]) -> str:

@@ -9,13 +9,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
@@ -24,15 +23,15 @@ from toolkit.data.rows.load import TextRows, load_rows
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens.causal import locate
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
-from toolkit.data.tokens.fingerprint import hash_contents
 from toolkit.data.tokens.read_tokenizer import open_tokenizer, trains_tokenizer
 from toolkit.data.tokens.special_tokens import learn_spaces
+from toolkit.data.tokens.token_file import TokenFile
 from toolkit.data.tokens.tokenizer import hash_tokenizer, keep_trained_tokenizer, load_tokenizer
+from toolkit.data.workers import load_ahead
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank
 from toolkit.distributed.progress import Phase
 from toolkit.distributed.watchdog import enter_phase
-from toolkit.errors import UserError
-from toolkit.private import WORKER_KILLED, private
+from toolkit.errors import LOADER_WORKER, UserError
 from toolkit.variables import local_rank, local_world_size
 
 if TYPE_CHECKING:
@@ -44,12 +43,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-FORMAT_VERSION = 8
-"""Part of the cache's name. Raise it when the columns or their meaning change."""
+FORMAT_VERSION = 9
+"""Part of the cache's name. Raise it when the columns, their meaning or the files change."""
 
 _ROWS_WORTH_SEVERAL_PROCESSES = 10_000
-_LONGEST_FOLDER, _OTHER_FOLDERS = 107 - len("/pymp-12345678/listener-12345678"), ("/tmp", "/var/tmp", "/dev/shm")
-"""The longest path of a folder with sockets of `multiprocess` in it, and where else they can be."""
 _NUM_TARGETS_READ = 10_000  # for the spaces around special tokens
 
 Tokenize = Callable[[dict[str, list]], dict[str, list]]
@@ -103,7 +100,7 @@ def prepare_rows(
         UserError: anything wrong with the source, the tokenizer or the chat template; after the cut, no training row has a label,
             over all or in one entry of `data.mix`; the nodes have read different data. On every rank.
     """
-    from datasets import load_from_disk
+    from datasets import Dataset
 
     # Build, or verify, on the first process of each node.
     enter_phase("tokenizing", counts_cpu=True)
@@ -132,8 +129,8 @@ def prepare_rows(
             raise UserError(f"rank {rank()} cannot read the tokens in {folder}, {found_by}")
         about = json.loads((folder / ABOUT).read_text())
         return TokenizedRows(
-            train=load_from_disk(str(folder / "train")),
-            evaluation=load_from_disk(str(folder / "evaluation")),
+            train=Dataset.from_file(str(folder / "train.arrow")),
+            evaluation=Dataset.from_file(str(folder / "evaluation.arrow")),
             tokenizer=open_tokenizer(folder / "tokenizer"),
             fingerprint=contents[0],
             remarks=about["remarks"],
@@ -189,72 +186,65 @@ def _find_or_build(
 def _write_tokens(
     objective: Objective, config: Any, rows: TextRows, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> dict[str, Any]:
-    """Write `train/`, `evaluation/` and `tokenizer/` into `folder`. Returns what is stored beside them."""
+    """Write `train.arrow`, `evaluation.arrow` and `tokenizer/` into `folder`. Returns what is stored beside them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     remarks = rows.remarks + objective.describe(tokenizer, rows)
-    stop_token_ids, held, targets = set[int](), set[str](), list[str]()
+    stop_token_ids, held, targets, hashed = set[int](), set[str](), list[str](), b""
     tokenize = partial(objective.tokenize, tokenizer=tokenizer, config=config, origins=rows.origins)
+    table: Any = None
     for name, dataset in (("train", rows.train), ("evaluation", rows.evaluation)):
-        # `map` over no rows would not add the new columns; there are training rows, so theirs are taken.
-        if len(dataset):
-            tokenized = tokenize_rows(dataset, tokenize, name, folder, num_workers=config.num_tokenizer_workers)
-        else:
-            tokenized = tokenized.select([])
-        for odd in filter(None, tokenized.unique("odd")):
-            pairs = zip(tokenized["row_id"][:], tokenized["odd"][:], strict=True)
-            of_odd = [number % ROW_IDS_OF_A_PIECE for number, what in pairs if what == odd]
-            where = f"{len({*of_odd})} of {len(dataset)} {SIDES[name]} rows (first: {locate(of_odd[0], rows.origins)})"
+        tables, blocks = tokenize_rows(dataset, tokenize, name, config.num_tokenizer_workers), list[pa.Table]()
+        if not len(dataset):  # there are training rows, whose columns are taken
+            tables = iter([table.slice(0, 0)])
+        with closing(TokenFile(folder / f"{name}.arrow")) as file:
+            for table in tables:
+                of_counts = [field.name for field in table.schema if pa.types.is_integer(field.type)]
+                blocks.append(table.select(dict.fromkeys((*of_counts, *objective.reported_columns))))
+                tokens = table.filter(pc.greater(table["num_label_tokens"], 0)) if objective.drops_unlabelled else table
+                targets += tokens["target"][: max(0, _NUM_TARGETS_READ - file.num_rows)].to_pylist()
+                if "stop_token_ids" in tokens.column_names:
+                    stop_token_ids.update(pc.list_flatten(tokens["stop_token_ids"]).unique().to_pylist())
+                file.add(tokens.drop_columns(list(objective.reported_columns)))
+        hashed += file.hash_values(name)
+        counts = pa.concat_tables(blocks)
+        for odd in filter(None, counts["odd"].unique().to_pylist()):
+            numbers = counts["row_id"].filter(pc.equal(counts["odd"], odd)).to_pylist()
+            of_odd = list(dict.fromkeys(number % ROW_IDS_OF_A_PIECE for number in numbers))
+            where = f"{len(of_odd)} of {len(dataset)} {SIDES[name]} rows (first: {locate(of_odd[0], rows.origins)})"
             remarks.append(odd.format(where))
-        held |= {token for tokens in tokenized.unique("held") for token in tokens.split("\0") if token}
-        kept, sentences, stops = objective.report(tokenized, config, name, rows.origins)
-        kept = kept.remove_columns(["odd", "held"])
-        remarks += sentences
-        stop_token_ids |= stops
-        targets += kept["target"][:_NUM_TARGETS_READ]
-        # One shard even for no rows: without any, the library cannot read the folder back.
-        kept.save_to_disk(str(folder / name), num_shards=None if len(kept) else 1)
-        for scratch_file in folder.glob(f"{name}*.arrow"):
-            scratch_file.unlink()
+        held |= {token for tokens in counts["held"].unique().to_pylist() for token in tokens.split("\0") if token}
+        of_report = {column: counts[column].to_numpy() for column in counts.column_names if column != "stop_token_ids"}
+        remarks += objective.report(of_report, config, name, rows.origins)
     tokenizer.save_pretrained(folder / "tokenizer")
+    contents = hashlib.sha256(hash_tokenizer(open_tokenizer(folder / "tokenizer")).encode() + hashed).hexdigest()
     kept_tokens = learn_spaces(tokenizer, sorted(held.difference(tokenizer.convert_ids_to_tokens([*stop_token_ids]))), targets)
     about = {"remarks": remarks, "stop_token_ids": sorted(stop_token_ids), "kept_tokens": kept_tokens}
-    return about | {"contents": hash_contents(folder)}
+    return about | {"contents": contents}
 
 
-def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path, *, num_workers: int | None) -> Dataset:
-    """Replace the text columns by the columns from `tokenize`; many rows are tokenized by several processes. A process that is
-    killed is a `UserError`; so are those of `tokenize`.
+def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, num_workers: int | None) -> Iterator[pa.Table]:
+    """Yield the columns from `tokenize`, in the order of the rows; many rows are tokenized by several processes. A process that
+    is killed is a `UserError`; so are those of `tokenize`.
 
     Args:
         tokenize: returns one or several rows for each.
-        name: `train` or `evaluation`, for messages and files.
-        folder: gets a file that backs the result; remove it after use.
+        name: `train` or `evaluation`, for messages.
         num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
     """
-    import datasets
-
-    datasets.disable_progress_bars()  # ours is on rank 0 only, and becomes lines where there is no terminal
-    num_workers = num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
-    has_workers = num_workers > 1 and len(dataset) > _ROWS_WORTH_SEVERAL_PROCESSES
-    if has_workers:
-        _shorten_sockets()
-    num_processes, phase = num_workers if has_workers else 1, Phase(f"tokenizing {name} rows", len(dataset), "rows")
+    num_rows, num_workers = len(dataset), num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
+    # A block is in memory as text and as tokens at once, so long rows need smaller blocks.
+    size = count_rows_at_once(num_rows, dataset.data.nbytes)
+    blocks = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    has_workers = num_workers > 1 and num_rows > _ROWS_WORTH_SEVERAL_PROCESSES
+    load, phase = partial(_tokenize_block, dataset, tokenize), Phase(f"tokenizing {name} rows", num_rows, "rows")
     try:
-        return dataset.map(
-            partial(_tokenize_shown, tokenize=tokenize, phase=phase, num_processes=num_processes),
-            batched=True,
-            with_rank=True,
-            # A batch is in memory as text and as tokens at once, so long rows need smaller batches.
-            batch_size=count_rows_at_once(len(dataset), dataset.data.nbytes),
-            num_proc=num_workers if has_workers else None,
-            remove_columns=dataset.column_names,
-            # A fingerprint of our own, because that of `datasets` hashes the tokenizer, which differs between processes. It is
-            # never used for a look-up: the token cache is ours.
-            new_fingerprint=hashlib.sha256(f"{private('_fingerprint', dataset)} {folder} {name}".encode()).hexdigest()[:16],
-            load_from_cache_file=False,
-            cache_file_name=str(folder / f"{name}.arrow"),
-        )
+        for block, table in load_ahead(load, blocks, num_workers=num_workers if has_workers else 0):
+            phase.add(block.stop - block.start)
+            yield table
     except RuntimeError as error:
-        if WORKER_KILLED not in str(error):
+        if not LOADER_WORKER.search(str(error)):
             raise
         raise UserError(
             f"one of the {num_workers} processes that tokenize the {name} rows was killed, as the system does where memory runs "
@@ -262,25 +252,12 @@ def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, folder: Path,
         ) from None
 
 
-def _shorten_sockets() -> None:
-    """Let the sockets of the processes that tokenize have paths that the system takes, of at most 107 bytes. `multiprocess` puts
-    them into a folder that it makes in TMPDIR at the first use, and keeps until this process exits."""
-    import multiprocess.util
+def _tokenize_block(dataset: Dataset, tokenize: Tokenize, block: slice) -> pa.Table:
+    """The columns of some rows, with the types that `datasets` gives them: `input_ids` from Python's integers are int32."""
+    import pyarrow as pa
+    from datasets import Dataset
 
-    places = (place for place in (tempfile.gettempdir(), *_OTHER_FOLDERS) if len(os.fsencode(place)) <= _LONGEST_FOLDER)
-    with mock.patch.object(tempfile, "tempdir", next((place for place in places if os.access(place, os.W_OK | os.X_OK)), None)):
-        multiprocess.util.get_temp_dir()
-
-
-def _tokenize_shown(
-    rows: dict[str, list], process: int | None, *, tokenize: Tokenize, phase: Phase, num_processes: int
-) -> dict[str, list] | pa.Table:
-    """What `tokenize` returns. Of several processes the first shows its own progress, which stands for all."""
-    tokenized = tokenize(rows)
-    if not process:
-        phase.add(len(next(iter(rows.values()))) * num_processes)
+    tokenized = tokenize(dataset[block])
     if hasattr(next(iter(tokenized.get("labels", ())), None), "dtype"):  # `datasets` reads numpy arrays 20 times as slowly
-        import pyarrow as pa
-
         return pa.table(tokenized)
-    return tokenized
+    return Dataset.from_dict(tokenized).data.table

@@ -15,13 +15,14 @@ from toolkit.data.tokens.special_tokens import INNER_END, compile_inner_ends, re
 from toolkit.data.tokens.tokenizer import describe_lost_text, train_tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-_OF_TOKENIZING = (
+REPORTED = (
     "num_lost_source_tokens", "num_lost_target_tokens", "num_unknown_source_tokens", "num_unknown_target_tokens",
 )  # fmt: skip
-"""Columns of numbers that `report` reads and drops."""
+"""Columns for `report`."""
 
 
 def set_up(tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
@@ -53,8 +54,8 @@ def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
 def tokenize(
     rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: DataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, those of `_OF_TOKENIZING`, and what `prepare.py` reads and drops: `odd`, what to say of a
-    row's special tokens, and `held`, those of its target, with zeros between them."""
+    """The columns of `TokenizedRows`, `REPORTED`, `odd`, what to say of a row's special tokens, and `held`, those of its target,
+    with zeros between them."""
     prompts = [config.prefix + text for text in rows["prompt"]]
     sources, num_lost_of_sources = encode_texts(tokenizer, prompts, config.max_source_length_tokens, "text")
     labels, num_lost_of_targets = encode_texts(tokenizer, rows["completion"], config.max_target_length_tokens, "text_target")
@@ -82,22 +83,18 @@ def tokenize(
     }
 
 
-def report(
-    tokenized: Dataset, config: DataConfig, name: str, origins: list[tuple[str, int]]
-) -> tuple[Dataset, list[str], set[int]]:
-    """The rows as they are stored, and sentences about cuts and unknown tokens. Which tokens end a text is for the generation
-    config to say."""
-    of_targets = "num_answer_tokens" if "num_answer_tokens" in tokenized.column_names else "num_label_tokens"  # of pairs
-    numbers = tokenized.select_columns(["num_tokens", of_targets, *_OF_TOKENIZING]).with_format("numpy")[:]
-    num_kept = {"source": numbers["num_tokens"] - numbers[of_targets], "target": numbers[of_targets]}
+def report(counts: dict[str, np.ndarray], config: DataConfig, name: str, origins: list[tuple[str, int]]) -> list[str]:
+    """Sentences about cuts and unknown tokens."""
+    num_of_targets = counts.get("num_answer_tokens", counts["num_label_tokens"])  # the former of pairs
+    num_kept = {"source": counts["num_tokens"] - num_of_targets, "target": num_of_targets}
     sentences: list[str] = []
     for side, limit in (("source", config.max_source_length_tokens), ("target", config.max_target_length_tokens)):
-        num_lost = numbers[f"num_lost_{side}_tokens"]
+        num_lost = counts[f"num_lost_{side}_tokens"]
         sentences += describe_cut(
-            num_kept[side] + num_lost, num_lost, len(tokenized), name, f"data.max_{side}_length_tokens = {limit}", side
+            num_kept[side] + num_lost, num_lost, len(num_lost), name, f"data.max_{side}_length_tokens = {limit}", side
         )
-        sentences += describe_unknown(num_kept[side], numbers[f"num_unknown_{side}_tokens"], name, side)
-    return tokenized.remove_columns(list(_OF_TOKENIZING)), sentences, set()
+        sentences += describe_unknown(num_kept[side], counts[f"num_unknown_{side}_tokens"], name, side)
+    return sentences
 
 
 def encode_texts(

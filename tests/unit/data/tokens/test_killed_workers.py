@@ -22,16 +22,15 @@ def tokenize(batch: dict[str, list]) -> dict[str, list]:
     return {"row_id": batch["row_id"], "length": [len(text) for text in batch["source"]]}
 
 
-def test_a_killed_worker_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     rows = Dataset.from_dict({"row_id": list(range(4)), "source": ["a"] * 4})
     with pytest.raises(UserError, match="one of the 2 processes that tokenize the train rows was killed"):
-        prepare.tokenize_rows(rows, tokenize, "train", tmp_path, num_workers=2)
+        list(prepare.tokenize_rows(rows, tokenize, "train", 2))
 
 
 SCRIPT = """
 import os, signal, sys, time
-from pathlib import Path
 import datasets
 from toolkit.data import batch_plan, collate
 from toolkit.data.tokens import prepare
@@ -40,7 +39,7 @@ from toolkit.errors import as_user_error
 if __name__ == "__main__":
     prepare._ROWS_WORTH_SEVERAL_PROCESSES = 1
     rows = datasets.Dataset.from_dict({"input_ids": [[5, 6]] * 8, "labels": [[-100, 6]] * 8})
-    print(len(prepare.tokenize_rows(rows, lambda rows: {"length": [1] * 4}, "train", Path(sys.argv[1]), num_workers=2)))
+    print(sum(map(len, prepare.tokenize_rows(rows, lambda rows: {"length": [1] * 8}, "train", 2))))
 
     class Killed(collate.CausalCollator):
         def collate(self, packs, *, is_dummy=False):
@@ -64,7 +63,7 @@ def test_workers_need_no_short_folder_of_temporary_files_and_a_lost_one_is_a_sen
     folder, script = tmp_path / ("long" * 25), tmp_path / "script.py"
     folder.mkdir()
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(tmp_path)]
+    command = [sys.executable, str(script)]
     environment = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     *printed, said = ended.stdout.splitlines()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-from datasets import Dataset, concatenate_datasets, load_from_disk
+from datasets import Dataset
 
 from tests.support.rows import prepare_rows
-from tests.support.tokenizer_kinds import build_byte_level
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import seq2seq
-from toolkit.data.tokens.fingerprint import hash_contents
+from toolkit.data.tokens.token_file import TokenFile
 from toolkit.data.tokens.tokenizer import train_tokenizer
 
 
@@ -45,9 +45,9 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(
     elsewhere = prepare_rows(replace(data, cache_dir=str(tmp_path / "elsewhere")), model, 80)
     assert elsewhere.fingerprint != first.fingerprint
     # Damaged tokens are built again with the tokenizer that was trained, and a hidden file beside it does no harm.
-    (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation"))
+    (folder,) = (path.parent for path in (tmp_path / "cache").glob("*/evaluation.arrow"))
     (folder / "tokenizer" / ".DS_Store").touch()
-    for damaged in (None, folder / "about.json", next((folder / "train").glob("*.arrow"))):
+    for damaged in (None, folder / "about.json", folder / "train.arrow"):
         capsys.readouterr()
         if damaged:
             damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
@@ -65,24 +65,24 @@ def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path: Pa
     assert text == f"Zürich: {prefixed.train[0]['lead_text']}" and not [line for line in prefixed.remarks if "token" in line]
 
 
-def write_rows(folder: Path, ids: list[int], **columns: list) -> None:
-    """Rows of one token each, and the tokenizer of test models."""
-    for part in ("train", "evaluation"):
-        rows = {"row_id": list(range(len(ids))), "input_ids": [[token] for token in ids], "target": [f"é{i}" for i in ids]}
-        Dataset.from_dict(rows | columns).save_to_disk(str(folder / part))
-    build_byte_level().save_pretrained(folder / "tokenizer")
+def write_rows(file: Path, block_size: int = 9, **columns: list) -> bytes:
+    """Rows of one token each; returns the hash of their values."""
+    rows: dict[str, list] = {
+        "row_id": [*range(9)],
+        "input_ids": [[token] for token in range(9)],
+        "target": [f"é{i}" for i in range(9)],
+    }
+    table = pa.table(rows | columns)
+    with closing(TokenFile(file)) as tokens:
+        for start in range(0, 9, block_size):
+            tokens.add(table.slice(start, block_size))
+    assert Dataset.from_file(str(file)).to_dict() == rows | columns
+    return tokens.hash_values("train")
 
 
 def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path: Path) -> None:
-    write_rows(tmp_path / "whole", list(range(9)))
-    whole = hash_contents(tmp_path / "whole")
-    write_rows(tmp_path / "blocks", list(range(9)))
-    blocks = Dataset.from_file(str(next((tmp_path / "blocks" / "train").glob("*.arrow"))))
-    blocks = concatenate_datasets([Dataset.from_dict(blocks[start : start + 3]) for start in (0, 3, 6)])
-    shutil.rmtree(tmp_path / "blocks" / "train")
-    blocks.save_to_disk(str(tmp_path / "blocks" / "train"), num_shards=3)
-    assert len(load_from_disk(str(tmp_path / "blocks" / "train")).data.table.column("input_ids").chunks) == 3
-    assert hash_contents(tmp_path / "blocks") == whole
+    whole = write_rows(tmp_path / "whole")
+    assert write_rows(tmp_path / "blocks", block_size=4) == whole
     changes: list[dict] = [
         {"input_ids": [[token + (token == 4)] for token in range(9)]},
         {"input_ids": [[0, 1], [], *([token] for token in range(2, 9))]},  # the same tokens, in other rows
@@ -90,5 +90,4 @@ def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path:
         {"row_id": [1, 0, *range(2, 9)]},
     ]
     for number, change in enumerate(changes):
-        write_rows(tmp_path / str(number), list(range(9)), **change)
-        assert hash_contents(tmp_path / str(number)) != whole, change
+        assert write_rows(tmp_path / str(number), **change) != whole, change
