@@ -7,7 +7,7 @@ import logging
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.checkpoint.find import best_value
 from toolkit.checkpoint.load import best_of_run, describe_versions, forget_unequal, load_checkpoint, load_weights
@@ -36,9 +36,6 @@ from toolkit.training.best_metric import build_best_metric
 from toolkit.training.data import num_steps
 from toolkit.training.optim import describe_rate_change
 from toolkit.training.setup import Run
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("toolkit")
 
