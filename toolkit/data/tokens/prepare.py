@@ -217,6 +217,9 @@ def _write_tokens(
         held |= {token for tokens in counts["held"].unique().to_pylist() for token in tokens.split("\0") if token}
         of_report = {column: counts[column].to_numpy() for column in counts.column_names if column != "stop_token_ids"}
         remarks += objective.report(of_report, config, name, rows.origins)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:  # one process keeps the cut of its last text
+        backend.no_truncation()
+        backend.no_padding()
     tokenizer.save_pretrained(folder / "tokenizer")
     contents = hashlib.sha256(hash_tokenizer(open_tokenizer(folder / "tokenizer")).encode() + hashed).hexdigest()
     kept_tokens = learn_spaces(tokenizer, sorted(held.difference(tokenizer.convert_ids_to_tokens([*stop_token_ids]))), targets)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from tests.support.rows import prepare_rows
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens import seq2seq
+from toolkit.data.tokens import prepare, seq2seq
 from toolkit.data.tokens.token_file import TokenFile
 from toolkit.data.tokens.tokenizer import train_tokenizer
 
@@ -53,6 +53,21 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(
             damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
         assert prepare_rows(data, model, 80).fingerprint == first.fingerprint
         assert ("is damaged" in capsys.readouterr().err) == bool(damaged)
+
+
+def test_the_fingerprint_does_not_depend_on_how_many_processes_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, the cut of the last text stays in the tokenizer."""
+    monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
+    data, model = rows_without_a_tokenizer(tmp_path)
+    prepare_rows(data, model, 80).tokenizer.save_pretrained(model.name_or_path)
+    cut = [
+        prepare_rows(
+            replace(data, max_target_length_tokens=2, num_tokenizer_workers=n, cache_dir=str(tmp_path / str(n))), model, 80
+        )
+        for n in (1, 2)
+    ]
+    assert max(cut[0].train["num_label_tokens"]) == 2 and cut[0].fingerprint == cut[1].fingerprint
+    assert json.loads(cut[0].tokenizer.backend_tokenizer.to_str())["truncation"] is None
 
 
 def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path: Path) -> None:
