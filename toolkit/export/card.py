@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["model", "adapter", "merged"]
 CARD_FILE = "README.md"
-_ALWAYS_SHOWN = ("train.seed", "optim.lr", "optim.schedule")
+_ALWAYS_SHOWN = ("train.seed", "optim.lr", "optim.schedule", "preference.loss", "preference.beta")
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def _list_metrics(origin: Origin) -> dict[str, Any]:
 def _list_settings(config: RecipeConfig, origin: Origin) -> Iterable[tuple[str, Any]]:
     keys = dotted_keys(config)
     budget = "train.global_batch_size_tokens" if config.train.global_batch_size_tokens else "train.global_batch_size_rows"
-    shown = {key: keys[key] for key in (budget, *_ALWAYS_SHOWN)}
-    sections = ("model.", *(["adapter."] if is_enabled(config.adapter) else []), "train.", "optim.")
+    shown = {key: keys[key] for key in (budget, *_ALWAYS_SHOWN) if key in keys}
+    sections = ("model.", *(["adapter."] if is_enabled(config.adapter) else []), "train.", "optim.", "preference.")
     not_here = {*shown, "train.global_batch_size_rows"}
     changed = {key: value for key, value in _changed(config, sections) if key not in not_here}
     generated = {key: keys[key] for key in ("eval.max_new_tokens", "eval.num_beams", "eval.no_repeat_ngram_size")}

@@ -115,6 +115,14 @@ On 8 held-out rows.
     assert "\nNo evaluation.\n" in (tmp_path / CARD_FILE).read_text()
 
 
+def test_what_decides_the_loss_of_pairs_is_named(tmp_path: Path) -> None:
+    given = {"preference__reference": "/home/me/sft", "preference__label_smoothing": 0.1}
+    of_pairs = card(tmp_path, "dpo", model__name_or_path="google/gemma-3-1b-it", **given).text
+    assert "| preference.loss | sigmoid |\n| preference.beta | 0.1 |\n" in of_pairs
+    assert "| preference.reference | sft |\n| preference.label_smoothing | 0.1 |\n" in of_pairs
+    assert "preference." not in card(tmp_path, "llm", model__name_or_path="google/gemma-3-1b-it").text
+
+
 PLAIN = {"model.name_or_path": "t5-small", "data.source": "org/rows", "train.max_steps": 1}
 
 
