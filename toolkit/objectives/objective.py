@@ -133,6 +133,12 @@ class Objective:
         """Sentences about the rows of `train` or `evaluation`, by the columns with one number for each and `reported_columns`."""
         return []
 
+    def loss_settings(self) -> dict[str, Any]:
+        """What decides an evaluation's loss besides its rows: of runs that differ in it, reports compare no figures."""
+        from toolkit.objectives import BUILT_IN
+
+        return {} if self.name in BUILT_IN else {"objective": self.name}
+
     def lengths(self, num_tokens: Any, num_labels: Any) -> tuple[Any, ...]:
         """Arrays of `num_tokens` and `num_label_tokens` → the lengths of `limits`. The number of labels, which a step's loss is
         divided by, is known from these before the step."""

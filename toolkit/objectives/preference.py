@@ -199,6 +199,9 @@ class Pairs(Objective):
         means = np.broadcast_to(second_sums, len(FIGURES)) / num_labels
         return {"loss": loss_sum / num_labels} | dict(zip(FIGURES, means.tolist(), strict=True))
 
+    def loss_settings(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.settings)
+
     def describe_first_pass(self, config: RecipeConfig) -> str:
         if self.settings.loss in WITHOUT_REFERENCE:
             return ""

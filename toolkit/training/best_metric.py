@@ -21,12 +21,13 @@ _GENERATION = ("max_new_tokens", "num_beams", "no_repeat_ngram_size")
 
 def build_best_metric(config: EvalConfig, data: EvaluationRows) -> BestMetric:
     """What `eval.best_metric` names, with what it is measured on: metrics of texts depend on generation settings too,
-    those of `eval.metrics` on their code, and those of a named set on its rows."""
+    those of `eval.metrics` on their code, those of a named set on its rows, and the loss on the objective's settings."""
     keys = _GENERATION if config.generate else ()
     code = {f"metrics/{own.name}": own.code_hash for own in data.metrics}
     sets = {"sets": {name: rows.fingerprint for name, rows in data.sets.items()}} if data.sets else {}
     how = {key: getattr(config, key) or int(key == "num_beams") for key in keys}  # unset, as in a base without settings
-    return best_metric_of(config, {"rows": data.fingerprint, **how, **code, **sets})
+    loss = {"loss": settings} if (settings := data.objective.loss_settings()) else {}
+    return best_metric_of(config, {"rows": data.fingerprint, **loss, **how, **code, **sets})
 
 
 def best_metric_of(config: EvalConfig, measured_on: dict[str, Any]) -> BestMetric:

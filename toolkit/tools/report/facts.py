@@ -40,7 +40,7 @@ PLANNED_FOR = ("num_processes", "micro_batch_size_rows", "row_tokens")
 NOT_AS_WRITTEN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What reading values of a file raises that is no longer, or not yet, what a run writes."""
 _NOT_METRICS = ("step", "num_rows", "rows_per_s", "num_texts", *FLAWS)
-_OF_ROWS_ALONE = ("loss", "perplexity", "bits_per_byte", "token_accuracy", "accuracy")
+_OF_LOSS = ("loss", "perplexity", "bits_per_byte", "token_accuracy", "accuracy", "rewards", "logps")
 """Metrics that do not depend on how texts are generated; nor does the loss of a source, `loss/NAME` in older runs."""
 _LAST_STEP = 2**53
 """Up to here, floats and the page's script know every whole number."""
@@ -127,7 +127,8 @@ class RunFacts:
 
 
 def group_alike(runs: Sequence[RunFacts], metric: str) -> list[list[RunFacts]]:
-    """The runs, grouped by what their last evaluation of `metric` was measured on: rows, and for texts how they were generated.
+    """The runs, grouped by what their last evaluation of `metric` was measured on: rows, and the settings of the loss, or how
+    texts were generated; of the metric `rows`, rows alone.
 
     One without an evaluation goes with the first that has one.
     """
@@ -136,18 +137,24 @@ def group_alike(runs: Sequence[RunFacts], metric: str) -> list[list[RunFacts]]:
     for run in runs:
         measured_on = (run.evaluations or first)[-1].get("measured_on")
         if isinstance(measured_on, dict):
-            is_of_rows_alone = metric.partition("/")[0] in _OF_ROWS_ALONE
-            measured_on = measured_on.get("rows") if is_of_rows_alone else {**measured_on, "sets": None}
+            names = measured_on.keys() - {"sets", "loss"} if metric != "rows" else {"rows"}
+            if metric.partition("/")[0] in _OF_LOSS:
+                names = {"rows", "loss"}
+            measured_on = {name: measured_on.get(name) for name in names}
         groups.setdefault(json.dumps(measured_on, sort_keys=True), []).append(run)
     return list(groups.values())
 
 
 def describe_unlike(runs: Sequence[RunFacts]) -> str:
     """A sentence on runs whose figures do not compare; empty if all do."""
-    for metric, why in (("loss", "were measured on other rows"), ("rougeL", "are of texts generated with other settings")):
+    for metric, what, why in (
+        ("rows", "figures", "were measured on other rows"),
+        ("loss", "losses and rewards", "have other settings of the loss"),
+        ("rougeL", "figures", "are of texts generated with other settings"),
+    ):
         if len(groups := group_alike(runs, metric)) > 1:
             names = " and of ".join(", ".join(run.name for run in group) for group in groups)
-            return f"The figures of {names} {why}: they do not compare, and share no axis."
+            return f"The {what} of {names} {why}: they do not compare, and share no axis."
     return ""
 
 

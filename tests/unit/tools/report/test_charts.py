@@ -89,6 +89,19 @@ def test_figures_of_other_rows_share_no_axis(tmp_path: Path) -> None:
     assert describe_unlike([runs[0], runs[3]]) == describe_unlike(runs[3:]) == ""
 
 
+def test_losses_of_pairs_with_other_settings_share_no_axis_and_their_texts_do(tmp_path: Path) -> None:
+    of_runs = {name: {"rows": "1", "num_beams": 1, "loss": {"loss": name}} for name in ("sigmoid", "simpo")}
+    figures = {"loss": 2.0, "rewards/margins": 1.0, "rougeL": 9.0}
+    runs = read_runs(
+        [save_run(tmp_path / name, train(1), evaluation(1, **figures, measured_on=of)) for name, of in of_runs.items()]
+    )
+    titles = [chart.title for chart in list_charts(runs)]
+    assert [titles.count(title) for title in ("Loss", "Rewards/margins", "ROUGE-L")] == [2, 2, 1], titles
+    assert describe_unlike(runs) == (
+        "The losses and rewards of sigmoid and of simpo have other settings of the loss: they do not compare, and share no axis."
+    )
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The axes that are drawn, in order."""
