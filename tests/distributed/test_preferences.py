@@ -143,3 +143,6 @@ def test_another_reference_is_kept_with_the_hash_of_its_weights(finished: dict[s
     assert kept["reference-single"][0] == kept["reference-fsdp2-packed"][0] and kept["single"][0] is None
     np.testing.assert_allclose(kept["reference-single"][1], kept["reference-fsdp2-packed"][1], rtol=1e-5)
     assert np.abs(kept["reference-single"][1] - kept["single"][1]).mean() > 0.1
+    evaluated = [line for line in finished["reference-single"][0] if line["kind"] == "eval"]
+    measured_on = evaluated[-1]["measured_on"]["loss"]  # reports compare runs by it
+    assert (measured_on["loss"], Path(measured_on["reference"]).is_dir()) == ("sigmoid", True)
