@@ -180,15 +180,17 @@ def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter
     ends, blocks = ["model.embed_tokens", "lm_head"], ["model.layers.0", "model.layers.1"]
     forward = ["", ends[0], *blocks, ends[1]]
     backward = [*blocks[::-1], *(ends[:1] if adapter == "none" else [])]  # a frozen embedding has no backward
-    for gathered, held, _ in reports:
+    for for_checks, gathered, held, _ in reports:
+        assert for_checks == forward, "three forwards of the checks gather once"
         assert gathered == [*forward, *backward]
         assert held == {"forward": [], "backward": []}
-    assert reports[0][2] != reports[1][2]
+    assert reports[0][3] != reports[1][3]
 
 
-def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], dict[str, list[str]], int]:
-    """On every rank: the units that one micro-batch gathers, in order; which of embedding and head are
-    held where the first block's forward ends and where its backward begins; and the number of the loss's chunks."""
+def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], list[str], dict[str, list[str]], int]:
+    """On every rank: the units that the checks of the model gather, in order; those that one micro-batch gathers after them;
+    which of embedding and head are held where the first block's forward ends and where its backward begins; and the number of the
+    loss's chunks."""
     import torch
     import transformers
     from torch.distributed.fsdp import FSDPModule
@@ -203,6 +205,7 @@ def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], dict[str,
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.models.patches import chunked_loss
     from toolkit.models.patches.chunked_loss import summed_loss
+    from toolkit.objectives.model_checks import check_causal_model
     from toolkit.parallel.wrap import shard_model
 
     chunked_loss.MAX_LOGITS_AT_ONCE = 4 * 256
@@ -237,8 +240,11 @@ def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], dict[str,
         hidden_BTD.register_hook(lambda _: see_held("backward"))
 
     _fsdp_param_group.foreach_all_gather, model.lm_head.forward = see_gather, see_head
+    check_causal_model(sharded, CausalCollator(0), packing=False)
+    for_checks, gathered = gathered, []
     model.get_decoder().layers[0].register_forward_hook(after_first_block)
+    chunks.clear()
     ids = torch.arange(3, 11 + 8 * rank()).tolist()
     batch = CausalCollator(0).collate([[{"input_ids": ids, "labels": [-100, *ids[1:]]}]])
     summed_loss(sharded.model, batch)[0].backward()
-    return gathered, held, len(chunks)
+    return for_checks, gathered, held, len(chunks)

@@ -42,8 +42,8 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
       between two equal computations, neither of which multiplies in float8, or by groups of tokens).
     - The loss by chunks of hidden states, packed as the run packs, equals the loss of the model's own logits of each text.
 
-    It takes three forwards, for each of which FSDP gathers the model. If one of these fails, that is a `UserError`, with the
-    setting that helps, if there is one.
+    It takes three forwards; FSDP2 gathers the model for the first alone, if it fits unsharded. If one of these fails, that is a
+    `UserError`, with the setting that helps, if there is one.
     """
     # Two texts from different parts of the vocabulary, and the first with another last token, whose label does not count.
     name = type(sharded.unwrapped).__name__.removeprefix("FSDP")
@@ -55,7 +55,7 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
         torch.compiler.set_stance("force_eager"),
         no_float8(sharded.unwrapped),
         experts_by_token(sharded.unwrapped),
-        evaluation_model(sharded, "never") as (model, _),
+        evaluation_model(sharded, "once") as (model, _),
     ):
         # Nothing but the last token changes, so the loss must not.
         # Two packs, because transformers' flash attention treats a batch of several rows as unpacked.
@@ -102,7 +102,7 @@ def check_seq2seq_model(sharded: ShardedModel, collator: SummarizationCollator, 
     with torch.compiler.set_stance("force_eager"), random_state_kept():
         # Our loss equals the model's.
         ways_out = "try mixed_precision no in the accelerate YAML, or FSDP2 where it is FSDP1"
-        with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="never") as (model, _):
+        with _failing_as(f"{name} cannot be trained here", ways_out), evaluation_model(sharded, unshard="once") as (model, _):
             output = model(**prompts, **shifted, labels=labels_at_positions(batch, batch["decoder_input_ids"]), use_cache=False)
             expected = output.loss.item()
             actual, again = (summed_loss(model, batch)[0].item() / num_labels for _ in range(2))
@@ -151,7 +151,7 @@ def check_loss(sharded: ShardedModel, objective: Objective, collator: Collator, 
         torch.compiler.set_stance("force_eager"),
         no_float8(sharded.unwrapped),
         random_state_kept(),
-        evaluation_model(sharded, "never") as (model, _),
+        evaluation_model(sharded, "once") as (model, _),
     ):
 
         def loss(num_rows: int = 1, smoothing: float = 0.0, *, is_dummy: bool = False) -> float:

@@ -24,7 +24,7 @@ from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel.compute_copies import autocast_forward, cast_inputs
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean_name, repeated_blocks
-from toolkit.parallel.wrap import ShardedModel, forget_forwards
+from toolkit.parallel.wrap import ShardedModel, forget_forwards, gathered_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +86,8 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
 
     `auto` makes one unsharded copy in the compute dtype, if it fits. Without it, every decoding step under FSDP would gather
     every block again, with ranks waiting for each other, and every step in bf16 would copy every weight. A quantized base
-    is dequantized once in it, or, if only that fits, stays in codes.
+    is dequantized once in it, or, if only that fits, stays in codes. `once` calls the sharded model, as `never` does; if it fits
+    unsharded, FSDP2 gathers it for the first forward alone.
     """
     sharded.model.eval()
     try:
@@ -100,7 +101,9 @@ def evaluation_model(sharded: ShardedModel, unshard: str) -> Iterator[tuple[PreT
         elif not is_sharded:
             yield sharded.unwrapped, False
         else:
-            yield sharded.model, True  # type: ignore[misc]
+            is_kept = unshard == "once" and fits_whole(sharded, sharded.skeleton)
+            with gathered_once(sharded) if is_kept else contextlib.nullcontext():
+                yield sharded.model, True  # type: ignore[misc]
     finally:
         sharded.model.train()
         forget_forwards(sharded.model)

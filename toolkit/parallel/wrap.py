@@ -212,6 +212,23 @@ def forget_forwards(model: Any) -> None:
         model.reset_iter_state()
 
 
+@contextlib.contextmanager
+def gathered_once(sharded: ShardedModel) -> Iterator[None]:
+    """Context in which FSDP2 gathers each unit for the first forward and keeps it for the next ones, which have no backward.
+    `forget_forwards` frees all."""
+    model, units = sharded.model, []
+    if isinstance(model, FSDPModule) and sharded.accelerator.state.fsdp_plugin.reshard_after_forward:
+        ends = (model, sharded.unwrapped.get_output_embeddings())  # these stay gathered after a forward anyway
+        units = [module for module in model.modules() if isinstance(module, FSDPModule) and module not in ends]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+
+
 def _find_blocks(accelerator: Accelerator, model: nn.Module, checkpointing: Checkpointing) -> dict[str, nn.Module]:
     """What FSDP wraps as its plugin says, or the repeated blocks. torch's selective recomputation must meet the operations of the
     forward in their order: a unit inside a block gathers at other moments, which is a `UserError`."""
