@@ -79,11 +79,11 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
     "rank_0_random_state_on_all_ranks": ("toolkit.distributed.rng:load_random_state", ("rng-{rank():05d}", "rng-00000")),
     # The tokenizer marks a translation with the language of its source.
     "target_tokenized_as_a_source": (
-        "toolkit.data.tokens.seq2seq:tokenize",
+        "toolkit.objectives.seq2seq:Seq2Seq.tokenize",
         ('config.max_target_length_tokens, "text_target"', 'config.max_target_length_tokens, "text"'),
     ),
     # Bits per byte are bits per character of an encoder-decoder's targets.
-    "characters_for_bytes_of_a_target": ("toolkit.data.tokens.seq2seq:tokenize", ("len(text.encode())", "len(text)")),
+    "characters_for_bytes_of_a_target": ("toolkit.objectives.seq2seq:Seq2Seq.tokenize", ("len(text.encode())", "len(text)")),
     # Bits per byte are bits per character of what a causal model answers.
     "characters_for_bytes_of_an_answer": ("toolkit.data.tokens.causal:_mask", ("len(piece.encode())", "len(piece)")),
     # Rows with a long common beginning count as copies, and as one group.

@@ -6,11 +6,17 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RecipeConfig
 from toolkit.data.collate import Collator, SummarizationCollator
 from toolkit.data.rows.columns import choose_seq2seq_columns
 from toolkit.data.rows.example import Example
-from toolkit.data.tokens import languages, seq2seq
+from toolkit.data.rows.load import TextRows
+from toolkit.data.tokens.causal import choose_few
+from toolkit.data.tokens.cuts import describe_cut, describe_unknown
+from toolkit.data.tokens.languages import marks_languages, set_languages, start_generation
+from toolkit.data.tokens.special_tokens import INNER_END, compile_inner_ends, read_target
+from toolkit.data.tokens.tokenizer import describe_lost_text, train_tokenizer
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.evaluation.loop import text_figures
@@ -24,6 +30,8 @@ from toolkit.parallel.wrap import ShardedModel
 from toolkit.private import private
 
 if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -37,19 +45,80 @@ class Seq2Seq(Objective):
     limits = {"source": "max_source_length_tokens", "target": "max_target_length_tokens"}
     inputs = ("input_ids", "decoder_input_ids")
     label_side = "target"
-    reported_columns = (*Objective.reported_columns, *seq2seq.REPORTED)
+    reported_columns = (
+        *Objective.reported_columns,
+        "num_lost_source_tokens", "num_lost_target_tokens", "num_unknown_source_tokens", "num_unknown_target_tokens",
+    )  # fmt: skip
     trained = "unigram trained"
 
     choose_columns = staticmethod(choose_seq2seq_columns)
-    set_up = staticmethod(seq2seq.set_up)
-    list_settings = staticmethod(seq2seq.list_settings)
-    train = staticmethod(seq2seq.train)
-    describe = staticmethod(seq2seq.describe)
-    tokenize = staticmethod(seq2seq.tokenize)
-    report = staticmethod(seq2seq.report)
     metrics = staticmethod(text_figures)
-    start_generation = staticmethod(languages.start_generation)
+    start_generation = staticmethod(start_generation)
     forward_kept = staticmethod(encoder_output_kept)
+
+    def set_up(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
+        """Set the languages of a translation model."""
+        set_languages(tokenizer, model.name_or_path, config.source_language, config.target_language)
+
+    def list_settings(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        settings = {name: getattr(config, name) for name in ("prefix", *self.limits.values())}
+        if tokenizer is not None and marks_languages(tokenizer):
+            settings["languages"] = f"{tokenizer.src_lang} to {tokenizer.tgt_lang}"
+        return settings
+
+    def train(self, rows: Dataset, vocab_size: int, config: DataConfig) -> PreTrainedTokenizerBase:
+        """One like T5's."""
+        return train_tokenizer(rows, vocab_size, config.prefix)
+
+    def describe(self, tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
+        sentences: list[str] = []
+        if marks_languages(tokenizer):
+            sentences.append(f"sources are marked as {tokenizer.src_lang}, targets as {tokenizer.tgt_lang}")
+        for what, column in (("targets", "completion"), ("sources", "prompt")):
+            sentences += describe_lost_text(tokenizer, [[text] for text in choose_few(rows)[column]], what)
+        return sentences
+
+    def tokenize(
+        self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: DataConfig, origins: list[tuple[str, int]]
+    ) -> dict[str, list]:
+        """The columns of `TokenizedRows`, `reported_columns`, `odd`, what to say of a row's special tokens, and `held`, those of
+        its target, with zeros between them."""
+        prompts = [config.prefix + text for text in rows["prompt"]]
+        sources, num_lost_of_sources = encode_texts(tokenizer, prompts, config.max_source_length_tokens, "text")
+        labels, num_lost_of_targets = encode_texts(tokenizer, rows["completion"], config.max_target_length_tokens, "text_target")
+        texts = [
+            str(tokenizer.decode(ids, skip_special_tokens=True)) if num_lost else text
+            for ids, text, num_lost in zip(labels, rows["completion"], num_lost_of_targets, strict=True)
+        ]
+        targets, held = zip(*(read_target(tokenizer, text) for text in rows["completion"]), strict=True)
+        odd = [map(compile_inner_ends(tokenizer).search, pair) for pair in zip(prompts, rows["completion"], strict=True)]
+        return {
+            "row_id": rows["row_id"],
+            "target": list(targets),
+            "held": list(map("\0".join, held)),
+            "odd": [INNER_END * any(found) for found in odd],
+            "lead_text": rows["lead_text"],
+            "input_ids": sources,
+            "labels": labels,
+            "num_tokens": [len(source) + len(target) for source, target in zip(sources, labels, strict=True)],
+            "num_label_tokens": [len(ids) for ids in labels],
+            "target_bytes": [len(text.encode()) for text in texts],
+            "num_lost_source_tokens": num_lost_of_sources,
+            "num_lost_target_tokens": num_lost_of_targets,
+            "num_unknown_source_tokens": [ids.count(tokenizer.unk_token_id) for ids in sources],
+            "num_unknown_target_tokens": [ids.count(tokenizer.unk_token_id) for ids in labels],
+        }
+
+    def report(self, counts: dict[str, np.ndarray], config: DataConfig, name: str, origins: list[tuple[str, int]]) -> list[str]:
+        """Sentences about cuts and unknown tokens."""
+        num_of_targets = counts.get("num_answer_tokens", counts["num_label_tokens"])  # the former of pairs
+        num_kept = {"source": counts["num_tokens"] - num_of_targets, "target": num_of_targets}
+        sentences: list[str] = []
+        for side, limit in self.limits.items():
+            num_lost, of_limit = counts[f"num_lost_{side}_tokens"], f"data.{limit} = {getattr(config, limit)}"
+            sentences += describe_cut(num_kept[side] + num_lost, num_lost, len(num_lost), name, of_limit, side)
+            sentences += describe_unknown(num_kept[side], counts[f"num_unknown_{side}_tokens"], name, side)
+        return sentences
 
     def lengths(self, num_tokens: Any, num_labels: Any) -> tuple[Any, ...]:
         return num_tokens - num_labels, num_labels
@@ -83,13 +152,13 @@ class Seq2Seq(Objective):
         check_seq2seq_model(sharded, collator, config.eval)
 
     def set_languages(self, tokenizer: PreTrainedTokenizerBase, name: str, usage: Usage) -> None:
-        languages.set_languages(tokenizer, name, usage.source_language, usage.target_language)
+        set_languages(tokenizer, name, usage.source_language, usage.target_language)
 
     def encode_prompts(
         self, tokenizer: PreTrainedTokenizerBase, texts: list[str], are_chats: list[bool], usage: Usage
     ) -> tuple[list[list[int]], list[int]]:
         prefixed = [f"{usage.prefix}{text}" for text in texts]
-        return seq2seq.encode_texts(tokenizer, prefixed, usage.max_source_length_tokens, "text")
+        return encode_texts(tokenizer, prefixed, usage.max_source_length_tokens, "text")
 
     def task_params(self, config: RecipeConfig) -> dict[str, Any]:
         own = {"prefix": config.data.prefix, "max_new_tokens": config.eval.max_new_tokens, "num_beams": config.eval.num_beams}
@@ -110,3 +179,17 @@ class Seq2Seq(Objective):
 
     def show_texts(self, example: Example, tokenizer: Any, config: Any, where: str) -> dict[str, str]:
         return {"source": config.prefix + str(example.prompt), "target": str(example.completion)}
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int | None, argument: str
+) -> tuple[list[list[int]], list[int]]:
+    """Token ids of texts, and how many tokens each has lost. A text of over `max_length` tokens, if that is given, is encoded
+    again, cut by the tokenizer; `argument` is the tokenizer's, `text` or `text_target`."""
+    all_ids = tokenizer(**{argument: texts}, verbose=False)["input_ids"]
+    num_lost = [0] * len(texts)
+    for i, text in enumerate(texts):
+        if (num_given := len(all_ids[i])) > (max_length or num_given):
+            all_ids[i] = tokenizer(**{argument: text}, truncation=True, max_length=max_length)["input_ids"]
+            num_lost[i] = num_given - len(all_ids[i])
+    return all_ids, num_lost

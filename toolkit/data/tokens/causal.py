@@ -104,7 +104,7 @@ def choose_few(rows: TextRows) -> dict[str, list]:
 def tokenize(
     rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: LLMDataConfig, origins: list[tuple[str, int]]
 ) -> dict[str, list]:
-    """The columns of `TokenizedRows`, `REPORTED`, and `odd` and `held` as in `seq2seq.py`."""
+    """The columns of `TokenizedRows`, `REPORTED`, and `odd` and `held` as of `Seq2Seq.tokenize`."""
     # Render each example as text with the positions of its turns, and tokenize all of them.
     examples = read_examples(rows)
     prepared = [

@@ -17,9 +17,9 @@ from tests.support.refusals import refusal
 from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
 from toolkit.config.data import DataConfig
 from toolkit.data.collate import SummarizationCollator
-from toolkit.data.tokens import seq2seq
 from toolkit.data.tokens.languages import set_languages, start_generation
 from toolkit.data.tokens.tokenizer import hash_tokenizer
+from toolkit.objectives.seq2seq import Seq2Seq
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +58,13 @@ def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
     saved = load(tmp_path)
     rows = {"row_id": [0], "prompt": ["beta"], "completion": ["beta"], "lead_text": [""]}
     for one in (tokenizer, saved):
-        columns = seq2seq.tokenize(rows, one, DataConfig(source="jsonl"), [])
+        columns = Seq2Seq().tokenize(rows, one, DataConfig(source="jsonl"), [])
         assert one.convert_ids_to_tokens(columns["input_ids"][0]) == source
         assert one.convert_ids_to_tokens(columns["labels"][0]) == target
     assert hash_tokenizer(saved) == hash_tokenizer(tokenizer)
     set_languages(saved, "tiny", None, None)  # the saved ones are kept
     texts = SimpleNamespace(train=Dataset.from_dict({"prompt": ["beta"], "completion": ["beta\nbeta"]}))
-    said = seq2seq.describe(saved, texts)  # type: ignore[arg-type]
+    said = Seq2Seq().describe(saved, texts)  # type: ignore[arg-type]
     assert said[0].startswith("sources are marked as ") and any("loses line breaks" in line for line in said)
 
 

@@ -14,9 +14,10 @@ from datasets import Dataset
 from tests.support.rows import prepare_rows
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens import prepare, seq2seq
+from toolkit.data.tokens import prepare
 from toolkit.data.tokens.token_file import TokenFile
 from toolkit.data.tokens.tokenizer import train_tokenizer
+from toolkit.objectives import seq2seq
 
 
 def rows_without_a_tokenizer(folder: Path) -> tuple[DataConfig, ModelConfig]:
