@@ -17,7 +17,7 @@ from tests.other_tools import read_losses
 from tests.other_tools.conftest import TRANSFORMERS_4
 from tests.support.model_folders import _build_tokenizer
 from tests.support.workbench import new_bench
-from toolkit.data.tokens.read_tokenizer import open_tokenizer
+from toolkit.data.tokens.tokenizer import open_tokenizer
 
 _T5 = {
     "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_ff": 64, "d_kv": 8, "d_model": 32, "num_heads": 4,

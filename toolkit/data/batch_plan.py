@@ -9,7 +9,7 @@ at the same time.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -18,7 +18,6 @@ from itertools import chain
 import numpy as np
 
 from toolkit.config.schema import TrainConfig, as_written
-from toolkit.data.packing import pack_best_fit
 from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 
@@ -253,6 +252,28 @@ def fill(rows: np.ndarray, num_tokens: np.ndarray, budget: int) -> list[np.ndarr
         batches.append(rows[start:stop])
         start, used = stop, int(ends[stop - 1])
     return batches
+
+
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Combine rows, of which none is above `capacity`, into packs of at most so many tokens: indices into `lengths`, by pack.
+
+    Best-fit decreasing: each row, longest first, goes into the fullest pack that still has room for it. It uses at most 11/9 of
+    the minimum number of packs, plus one (Johnson, 1973), and depends only on the lengths.
+    """
+    packs: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # (tokens free, pack), sorted
+    for place in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[place])
+        assert length <= capacity, "rows are cut to the capacity before"
+        fullest = bisect_left(spaces, (length, -1))
+        if fullest == len(spaces):
+            packs.append([])
+            space, pack = capacity, len(packs) - 1
+        else:
+            space, pack = spaces.pop(fullest)
+        packs[pack].append(place)
+        insort(spaces, (space - length, pack))
+    return packs
 
 
 def cut(rows: np.ndarray, costs: np.ndarray, num_ranks: int, micro_batch_size_rows: int) -> list[list[list[int]]]:

@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.tokens.read_tokenizer import differing_parts
-from toolkit.data.tokens.tokenizer import hash_tokenizer
+from toolkit.data.tokens.tokenizer import differing_parts, hash_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

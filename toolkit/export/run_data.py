@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.data.tokens.read_tokenizer import differing_parts, open_tokenizer
+from toolkit.data.tokens.tokenizer import differing_parts, open_tokenizer
 from toolkit.errors import UserError, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.durable import describe_files, fsync_names, list_files, refuse_pointers, save_json

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build, name_folder
-from toolkit.data.tokens.read_tokenizer import read_tokenizer, trains_tokenizer
-from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer
+from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer, read_tokenizer, trains_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
 from toolkit.errors import UserError

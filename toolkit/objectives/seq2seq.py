@@ -1,10 +1,17 @@
-"""Summaries and translations by an encoder-decoder: a row is a source with its target."""
+"""Summaries and translations by an encoder-decoder: a row is a source with its target.
+
+The tokenizers of M2M-100, NLLB, mBART and PLBart add a language token before or after a text. Its position is found by encoding
+a text, not by the model's name.
+"""
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RecipeConfig
@@ -13,10 +20,9 @@ from toolkit.data.rows.columns import choose_seq2seq_columns
 from toolkit.data.rows.example import Example
 from toolkit.data.rows.load import TextRows
 from toolkit.data.tokens.causal import choose_few
-from toolkit.data.tokens.cuts import describe_cut, describe_unknown
-from toolkit.data.tokens.languages import marks_languages, set_languages, start_generation
+from toolkit.data.tokens.cuts import describe_cut, describe_lost_text, describe_unknown
 from toolkit.data.tokens.special_tokens import INNER_END, compile_inner_ends, read_target
-from toolkit.data.tokens.tokenizer import describe_lost_text, train_tokenizer
+from toolkit.data.tokens.tokenizer import marks_languages, train_tokenizer
 from toolkit.errors import UserError
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.evaluation.loop import text_figures
@@ -33,6 +39,10 @@ if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("toolkit")
+
+NUM_LANGUAGES_SHOWN = 6
 
 
 class Seq2Seq(Objective):
@@ -53,7 +63,6 @@ class Seq2Seq(Objective):
 
     choose_columns = staticmethod(choose_seq2seq_columns)
     metrics = staticmethod(text_figures)
-    start_generation = staticmethod(start_generation)
     forward_kept = staticmethod(encoder_output_kept)
 
     def set_up(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, model: ModelConfig) -> None:
@@ -160,6 +169,29 @@ class Seq2Seq(Objective):
         prefixed = [f"{usage.prefix}{text}" for text in texts]
         return encode_texts(tokenizer, prefixed, usage.max_source_length_tokens, "text")
 
+    def start_generation(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collator: Any) -> None:
+        """Set the generation config so that `generate`, also after an export, begins as the decoder inputs in training do.
+
+        The first decoder input is the start token: the target's language for mBART, `</s>` for NLLB. If targets begin with a
+        language, as NLLB's do, it is forced as the first generated token.
+        """
+        labels = tokenizer(text_target="a")["input_ids"]
+        start = int(collator.decoder_inputs(torch.tensor([labels]))[0, 0])
+        generation: Any = model.generation_config
+        used = generation.decoder_start_token_id
+        settings: dict[str, int | None] = {}
+        if start != (generation.bos_token_id if used is None else used):
+            settings["decoder_start_token_id"] = start
+        if marks_languages(tokenizer):
+            plain = tokenizer(text_target="a", add_special_tokens=False)["input_ids"]
+            forced = labels[0] if labels[: len(plain)] != plain else None
+            if forced != generation.forced_bos_token_id:
+                settings["forced_bos_token_id"] = forced
+        for setting, token_id in settings.items():
+            setattr(generation, setting, token_id)
+            token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+            logger.info(f"{setting} of the generation config is set to {token_id} ({token}), as in training")
+
     def task_params(self, config: RecipeConfig) -> dict[str, Any]:
         own = {"prefix": config.data.prefix, "max_new_tokens": config.eval.max_new_tokens, "num_beams": config.eval.num_beams}
         return dict.fromkeys(("summarization", "translation", "text2text-generation"), own)
@@ -193,3 +225,49 @@ def encode_texts(
             all_ids[i] = tokenizer(**{argument: text}, truncation=True, max_length=max_length)["input_ids"]
             num_lost[i] = num_given - len(all_ids[i])
     return all_ids, num_lost
+
+
+def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | None, target: str | None) -> None:
+    """Make the tokenizer mark sources and targets with these languages; None keeps the tokenizer's saved language. A tokenizer
+    that marks no languages, lacks this one, or has none set, is a `UserError`. `name` is the model's, for errors."""
+    wanted = {"source": source, "target": target}
+    if not marks_languages(tokenizer):
+        for side, language in wanted.items():
+            if language is not None:
+                raise UserError(
+                    f"data.{side}_language is {language}, but the tokenizer of {name} does not mark languages: leave it out"
+                )
+        return
+    for side, attribute, argument in (("source", "src_lang", "text"), ("target", "tgt_lang", "text_target")):
+        language = getattr(tokenizer, attribute) if wanted[side] is None else wanted[side]
+        if language is None:
+            raise UserError(
+                f"the tokenizer of {name} marks each text with its language: set data.{side}_language to one of "
+                f"{_languages(tokenizer)}"
+            )
+        try:
+            setattr(tokenizer, attribute, language)
+            marks = tokenizer(**{argument: ""})["input_ids"]
+        except KeyError:
+            marks = [tokenizer.unk_token_id]
+        # The mark must be a language: NLLB's `fr` is a piece of words, its French is `fra_Latn`.
+        languages = set(_language_ids(tokenizer).values())
+        if not languages.intersection(marks) or not {*tokenizer.all_special_ids, *languages}.issuperset(marks):
+            raise UserError(
+                f"data.{side}_language {language!r} is not a language of the tokenizer of {name}: it has {_languages(tokenizer)}"
+            )
+
+
+def _language_ids(tokenizer: Any) -> dict[str, int]:
+    """Token id of each language. Without a table of languages: of each special token that has no other role."""
+    if table := getattr(tokenizer, "lang_code_to_id", None):
+        return table
+    named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if token not in named}
+
+
+def _languages(tokenizer: Any) -> str:
+    """The first few languages, for errors."""
+    codes = _language_ids(tokenizer)
+    shown = ", ".join(sorted(codes)[:NUM_LANGUAGES_SHOWN])
+    return f"{shown}, … ({len(codes)} in all)" if len(codes) > NUM_LANGUAGES_SHOWN else shown

@@ -20,7 +20,7 @@ import torch
 
 from toolkit.config.load import RecipeConfig
 from toolkit.data.cache_folders import cache_folder
-from toolkit.data.own_datasets import check_datasets, save_datasets
+from toolkit.data.sources.own_function import check_datasets, save_datasets
 from toolkit.distributed.comm import world_size
 from toolkit.distributed.watchdog import naming_lost_ranks
 from toolkit.errors import SIGNALS, UserError

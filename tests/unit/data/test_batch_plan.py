@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks.plan.new_shapes import ROWS, Rows, measure
 from toolkit.config.schema import TrainConfig
-from toolkit.data.batch_plan import BatchPlan, Mix, Step, cut, draw_mix
+from toolkit.data.batch_plan import BatchPlan, Mix, Step, cut, draw_mix, pack_best_fit
 from toolkit.data.collate import MOST_PADDING, choose_multiples
-from toolkit.data.packing import pack_best_fit
 from toolkit.errors import UserError
 
 NUM_ROWS = 203

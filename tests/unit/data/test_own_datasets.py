@@ -11,7 +11,7 @@ import pytest
 from tests.support.refusals import refusal
 from tests.support.rows import load_rows
 from toolkit import load_config
-from toolkit.data.own_datasets import check_datasets, save_datasets
+from toolkit.data.sources.own_function import check_datasets, save_datasets
 
 NEEDED: dict[str, Any] = {"model.name_or_path": "model", "train.max_steps": 2}
 CHATS = [[{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": f"you, {i}"}] for i in range(4)]

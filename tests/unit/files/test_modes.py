@@ -30,7 +30,7 @@ from toolkit.config.python import load_config
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build
 from toolkit.data.tokens.chat_template import read_chat_template
-from toolkit.data.tokens.read_tokenizer import open_tokenizer
+from toolkit.data.tokens.tokenizer import open_tokenizer
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.export.card import Origin
 from toolkit.export.paths import ExportPaths, replaced

@@ -13,9 +13,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows.columns import KINDS, Columns
-from toolkit.data.rows.instructions import read_alpaca, read_sharegpt, read_turns
+from toolkit.data.rows.instructions import read_alpaca, read_pair, read_sharegpt, read_turns
 from toolkit.data.rows.messages import TOOLS_COLUMN, read_chat, read_tools
-from toolkit.data.rows.pairs import read_pair
 from toolkit.data.sources.row import check_text, is_nan, read_optional_text
 from toolkit.errors import UserError
 

@@ -15,8 +15,7 @@ from toolkit.config.paths import split_own_source
 from toolkit.config.validate import name_entries
 from toolkit.data.rows.columns import KINDS, Columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
-from toolkit.data.sources.columnar import list_struct_fields
-from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file
+from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file, list_struct_fields
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.json_files import ALL_VALUES, list_fields
 from toolkit.data.sources.own_function import load_own_source, read_options

@@ -17,8 +17,7 @@ from unittest import mock
 
 import yaml
 
-from toolkit.data.sources.columnar import outer_names, read_batches
-from toolkit.data.sources.files import name_kind
+from toolkit.data.sources.files import name_kind, outer_names, read_batches
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
 from toolkit.errors import UserError, escape_controls

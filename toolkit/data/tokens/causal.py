@@ -16,10 +16,9 @@ from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import read_examples
 from toolkit.data.rows.load import TextRows
 from toolkit.data.tokens.chat_template import check_chat_template, read_chat_template, set_content_tokens
-from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_split, split_text
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES, describe_cut, describe_lost_text, describe_split, split_text
 from toolkit.data.tokens.offsets import TokenizedText, tokenize_texts
-from toolkit.data.tokens.omissions import KINDS
-from toolkit.data.tokens.prompts import Prepared, prepare_chat, prepare_text
+from toolkit.data.tokens.prompts import KINDS, Prepared, prepare_chat, prepare_text
 from toolkit.data.tokens.special_tokens import (
     INNER_END,
     LOOKS_SPECIAL,
@@ -28,7 +27,7 @@ from toolkit.data.tokens.special_tokens import (
     mark,
     read_target,
 )
-from toolkit.data.tokens.tokenizer import describe_lost_text, train_byte_level_tokenizer
+from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL
 

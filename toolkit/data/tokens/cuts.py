@@ -1,22 +1,30 @@
 """Applies the limit on a row's tokens: plain text is split into rows that together hold every token; all other rows are cut, and
-a sentence reports the share of lost tokens, another one that of tokens that stand for text unknown to the tokenizer.
+a sentence reports the share of lost tokens. Others report text that the tokenizer does not know, or does not give back.
 
 In all of them `name` is `train` or `evaluation`, and `limit` the setting with its value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from toolkit.data.tokens.special_tokens import compile_special_tokens, learn_spaces, put_spaces
+from toolkit.data.tokens.tokenizer import MAX_TRAINING_CHARACTERS
 from toolkit.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROW_IDS_OF_A_PIECE = 10**10
 """The k-th further piece of a text has the text's row id plus k times this: row 17, then 10000000017, 20000000017."""
 
 _MOST_TOKENS_LOST = 0.05
+_MAX_ROWS_DECODED = 100
+_WHITE = {"line breaks": "\n", "tabs": "\t", "runs of spaces": "  "}
 SIDES = {"train": "training", "evaluation": "evaluation"}
 """The name of each split in messages."""
 
@@ -96,6 +104,38 @@ def describe_unknown(num_tokens: np.ndarray, num_unknown: np.ndarray, name: str,
         "are unknown to the tokenizer: the model neither reads nor writes them"
     )
     return [f"WARNING: {sentence}" if share > _MOST_TOKENS_LOST else sentence]
+
+
+def describe_lost_text(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[str]], what: str = "rows") -> list[str]:
+    """Sentences if decoding the tokens of texts does not return the texts, else none.
+
+    T5's tokenizers lose line breaks and runs of spaces, BERT's also lose case, others lose unknown characters. A space before the
+    first word does not count, because many tokenizers add or drop it. `rows` are the texts of each row, `what` their name.
+    """
+    sentences, lost = [], []
+    tried = rows[:_MAX_ROWS_DECODED] if what != "sources" else []
+    every = [text for texts in tried for text in texts]
+    kept = learn_spaces(tokenizer, {token for text in every for token in compile_special_tokens(tokenizer).findall(text)}, every)
+    for kind, white in _WHITE.items():
+        ids = tokenizer(f"a{white}a", add_special_tokens=False)["input_ids"]
+        num = 0 if white in str(tokenizer.decode(ids)) else sum(any(white in text.strip() for text in texts) for texts in rows)
+        if num:
+            level, share = "" if what == "sources" else "WARNING: ", f"{num} of {len(rows)} training {what} looked at"
+            trouble = f"loses {kind}, which stand in {share} ({100 * num / len(rows):.1f} %)"
+            remedy = f"with pretrained weights, model.add_tokens {json.dumps([white])} keeps them"
+            remedy = remedy if white.strip(" ") else "no setting keeps them; tokenizers of bytes do, as ByT5's"
+            sentences.append(f"{level}the tokenizer {tokenizer.name_or_path} {trouble}: {remedy}")
+    for texts in tried:
+        context = [text[:MAX_TRAINING_CHARACTERS] for text in texts]
+        for text, ids in zip(context, tokenizer(context, add_special_tokens=False)["input_ids"], strict=True):
+            decoded = put_spaces(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)), kept)
+            pair = (text.split(), decoded.split()) if sentences else (text.lstrip(" "), decoded.lstrip(" "))
+            is_counted = what == "targets" and tokenizer.unk_token_id in ids  # by `describe_unknown`
+            if pair[0] != pair[1] and not is_counted:
+                lost.append(f"{text!r:.60} as {decoded!r:.60}")
+                break
+    trouble = f"{tokenizer.name_or_path} does not give back {len(lost)} of the first {len(tried)} training {what} as they are"
+    return sentences + ([f"the tokenizer {trouble} ({lost[0]}): what it drops is never learned"] if lost else [])
 
 
 def _measure(part: np.ndarray, whole: np.ndarray) -> tuple[float, str]:

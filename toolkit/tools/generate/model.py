@@ -20,7 +20,7 @@ from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
 from toolkit.data.collate import Collator, move_to
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import RefusedChatError, render_chat, set_content_tokens
-from toolkit.data.tokens.omissions import find_omissions
+from toolkit.data.tokens.prompts import find_omissions
 from toolkit.data.tokens.special_tokens import decode_texts, show
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.distributed.comm import on_all_ranks

@@ -17,9 +17,8 @@ from tests.support.refusals import refusal
 from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
 from toolkit.config.data import DataConfig
 from toolkit.data.collate import SummarizationCollator
-from toolkit.data.tokens.languages import set_languages, start_generation
 from toolkit.data.tokens.tokenizer import hash_tokenizer
-from toolkit.objectives.seq2seq import Seq2Seq
+from toolkit.objectives.seq2seq import Seq2Seq, set_languages
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def test_generation_begins_as_the_decoder_inputs_of_training(
         model = transformers.AutoModelForSeq2SeqLM.from_config(config)
     model.generation_config.forced_bos_token_id = 77  # of a model that was trained for another language
     own_shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    start_generation(model, tokenizer, SummarizationCollator(1, 2, own_shift))
+    Seq2Seq().start_generation(model, tokenizer, SummarizationCollator(1, 2, own_shift))
     begins = [model.generation_config.decoder_start_token_id, model.generation_config.forced_bos_token_id]
     assert [token if token is None else tokenizer.convert_ids_to_tokens(token) for token in begins] == [start, forced]
     assert "forced_bos_token_id of the generation config is set to" in capsys.readouterr().out

@@ -11,8 +11,7 @@ from tests.support.refusals import refusal
 from tests.support.template_shapes import CALL_FORMS, CONTENT_ONLY, CUTTING, MISTRAL, NASTY, PARSING, print_calls, random_value
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import render_chat, render_turns
-from toolkit.data.tokens.omissions import find_omissions
-from toolkit.data.tokens.prompts import prepare_chat
+from toolkit.data.tokens.prompts import find_omissions, prepare_chat
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "description": "tells the time"}}]
 THINKING = [*say("what is two"), {"role": "assistant", "content": "<think>\nwell, so\n</think>\n\nit is 2"}]

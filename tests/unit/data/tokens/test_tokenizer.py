@@ -16,8 +16,14 @@ from tokenizers import Tokenizer, models
 from tests.support.refusals import refusal
 from tests.support.tokenizer_kinds import LLAMA_3, build_byte_level
 from toolkit.config.schema import ModelConfig
-from toolkit.data.tokens.read_tokenizer import open_tokenizer, read_tokenizer, trains_tokenizer
-from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer, train_byte_level_tokenizer
+from toolkit.data.tokens.tokenizer import (
+    hash_tokenizer,
+    load_tokenizer,
+    open_tokenizer,
+    read_tokenizer,
+    train_byte_level_tokenizer,
+    trains_tokenizer,
+)
 from toolkit.export.run_data import check_kept_tokenizer
 
 TEXTS = [f'def take_oar_{i}(self):\n    """Return the oar."""\n    return self.oars[{i}]\n' for i in range(50)]
