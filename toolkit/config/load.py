@@ -147,43 +147,28 @@ def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _join_lists(flags: list[str], config_class: type) -> list[str]:
-    """Join `--data.files a --data.files b` into one flag with a list, at the first one's place. argparse would keep the last."""
-    hints = {
-        key: hint
-        for key, hint in known_keys(config_class)[0].items()
-        if any(get_origin(option) is list for option in (hint, *get_args(hint)))
-    }
+    """Make `--data.files a --data.files b` one list, for which jsonargparse has flags that end in `+`: else it keeps the last,
+    and refuses an item by itself in a field of lists. null and [] drop the items before."""
+    hints = {key: (hint, *get_args(hint)) for key, hint in known_keys(config_class)[0].items()}
     joined: list[str] = []
-    places: dict[str, int] = {}
-    values: dict[str, list[str]] = {}
+    given: set[str] = set()
     rest = flags[::-1]
     while rest:
         flag = rest.pop()
         key, equals, value = flag.removeprefix("--").partition("=")
-        is_whole = equals or (rest and not rest[-1].startswith("--"))
-        if not (flag.startswith("--") and key in hints and is_whole):
+        is_list = flag.startswith("--") and any(get_origin(option) is list for option in hints.get(key, ()))
+        if not is_list or not (equals or (rest and not rest[-1].startswith("--"))):
             joined.append(flag)
             continue
-        if key not in places:
-            places[key] = len(joined)
-            joined.append("")
-        values.setdefault(key, []).append(value if equals else rest.pop())
-    for key, place in places.items():
-        joined[place] = f"--{key}={_join(values[key], hints[key])}"
+        value = value if equals else rest.pop()
+        loaded, holds_texts = _load(value), list[str] in hints[key]
+        starts = key not in given and get_origin(hints[key][0]) is list and isinstance(loaded, dict) != holds_texts
+        if adds := loaded not in (None, []) and (key in given or (starts and not isinstance(loaded, list))):
+            items = loaded if isinstance(loaded, list) else [value if holds_texts else loaded]
+            value = json.dumps(items, ensure_ascii=False, default=str)
+        joined += [f"--{key}=[]"] * (adds and starts) + [f"--{key}{'+' * adds}={value}"]
+        given.add(key)
     return joined
-
-
-def _join(values: list[str], hint: Any) -> str:
-    """One list of items and lists. null and [] drop the items before. A single item becomes a list only in a field of texts."""
-    loaded = [_load(value) for value in values]
-    if len(values) == 1 and (hint != list[str] or isinstance(loaded[0], list | dict | None)):
-        return values[0]
-    holds_texts = list[str] in (hint, *get_args(hint))
-    items: list[Any] = []
-    for value, content in zip(values, loaded, strict=True):
-        added = content if isinstance(content, list) else [value if holds_texts else content]
-        items = [] if content in (None, []) else [*items, *added]
-    return json.dumps(items, ensure_ascii=False, default=str)
 
 
 def _load(value: str) -> Any:

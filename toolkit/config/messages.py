@@ -272,10 +272,10 @@ def _type_sentence(key: str, hint: Any, flags: list[str], entries: dict[str, Ent
 
 
 def given_flags(flags: list[str]) -> list[tuple[str, str]]:
-    """(key, value) of the flags on the command line, the last one first, because the last one wins."""
+    """(key, value) of the flags, also of those that end in `+`; the last one first, because the last one wins."""
     pairs = list(zip(flags, [*flags[1:], ""], strict=False))
     given = [(*flag[2:].partition("="), value) for flag, value in reversed(pairs) if flag.startswith("--")]
-    return [(name, own if equals else value) for name, equals, own, value in given]
+    return [(name.removesuffix("+"), own if equals else value) for name, equals, own, value in given]
 
 
 def allowed(hint: Any) -> str:
