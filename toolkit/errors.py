@@ -28,12 +28,9 @@ from toolkit.variables import elastic_error_file, in_utf8, is_first_node, is_ran
 
 
 class UserError(ValueError):
-    """A user's mistake: one clear sentence, no traceback, exit code 2. Ranks that agree on one raise the same, of its class.
-
-    Args:
-        printed_by: who prints it: one rank of each `node`; one of the `run`, where all ranks raise it; or every `rank`, where
-            none knows which others are there.
-    """
+    """A user's mistake: one clear sentence, no traceback, exit code 2. Ranks that agree on one raise the same, of its class. It
+    is printed by one rank of each `node`; one of the `run`, where all ranks raise it; or every `rank`, where none knows which
+    others are there."""
 
     def __init__(self, sentence: str, printed_by: Literal["node", "run", "rank"] = "node") -> None:
         super().__init__(sentence)

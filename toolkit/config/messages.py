@@ -50,12 +50,9 @@ class Entry:
 
 
 def load_entries(path: Path, config_class: type) -> dict[str, Entry]:
-    """Every value and section of a run YAML by its dotted key, as text. Types are not checked.
-
-    Raises:
-        UserError: the file cannot be read or is broken, a key is unknown (the nearest is suggested) or given twice, or a
-            section is not a mapping. Names the line, except for a file that cannot be read.
-    """
+    """Every value and section of a run YAML by its dotted key, as text. Types are not checked. A file that cannot be read is a
+    `UserError`; so are, with their line, one that is broken, a key that is unknown (the nearest is suggested) or given twice, and
+    a section that is not a mapping."""
     import yaml
 
     _, text = read_yaml(path, "log_every_steps: 10")
@@ -214,12 +211,8 @@ def _nearest_of_section(name: str, siblings: list[str], cutoff: float) -> list[s
 
 
 def sentence(message: str, config_class: type, flags: list[str], entries: dict[str, Entry]) -> str:
-    """Translate jsonargparse's error message into one sentence.
-
-    Args:
-        flags: the command line without `--config`, if the message is about it.
-        entries: the values of the run YAML, if the message is about it.
-    """
+    """Translate jsonargparse's error message into one sentence. It is about `flags`, the command line without `--config`, or
+    about `entries`, the values of the run YAML; the other one is empty."""
     import yaml
 
     leaves, sections = known_keys(config_class)

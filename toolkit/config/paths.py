@@ -23,12 +23,8 @@ _NO_PATHS = ("auto", "never")
 
 
 def find_paths(config: Any, entries: Mapping[str, Entry], flag_keys: Collection[str]) -> Any:
-    """The config with every path from a run YAML as `find_path` gives it.
-
-    Args:
-        entries: the values of the YAMLs, with file and line.
-        flag_keys: dotted keys given as flags.
-    """
+    """The config with every path from a run YAML as `find_path` gives it. `entries` are the values of the YAMLs, `flag_keys` the
+    dotted keys given as flags."""
 
     def find(key: str, value: str, is_pattern: bool) -> str:
         if key not in entries or key in flag_keys:
@@ -41,12 +37,8 @@ def find_paths(config: Any, entries: Mapping[str, Entry], flag_keys: Collection[
 
 def find_path(value: str, yaml_path: Path, where: str, *, is_pattern: bool = False) -> str:
     """A path from a run YAML, made relative to the working directory; a path that matches nothing is returned as it is. One that
-    matches in the working directory and beside the YAML is a `UserError`.
-
-    Args:
-        where: start of the error message.
-        is_pattern: the path may be a glob pattern.
-    """
+    matches in the working directory and beside the YAML is a `UserError` that begins with `where`. If it `is_pattern`, it may be
+    a glob pattern."""
     if not _is_relative(value):
         return value
     folder = os.path.realpath(yaml_path.parent)

@@ -157,12 +157,9 @@ class BatchPlan:
     def shapes(
         self, lengths: tuple[np.ndarray, ...], num_steps: int, rank: int, *, one_row: bool = False
     ) -> Iterator[tuple[int, ...]]:
-        """The shape of each micro-batch of this rank's first `num_steps` steps: its rows, and the most tokens of each length.
-
-        Args:
-            lengths: counts by row, as of sources and of targets.
-            one_row: a micro-batch of packs becomes one row, as `CausalCollator.one_row` says.
-        """
+        """The shape of each micro-batch of this rank's first `num_steps` steps: its rows, and the most tokens of each of
+        `lengths`, which are counts by row, as of sources and of targets. With `one_row`, a micro-batch of packs becomes one row,
+        as `CausalCollator.one_row` says."""
         for micro_batch in self.iterate(1, num_steps, rank):
             packs = [list(pack) for pack in micro_batch.packs]
             if one_row and any(len(pack) > 1 for pack in packs):

@@ -42,13 +42,9 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def find_or_build(what: str, folder: Path, build: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Return the description of a cache folder; build the folder first if it is missing or damaged. A cache that cannot be
-    written or read, or a damaged folder of another user, is a `UserError`; so are those of `build`.
-
-    Args:
-        what: the folder's content, for messages: "the token cache".
-        build: called with `arguments` and a folder, which it fills; returns its description as JSON values.
-    """
+    """Return the description of a cache folder, in messages `what`, as "the token cache". If it is missing or damaged, `build`
+    gets `arguments` and a folder, which it fills, and returns the description as JSON values. A cache that cannot be written or
+    read, or a damaged folder of another user, is a `UserError`; so are those of `build`."""
     _remove_left_overs(folder.parent)
     if (about := _load_about(what, folder)) is not None:
         return about

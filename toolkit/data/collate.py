@@ -53,8 +53,7 @@ class SummarizationCollator:
         There is no attention mask where it would mask nothing, which a model would have to read it to see
         (`models/patches/masks.py`). T5Gemma then takes padding ids for padding, so a source that holds one keeps its mask.
 
-        Args:
-            is_dummy: ignore every label; the rows only keep the collectives of all ranks matched.
+        If it `is_dummy`, every label is ignored; the rows only keep the collectives of all ranks matched.
 
         Returns:
             `input_ids` and perhaps `attention_mask` BS; `decoder_input_ids` BT; `label_positions` N, the positions in the

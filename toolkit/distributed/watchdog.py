@@ -1,9 +1,9 @@
 """Ends a run that hangs: every rank prints its stacks and exits, and the message names the rank that did not arrive.
 
-The main thread reports where it is. It calls `at` in work that goes step by step; there, each call of `at` or `moved` is
-progress. It calls `working` around library calls that report nothing (tokenizing, loading, writing); there, CPU time or IO of the
-process and its children is progress (`toolkit.distributed.activity`). Long work that makes progress is never ended. Work that
-communicates over the device must use `at`, because a host that waits for a GPU takes a full core too.
+The main thread reports where it is, by `enter_phase`. In work that goes step by step, each call of it or of `heartbeat` is
+progress. Ahead of library calls that report nothing (tokenizing, loading, writing), it says that CPU time counts: there, CPU time
+or IO of the process and its children is progress (`toolkit.distributed.activity`). Long work that makes progress is never ended.
+Where work communicates over the device, CPU time must not count, because a host that waits for a GPU takes a full core too.
 
 Two more threads keep watch. One reports the rank's place to the key-value store of the process group about once a second. When
 this rank has been idle for half of `timeout_s`, it also reads the places of the others. It may itself hang, with the host of the

@@ -27,14 +27,11 @@ _held: dict[Path, tuple[BaseFileLock, os.stat_result]] = {}
 
 
 def take_lock(path: Path, refusal: str, timeout_s: float = 0.0) -> bool:
-    """Lock `path`, an empty file that nothing else is written to, until `release_lock` or the end of the process.
+    """Lock `path`, an empty file that nothing else is written to, until `release_lock` or the end of the process. Returns whether
+    it is locked; where no lock works at all, a warning says so.
 
-    Returns:
-        Whether it is locked. Where no lock works at all, a warning says so.
-
-    Raises:
-        UserError: another process has held it for `timeout_s`; begins with `refusal`.
-        OSError: the file cannot be opened; `FileNotFoundError` if its folder is removed meanwhile.
+    If another process has held it for `timeout_s`, that is a `UserError` that begins with `refusal`. A file that cannot be opened
+    is an `OSError`: a `FileNotFoundError` if its folder is removed meanwhile.
     """
     if holds_lock(path):
         return True

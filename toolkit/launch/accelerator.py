@@ -58,7 +58,9 @@ def build_accelerator(
 ) -> Accelerator:
     """Check the accelerate YAML that launched this process, and build the `Accelerator` it asks for. Collective.
 
-    From the meeting of the ranks on, the watchdog watches them.
+    An unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU or with too few, ranks
+    that do not find each other, or that were started differently, are a `UserError`. From their meeting on, the watchdog watches
+    the ranks.
 
     Args:
         timeout_s: time for all ranks to meet, and time without progress after which `watchdog.Watchdog` names a hung rank.
@@ -66,10 +68,6 @@ def build_accelerator(
         num_threads: of torch in this process; None as `_num_threads` says.
         mixed_precision: for a process that no YAML launched.
         started_with: what else all ranks must have been started with, for `rank_consistency.compare_ranks`.
-
-    Raises:
-        UserError: an unknown or useless key in the YAML, bf16 or fp8 on hardware without it, a GPU preset without a GPU or
-            with too few, ranks that do not find each other, or that were started differently.
     """
     # Check the YAML, the launch environment and the hardware.
     of_yaml = read_launch()

@@ -71,10 +71,7 @@ def load_rows(objective: Objective, config: DataConfig | LLMDataConfig, *, has_c
     this: training rows that equal one of theirs are left out, and those that only share a prompt with one are counted. A function
     of the user's may give each row its group and its split.
 
-    For one process per node; no collectives.
-
-    Args:
-        has_chat_template: whether chats can be rendered; rows of Alpaca's columns then become chats.
+    For one process per node; no collectives. Where there `has_chat_template`, rows of Alpaca's columns become chats.
 
     Raises:
         UserError: settings that contradict each other; a file or dataset that is missing, broken, without usable columns or
@@ -109,15 +106,13 @@ def load_rows(objective: Objective, config: DataConfig | LLMDataConfig, *, has_c
 def write_rows(
     config: DataConfig | LLMDataConfig, inputs: list[RowInput], eval_fraction: float | None, folder: Path
 ) -> dict[str, Any]:
-    """Write `train.arrow` and `evaluation.arrow` into `folder`. A row's id is its position over all inputs.
+    """Write `train.arrow` and `evaluation.arrow` into `folder`; returns one report per input (`inputs`), the sentences about
+    duplicate rows (`repeats`), and `message_keys`. A row's id is its position over all inputs.
 
     Args:
         config: its `num_rows` limits the rows read from one mix entry, without evaluation files.
         inputs: evaluation files first, so that their rows are known before the training rows are read.
         eval_fraction: share of the groups that a hash puts into the evaluation split; None if the inputs define the split.
-
-    Returns:
-        One report per input (`inputs`), the sentences about duplicate rows (`repeats`), and `message_keys`.
     """
     import pyarrow as pa
 

@@ -33,12 +33,8 @@ _NO_READER_SETTINGS = {"data_files", "data_dir", "default", "description", "vers
 
 
 def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> None:
-    """Refuse an empty name, or that of a `datasets` reader in upper or lower case, even if a folder has it, by a `UserError`.
-
-    Args:
-        setting: name of the config field, for messages.
-        other_sources: the other values of that field.
-    """
+    """Refuse an empty name, or that of a `datasets` reader in upper or lower case, even if a folder has it, by a `UserError` with
+    the config field, `setting`, and its other values, `other_sources`."""
     known = ", ".join(other_sources)
     if not name.strip():
         raise UserError(f"{setting} is empty: give one of {known}, a hub id, or a folder")
@@ -48,13 +44,9 @@ def check_hub_name(name: str, setting: str, other_sources: tuple[str, ...]) -> N
 
 
 def load_hub_dataset(name: str, subset: str | None, split: str, *, other_sources: tuple[str, ...]) -> Dataset:
-    """Load one split; from the local cache if the hub cannot be reached. An unknown or unreachable dataset, an unknown subset or
-    split, damaged files, and files outside of the dataset are a `UserError`.
-
-    Args:
-        name: hub id or local folder.
-        other_sources: the other values of `data.source`, for messages.
-    """
+    """Load one split of a hub id or local folder; from the local cache if the hub cannot be reached. An unknown or unreachable
+    dataset, an unknown subset or split, damaged files, and files outside of the dataset are a `UserError`, which may name the
+    `other_sources`."""
     with _open_builder(name, subset, split, other_sources) as builder:
         if Path(name).expanduser().is_dir():
             refuse_pointers(Path(file) for files in (builder.config.data_files or {}).values() for file in files)

@@ -102,12 +102,8 @@ def set_content_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, *, for_generation: bool = False
 ) -> str:
-    """Render a chat as text, with its special tokens marked as in `special_tokens.py`.
-
-    Raises:
-        UserError: there is no template, or it has a syntax error.
-        RefusedChatError: the template cannot render these messages.
-    """
+    """Render a chat as text, with its special tokens marked as in `special_tokens.py`. No template, or one with a syntax error,
+    is a `UserError`; one that cannot render these messages, a `RefusedChatError`."""
     text, _ = _render(tokenizer, *_mark(tokenizer, messages, tools), add_generation_prompt=for_generation)
     return swap_marks(tokenizer, text)
 
@@ -115,12 +111,8 @@ def render_chat(
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> tuple[str, list[Turn]]:
-    """As `render_chat`, with the assistant's turns in the text; one turn per assistant message.
-
-    Raises:
-        NoMaskError: the turns cannot be located.
-        UserError, RefusedChatError: as `render_chat`.
-    """
+    """As `render_chat`, with the assistant's turns in the text, one per assistant message; a `NoMaskError` if they cannot be
+    located."""
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     messages, tools = _mark(tokenizer, messages, tools)
     has_markers = _GENERATION_MARKER.search(_get_template(tokenizer, tools)) is not None

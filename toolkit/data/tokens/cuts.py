@@ -42,12 +42,9 @@ class Piece(NamedTuple):
 def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -> Iterator[Piece]:
     """Split a text into pieces of at most `max_length_tokens`; each token except the first is a label in exactly one piece.
 
-    Each further piece begins with the tokenizer's prefix and the last token of the previous piece, which predicts the first new
-    token. These tokens do not count again.
-
-    Args:
-        input_ids: token ids of the text, with the prefix.
-        num_prefix: length of the prefix; at least two less than `max_length_tokens`.
+    `input_ids` begin with the tokenizer's prefix of `num_prefix` tokens, at least two less than a piece. Each further piece
+    begins with it too, and with the last token of the previous piece, which predicts the first new token. These do not count
+    again.
     """
     begin, end = 0, min(max_length_tokens, len(input_ids))
     while begin < len(input_ids):

@@ -99,11 +99,9 @@ def prepare_rows(
 ) -> TokenizedRows:
     """Read, tokenize and cache the rows on the first process of each node; the others load the cache. Collective.
 
-    `end_token_ids` are the tokens at which the model ends a text.
-
-    Raises:
-        UserError: anything wrong with the source, the tokenizer or the chat template; after the cut, no training row has a label,
-            over all or in one entry of `data.mix`; the nodes have read different data. On every rank.
+    `end_token_ids` are the tokens at which the model ends a text. Anything wrong with the source, the tokenizer or the chat
+    template is a `UserError` on every rank; so are nodes that have read different data, and no training row with a label after
+    the cut, over all or in one entry of `data.mix`.
     """
     from datasets import Dataset
 
@@ -151,12 +149,9 @@ def prepare_rows(
 def _find_or_build(
     objective: Objective, config: Any, model: ModelConfig, vocab_size: int, ends: tuple[int, ...]
 ) -> tuple[str, str, TextRows]:
-    """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node.
-
-    Returns:
-        The name of the tokens' folder in the cache, a sha256 of everything that decides them; that of their contents, see
-        `TokenizedRows.fingerprint`; the rows.
-    """
+    """Read the rows, and tokenize them unless their tokens are in the cache. For one process per node. Returns the name of the
+    tokens' folder in the cache, a sha256 of everything that decides them; that of their contents, see
+    `TokenizedRows.fingerprint`; the rows."""
     tokenizer = None if trains_tokenizer(model) else load_tokenizer(model, vocab_size)
     if tokenizer is not None:
         objective.set_up(tokenizer, config, model)

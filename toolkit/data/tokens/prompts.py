@@ -114,12 +114,8 @@ class Omission(NamedTuple):
 def find_omissions(
     text: str, messages: list[dict[str, Any]], tools: list[Any] | None, turns: Sequence[Turn] = ()
 ) -> Iterator[Omission]:
-    """What does not occur in `text`, the rendering of a chat, in the order of the messages.
-
-    Args:
-        turns: of all assistant messages: each message's text and calls are looked for in its turn. If empty, they are looked for
-            in all of `text`.
-    """
+    """What does not occur in `text`, the rendering of a chat, in the order of the messages. Given the `turns` of all assistant
+    messages, each message's text and calls are looked for in its turn, else in all of `text`."""
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     own = dict(zip(spoken, (text[turn.start : turn.end] for turn in turns), strict=False))
     parts = [re.split("</?think>", m["content"]) if m["role"] == "assistant" else [m["content"]] for m in messages]

@@ -45,14 +45,9 @@ def load_tokenizer(config: ModelConfig, vocab_size: float = math.inf) -> PreTrai
     """The model's own tokenizer with `model.add_tokens`. If it has no padding token, as with most LLMs, its end token pads.
 
     That is safe: the labels that count are stored separately and never derived from the token ids.
-
-    Args:
-        vocab_size: token embeddings of the model.
-
-    Raises:
-        UserError: the tokenizer cannot be read, has neither a padding nor an end token, has more tokens than the model has
-            embeddings, or has a vocabulary for targets that it does not encode with (FSMT's); a new token is
-            empty, named twice, or an ordinary token of the tokenizer.
+    A tokenizer that cannot be read, has neither a padding nor an end token, more tokens than the model's `vocab_size` embeddings,
+    or a vocabulary for targets that it does not encode with (FSMT's), is a `UserError`; so is a new token that is empty, named
+    twice, or an ordinary token of the tokenizer.
     """
     tokenizer, name = read_tokenizer(config), config.tokenizer or config.name_or_path
     has_two = hasattr(tokenizer, "get_src_vocab")  # FSMT's: it decodes with the targets' vocabulary
