@@ -12,7 +12,7 @@ from toolkit.launch.log import start_logging
 
 
 def main() -> None:
-    """The way of the data is that of `recipes/t5.py`. The objective is `toolkit/objectives/preference_seq2seq.py`: a prompt is
+    """The way of the data is that of `recipes/t5.py`. The objective is `toolkit/objectives/preference.py`: a prompt is
     encoded once for its chosen and its rejected answer; else all is as in `recipes/dpo.py`."""
     config = load_config(Seq2SeqPreferenceConfig, description=__doc__)
 

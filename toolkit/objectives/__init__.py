@@ -24,8 +24,7 @@ BUILT_IN = ("causal", "seq2seq", "preference", "preference_seq2seq")
 def built_in(name: str, config: RecipeConfig | None = None) -> Objective:
     """The built-in objective of this name, with the settings of a config."""
     from toolkit.objectives.causal import Causal
-    from toolkit.objectives.preference import Preference
-    from toolkit.objectives.preference_seq2seq import Seq2SeqPreference
+    from toolkit.objectives.preference import Preference, Seq2SeqPreference
     from toolkit.objectives.seq2seq import Seq2Seq
 
     of_pairs = {"preference": Preference, "preference_seq2seq": Seq2SeqPreference}

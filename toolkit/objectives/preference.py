@@ -1,10 +1,12 @@
 """Pairs of answers: of two answers to a prompt, the chosen one is to become the likelier one. `Pairs` is what causal models and
-encoder-decoders share (`preference_seq2seq.py`); `Preference` is a causal model's.
+encoder-decoders share; `Preference` is a causal model's, `Seq2SeqPreference` an encoder-decoder's.
 
-A row is a pair: two documents, prompt and chosen answer, prompt and rejected answer. What it counts is the pair, so a step's loss
-is divided by the pairs of the global batch. The losses are in `preference_losses.py`.
+A row is a pair: two documents, prompt and chosen answer, prompt and rejected answer; or a source, which is encoded once, with a
+chosen and a rejected target. What it counts is the pair, so a step's loss is divided by the pairs of the global batch. The losses
+are in `preference_losses.py`.
 
-Shapes: `P` pairs, with the chosen answer before the rejected one where a 2 follows; `N` tokens of all answers.
+Shapes: `P` pairs, with the chosen answer before the rejected one where a 2 follows; `N` tokens of all answers; `S` source
+positions, `T` target positions; both targets of a pair are neighbours in the decoder's 2P rows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from toolkit.config.schema import ModelConfig, PreferenceLossConfig
-from toolkit.data.collate import Batch, CausalCollator, Collator, Row
+from toolkit.data.collate import Batch, CausalCollator, Collator, Row, SummarizationCollator
 from toolkit.data.rows.columns import choose_preference_columns
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens import causal
@@ -26,12 +28,11 @@ from toolkit.data.tokens.cuts import SIDES
 from toolkit.errors import UserError
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches.chunked_loss import label_log_probabilities
-from toolkit.models.patches.masks import attends_by_document
 from toolkit.objectives.causal import Causal
-from toolkit.objectives.model_checks import check_causal_model
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.preference_losses import LOSSES, SMOOTHED, WITHOUT_REFERENCE, Answers, difference
 from toolkit.objectives.reference import Reference, know_reference
+from toolkit.objectives.seq2seq import Seq2Seq
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -73,6 +74,31 @@ class PairCollator(CausalCollator):
         return of_answers(batch, [] if is_dummy else pairs, self.reference)
 
 
+@dataclass(frozen=True)
+class SourcePairCollator(SummarizationCollator):
+    """Rows are pairs: `input_ids` of the source, `labels` of both targets, one after the other, and `num_chosen_tokens`."""
+
+    columns: ClassVar[tuple[str, ...]] = ("input_ids", "labels", "num_chosen_tokens", "row_id")
+    reference: Reference = field(default_factory=Reference, repr=False, compare=False)
+
+    def collate(self, packs: Sequence[Sequence[Row]], *, is_dummy: bool = False) -> Batch:
+        """As `SummarizationCollator.collate`, and what `of_answers` adds; `input_ids` and `attention_mask` PS, the decoder's
+        inputs 2P, T."""
+        pairs = [pair for pack in packs for pair in pack]
+        targets = [target for pair in pairs for target in documents_of(pair, ("labels",))]
+        batch = super().collate([[target] for target in targets], is_dummy=is_dummy)
+        batch |= {name: batch[name][::2] for name in ("input_ids", "attention_mask") if name in batch}
+        return of_answers(batch, [] if is_dummy else pairs, self.reference)
+
+    def model_inputs(self, rows: Sequence[Row]) -> Batch:
+        """As of one target: all labels of a row."""
+        return self.plain().model_inputs(rows)
+
+    def plain(self) -> SummarizationCollator:
+        """That of sources with one target."""
+        return SummarizationCollator(self.pad_token_id, self.decoder_start_token_id, self.own_shift)
+
+
 def of_answers(batch: Batch, pairs: list[Row], reference: Reference) -> Batch:
     """The batch of both answers of each pair (none in a dummy), with `answer_tokens` N, the tokens at `label_positions`;
     `answer_lengths`, a list of 2P counts of them, and `num_tokens_P2`, the same in fp32, which move with the batch: a tensor made
@@ -104,6 +130,8 @@ class Pairs(Objective):
 
     both_tokens: ClassVar[tuple[str, ...]] = _TOKENS
     """Columns that have the tokens of both answers, one after the other; the last one's are those that count."""
+    collator: ClassVar[Any] = PairCollator
+    """That of both answers; it inherits from the one of their base."""
 
     choose_columns = staticmethod(choose_preference_columns)
     complete_evaluation = know_reference
@@ -179,6 +207,14 @@ class Pairs(Objective):
             sentences = [f"left out {what}: within {limit}, one answer has nothing left, or both are equal"]
         return sentences + super().report({column: cells[is_good] for column, cells in counts.items()}, config, name, origins)
 
+    def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
+        return self.collator(**vars(super().build_collator(model, pad_token_id)))
+
+    def build_row(self, num_tokens: int, num_labels: int, token: int) -> dict[str, Any]:
+        row = super().build_row(num_tokens, num_labels, token)
+        both = {name: 2 * row[name] for name in self.both_tokens}
+        return row | both | {"num_chosen_tokens": len(row[self.both_tokens[0]]), "row_id": 0}
+
     def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss summed over pairs; and the sums of `metrics`, (6,)."""
         answers = self.answers_of(model, batch)
@@ -230,9 +266,6 @@ class Preference(Pairs, Causal):
     kind = "a causal model, of pairs of answers"
     counts_tokens = False
 
-    def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:
-        return PairCollator(pad_token_id, one_row=attends_by_document(model))
-
     def side_lengths(self, rows: Dataset) -> dict[str, np.ndarray]:
         return {"row": rows.with_format("numpy")["num_document_tokens"][:]}
 
@@ -241,10 +274,40 @@ class Preference(Pairs, Causal):
         chosen, answers = columns["num_chosen_tokens"][:], columns["num_answer_tokens"][:]
         return [(chosen, answers), (columns["num_tokens"][:] - chosen, 0 * answers)]
 
-    def build_row(self, num_tokens: int, num_labels: int, token: int) -> dict[str, Any]:
-        labels = [IGNORED_LABEL] * (num_tokens - num_labels) + [token] * num_labels
-        return {"input_ids": 2 * num_tokens * [token], "labels": 2 * labels, "num_chosen_tokens": num_tokens, "row_id": 0}
+    def check_model(self, sharded: ShardedModel, collator: Any, config: RecipeConfig) -> None:
+        super().check_model(sharded, CausalCollator(collator.pad_token_id, one_row=collator.one_row), config)
+
+
+class Seq2SeqPreference(Pairs, Seq2Seq):
+    """The better of two targets, given their source."""
+
+    name = "preference_seq2seq"
+    kind = "an encoder-decoder, of pairs of answers"
+
+    both_tokens = ("labels",)
+    collator = SourcePairCollator
+
+    def tokenize(  # type: ignore[override]
+        self, rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, config: Any, origins: list[tuple[str, int]]
+    ) -> dict[str, list]:
+        """As of both targets, with the source once."""
+        chats = [row_id for row_id, messages in zip(rows["row_id"], rows["messages"], strict=True) if messages is not None]
+        if chats:
+            where = causal.locate(chats[0], origins)
+            raise UserError(f"{where}: a pair of lists of messages, and an encoder-decoder takes texts: give texts")
+        columns = super().tokenize(rows, tokenizer, config, origins)
+        once = zip(columns["num_tokens"], columns["input_ids"], strict=True)
+        return columns | {"num_tokens": [num - len(source) for num, source in once]}
+
+    def side_lengths(self, rows: Dataset) -> dict[str, np.ndarray]:
+        columns = rows.with_format("numpy")
+        sources = columns["num_tokens"][:] - columns["num_answer_tokens"][:]
+        return {"source": sources, "target": columns["num_document_tokens"][:]}
+
+    def computed_lengths(self, rows: Dataset) -> list[tuple[np.ndarray, np.ndarray]]:
+        columns, sources = rows.with_format("numpy"), self.side_lengths(rows)["source"]
+        chosen = columns["num_chosen_tokens"][:]
+        return [(sources, chosen), (sources, columns["num_answer_tokens"][:] - chosen)]
 
     def check_model(self, sharded: ShardedModel, collator: Any, config: RecipeConfig) -> None:
-        plain = CausalCollator(collator.pad_token_id, one_row=collator.one_row)
-        check_causal_model(sharded, plain, packing=config.packs)
+        super().check_model(sharded, collator.plain(), config)

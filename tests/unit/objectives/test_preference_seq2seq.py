@@ -16,8 +16,7 @@ from tests.support.refusals import refusal
 from toolkit.config.data import Seq2SeqPreferenceDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.models.patches import chunked_loss, masks
-from toolkit.objectives.preference import Preference
-from toolkit.objectives.preference_seq2seq import Seq2SeqPreference
+from toolkit.objectives.preference import Preference, Seq2SeqPreference
 from toolkit.objectives.reference import Reference
 
 PAIRS = [

@@ -11,8 +11,7 @@ from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.data.collate import CausalCollator, SummarizationCollator
 from toolkit.objectives.causal import Causal
-from toolkit.objectives.preference import PairCollator, Preference
-from toolkit.objectives.preference_seq2seq import Seq2SeqPreference, SourcePairCollator
+from toolkit.objectives.preference import PairCollator, Preference, Seq2SeqPreference, SourcePairCollator
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.tools.preview.step import CONTEXT, LOSS, PADDING, StepView, view_step
 
