@@ -15,7 +15,7 @@ import torch
 from tests.support.host_reads import recorded
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.config.schema import OptimConfig
-from toolkit.training.skip_guard import SkipGuard
+from toolkit.training.optim import SkipGuard
 
 NAN, INF = math.nan, math.inf
 GUARDED = OptimConfig(skip_beyond_sigmas=3.0, skip_window_steps=4)
