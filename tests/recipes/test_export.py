@@ -195,7 +195,6 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
         ([tmp_path / "empty"], f"{tmp_path}/empty holds no checkpoint: let the run reach its first one"),
         ([run, "--checkpoint", "17"], "--checkpoint is 17: give best, last or one of the steps 1, 2, 3, 4, 5"),
         ([other, "--checkpoint", "2"], "step-00000002 cannot be exported: step-00000002/state/__"),
-        ([run, "--merge"], f"--merge is given, but {run} trained no adapter: leave it out"),
         ([run, "--to", taken], f"{taken} is there and not empty: remove it, or give another folder as --to"),
         ([run, "--to", tmp_path / "link"], f"{tmp_path}/link is a link"),
         ([moved, "--to", tmp_path / "a"], "t6 is not a folder here: give an existing folder or a hub id"),

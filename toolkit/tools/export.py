@@ -70,9 +70,8 @@ def export(run_flags: list[str], **given: Any) -> None:
     options = Options(flags=run_flags, **given)
     config = load_run_config(options.run_folder, options.flags)
     objective = objective_of(config)
-    if options.merge and not is_enabled(config.adapter):
-        raise UserError(f"--merge is given, but {options.run_folder} trained no adapter: leave it out")
-    _check_push(options, config)
+    if options.push_to_hub is not None:  # what would fail after the export
+        check_push(config, options.push_to_hub, "--push-to-hub", merge=options.merge, remedy="add --merge")
     try:
         folder = _export(options, config, objective)
     except torch.OutOfMemoryError as error:
@@ -85,14 +84,6 @@ def export(run_flags: list[str], **given: Any) -> None:
             release()
     if options.push_to_hub and folder is not None:  # no rank waits for the upload
         push(folder, options.push_to_hub, private=options.private)
-
-
-def _check_push(options: Options, config: RecipeConfig) -> None:
-    """Refuse before the export what would fail after it."""
-    if options.push_to_hub is None and options.private:
-        raise UserError("--private is given without --push-to-hub NAMESPACE/NAME: give both, or neither")
-    if options.push_to_hub is not None:
-        check_push(config, options.push_to_hub, "--push-to-hub", merge=options.merge, remedy="add --merge")
 
 
 def _export(options: Options, config: RecipeConfig, objective: Objective) -> Path | None:
@@ -153,8 +144,8 @@ def _export(options: Options, config: RecipeConfig, objective: Objective) -> Pat
 def _load_about(run_folder: Path) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
     """The run's figures so far and the versions that it ran with, for the model card."""
     [facts] = read_runs([run_folder])
-    if "curves" in facts.missing:
-        logger.warning(f"the model card has no figures: {facts.missing['curves']}")
+    if "lines" in facts.missing:
+        logger.warning(f"the model card has no figures: {facts.missing['lines']}")
     versions = facts.record.get("versions")
     return facts.lines, {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else None
 

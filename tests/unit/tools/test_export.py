@@ -19,8 +19,8 @@ from tests.support.hub_server import Hub, hub_server
 from tests.support.refusals import refusal
 from toolkit.config.python import load_config
 from toolkit.config.schema import AdapterConfig
-from toolkit.export.paths import ExportPaths, prepare_push
-from toolkit.tools.export import Options, _check_push, choose_checkpoint, choose_export_paths, load_run_config, push
+from toolkit.export.paths import ExportPaths, check_push, prepare_push
+from toolkit.tools.export import Options, choose_checkpoint, choose_export_paths, load_run_config, push
 
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 9, "checkpoint.keep_best": 1}
 
@@ -124,25 +124,22 @@ def test_a_refused_upload_is_one_sentence_with_the_command_that_repeats_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "private", "adapter", "merge", "token", "sentence"),
+    ("name", "adapter", "merge", "token", "sentence"),
     [
-        (None, True, "none", False, "hf_good", "--private is given without --push-to-hub NAMESPACE/NAME: give both, or neither"),
-        ("model", False, "none", False, "hf_good", "--push-to-hub is model: give NAMESPACE/NAME"),
-        ("a/b/c", False, "none", False, "hf_good", "--push-to-hub is a/b/c: give NAMESPACE/NAME"),
-        ("mine/model", False, "lora", False, "hf_good", "the adapter's base /models/base is a folder here: add --merge"),
-        ("mine/model", False, "lora", True, None, "--push-to-hub is mine/model, but there is no token: type hf auth login"),
-        ("mine/model", False, "none", False, "offline", "--push-to-hub is mine/model, but HF_HUB_OFFLINE is set: unset it"),
+        ("model", "none", False, "hf_good", "--push-to-hub is model: give NAMESPACE/NAME"),
+        ("a/b/c", "none", False, "hf_good", "--push-to-hub is a/b/c: give NAMESPACE/NAME"),
+        ("mine/model", "lora", False, "hf_good", "the adapter's base /models/base is a folder here: add --merge"),
+        ("mine/model", "lora", True, None, "--push-to-hub is mine/model, but there is no token: type hf auth login"),
+        ("mine/model", "none", False, "offline", "--push-to-hub is mine/model, but HF_HUB_OFFLINE is set: unset it"),
     ],
 )
 def test_what_is_refused_before_the_export(
-    monkeypatch: pytest.MonkeyPatch, name: str | None, private: bool, adapter: Any, merge: bool, token: str | None, sentence: str
+    monkeypatch: pytest.MonkeyPatch, name: str, adapter: Any, merge: bool, token: str | None, sentence: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", token == "offline")
-    places: Any = {"run_folder": Path("runs/run"), "checkpoint": None, "dtype": None, "to": None, "flags": []}
-    options = Options(**places, merge=merge, push_to_hub=name, private=private)
     config: Any = SimpleNamespace(adapter=AdapterConfig(method=adapter), model=SimpleNamespace(name_or_path="/models/base"))
-    assert sentence in refusal(_check_push, options, config)
+    assert sentence in refusal(check_push, config, name, "--push-to-hub", merge=merge, remedy="add --merge")
 
 
 @pytest.mark.parametrize(
