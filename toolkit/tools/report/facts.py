@@ -48,7 +48,7 @@ _LAST_STEP = 2**53
 
 @dataclass
 class RunFacts:
-    """What there is to know about a run. What could not be read is empty, with a sentence by section in `missing`."""
+    """What there is to know about a run. What could not be read is empty, with a sentence by field in `missing`."""
 
     folder: Path
     name: str
@@ -176,31 +176,25 @@ def _read_run(folder: Path, name: str) -> RunFacts:
         )
     facts = RunFacts(folder, name)
 
-    def read(section: str, name: str, reader: Callable[[Path], Any], default: Any, consequence: str) -> Any:
-        path = folder / name
-        if not path.exists():
-            facts.missing[section] = f"{name} is not in the folder: {consequence}"
-            return default
-        try:
-            return reader(path)
-        except (*NOT_AS_WRITTEN, OSError, RecursionError, yaml.YAMLError) as error:
-            reason = str(error).partition("\n")[0] if isinstance(error, yaml.YAMLError) else error
-            facts.missing[section] = f"{name} cannot be read ({reason}): {consequence}"
-            return default
+    def read(field: str, name: str, load: Callable[[Path], Any], consequence: str) -> None:
+        path, reason = folder / name, "is not in the folder"
+        if path.exists():
+            try:
+                return setattr(facts, field, load(path))
+            except (*NOT_AS_WRITTEN, OSError, RecursionError, yaml.YAMLError) as error:
+                first_line, *_ = str(error).split("\n")  # YAML's have more
+                reason = f"cannot be read ({first_line})"
+        facts.missing[field] = f"{name} {reason}: {consequence}"
 
     none = "there are no curves and no evaluations"
-    facts.lines = read(
-        "curves", "metrics.jsonl", lambda path: lines_of_steps(load_json_lines(path, skip_torn_end=True)), [], none
-    )
-    facts.config = read("config", "config.yaml", _load_config, {}, "the settings are not known")
-    facts.checkpoints = read(
-        "checkpoints", "checkpoints", lambda path: read_entries(path.parent), [], "there is none to resume from"
-    )
-    facts.memory = read("memory", MEMORY_FILE, _load_memory, {}, "the memory of the ranks is not known, or not yet")
-    facts.record = read("record", RECORD_FILE, _load_mapping, {}, "versions, command, sources and shard units are not known")
+    read("lines", "metrics.jsonl", lambda path: lines_of_steps(load_json_lines(path, skip_torn_end=True)), none)
+    read("config", "config.yaml", lambda path: dict(_flatten(_load_mapping(path, yaml.safe_load))), "the settings are not known")
+    read("checkpoints", "checkpoints", lambda _: read_entries(folder), "there is none to resume from")
+    read("memory", MEMORY_FILE, _load_memory, "the memory of the ranks is not known, or not yet")
+    read("record", RECORD_FILE, _load_mapping, "versions, command, sources and shard units are not known")
     command = shlex.join(["python", "-m", "toolkit", "report", "--text", str(folder)])
     none = f"there is no memory plan; this makes one, for the next report: {command}"
-    facts.planned_bytes = read("plan", PLAN_FILE, lambda path: _load_plan(path, facts.memory), None, none)
+    read("planned_bytes", PLAN_FILE, lambda path: _load_plan(path, facts.memory), none)
     return facts
 
 
@@ -247,10 +241,6 @@ def _load_plan(path: Path, memory: dict[str, Any]) -> int | None:
     if any(plan[key] != memory[key] for key in PLANNED_FOR):
         raise ValueError("it is of other processes or micro-batches")
     return int(plan["device_bytes_total"])
-
-
-def _load_config(path: Path) -> dict[str, Any]:
-    return dict(_flatten(_load_mapping(path, yaml.safe_load)))
 
 
 def _flatten(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

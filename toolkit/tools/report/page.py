@@ -61,7 +61,7 @@ def render_page(runs: Sequence[RunFacts]) -> bytes:
     from bokeh.resources import Resources
 
     template = load_template()
-    charts, predictions, notes = list_charts(runs), collect_predictions(runs), list(sections.missing(runs, "curves"))
+    charts, predictions, notes = list_charts(runs), collect_predictions(runs), list(sections.missing(runs, "lines"))
     if any(len(curve.steps) > 2 * NUM_BUCKETS for chart in charts for curve in chart.curves):
         drawn = f"Of longer curves, the lowest and the highest value of each of {NUM_BUCKETS} ranges of steps are drawn."
         notes.append(Lines([drawn], "quiet"))

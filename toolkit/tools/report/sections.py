@@ -1,5 +1,5 @@
 """The sections of a report, and their parts: headings, sentences, tables and bars, in the order in which they are shown.
-`page.html.j2` shows them on a page, `terminal` and `preview.terminal` as text. A preview has these parts and `describe_data` too.
+`page.html.j2` shows them on a page, `terminal` and `preview.preview` as text. A preview has these parts and `describe_data` too.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def show(section: Section, runs: Sequence[RunFacts], draw: Callable[[list[Any]],
         return draw([Lines([f"This cannot be shown of {runs[0].name}, as {why}."])])
 
 
-def missing(runs: Sequence[RunFacts], section: str) -> Iterator[Lines]:
-    """A sentence for each run that lacks what a section needs."""
-    yield from (Lines([run.prefix + run.missing[section]], "quiet") for run in runs if section in run.missing)
+def missing(runs: Sequence[RunFacts], field: str) -> Iterator[Lines]:
+    """A sentence for each run that lacks a field, which a section needs."""
+    yield from (Lines([run.prefix + run.missing[field]], "quiet") for run in runs if field in run.missing)
 
 
 def describe_summary(runs: Sequence[RunFacts]) -> Iterator[Any]:
@@ -198,7 +198,7 @@ def describe_memory(runs: Sequence[RunFacts]) -> Iterator[Any]:
             difference = 100 * (planned / (max(gib) or 1.0) - 1)
             yield Lines([f"The plan differs by {difference:+.0f} % from the rank with most."], "quiet")
         else:
-            yield Lines([run.missing["plan"]], "quiet")
+            yield Lines([run.missing["planned_bytes"]], "quiet")
 
 
 def describe_units(runs: Sequence[RunFacts]) -> Iterator[Any]:

@@ -67,7 +67,7 @@ def _describe_evaluations(runs: Sequence[RunFacts]) -> Iterator[Any]:
 
     It separates a model that writes the right first line, but has not learned to stop there, from one that writes a wrong one.
     """
-    yield from missing(runs, "curves")
+    yield from missing(runs, "lines")
     for run in runs:
         for line in run.ends:
             path = run.folder / f"predictions-{line['step']}.jsonl"
@@ -98,7 +98,7 @@ def _plan_memory(run: RunFacts) -> None:
     try:
         run.planned_bytes = _predict(run)
     except (*NOT_AS_WRITTEN, OSError) as error:
-        run.missing["plan"] = f"There is no memory plan: {error}"
+        run.missing["planned_bytes"] = f"There is no memory plan: {error}"
         return
     plan = {**{key: run.memory[key] for key in PLANNED_FOR}, "device_bytes_total": run.planned_bytes}
     with suppress(OSError):  # a folder of somebody else: planned again
