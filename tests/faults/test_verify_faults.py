@@ -22,7 +22,7 @@ from tests.support.rank import SERVER_ENVIRONMENT
 from tests.support.workbench import Workbench, new_bench
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.forks import take_signals
-from toolkit.tools.verify.records import Proof
+from toolkit.tools.verify.proofs import Proof
 from toolkit.tools.verify.runs import launch_all, plan_runs
 from toolkit.tools.verify.verify import DEFAULT_TOLERANCE, build_box, compare, verify
 

@@ -29,9 +29,9 @@ from toolkit.distributed.comm import control_group
 from toolkit.distributed.launchers import find_launchers
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.environment import launched_environment
-from toolkit.tools.preset_runs import taking_ctrl_c
+from toolkit.tools.preset_runs import take_ctrl_c
 from toolkit.tools.private import private
-from toolkit.tools.project import PACKAGE_FOLDER
+from toolkit.tools.recipes import PACKAGE_FOLDER
 from toolkit.variables import ACCELERATE_YAML, environment_of_runs, take_environment
 
 PRELOADED = (
@@ -119,7 +119,8 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
         streams=[(log_path, log_path)] * (num_processes or 1),
         work=partial(run_command, command),
     )
-    with taking_ctrl_c(), Ranks(multiprocessing.get_context("fork"), world) as ranks:
+    take_ctrl_c()
+    with Ranks(multiprocessing.get_context("fork"), world) as ranks:
         codes = ranks.end()
     return max(codes) or min(codes)
 

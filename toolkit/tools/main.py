@@ -15,7 +15,7 @@ from typing import Any
 from toolkit.errors import UserError, exit_on_user_error, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
-from toolkit.tools.project import recipes
+from toolkit.tools.recipes import recipes
 
 WITH_RUN_FLAGS = ("export", "plan", "preview", "train", "verify")
 """Commands that also take the dotted flags of a recipe."""
@@ -69,12 +69,12 @@ def _add_before_a_run(add_command: AddCommand) -> None:
     add_command("check", "main:_check", about).add_argument("file", type=Path, help="the accelerate YAML")
 
     add = add_command(
-        "init", "project:init", "copy a recipe, its configs and the presets into a project of your own"
+        "init", "recipes:init", "copy a recipe, its configs and the presets into a project of your own"
     ).add_argument
     add("folder", type=Path, metavar="DIR", help="the project's folder; it may exist")
     add("--recipe", choices=recipes(), default="t5", help="which recipe (default: t5)")
 
-    add_command("ls", "project:list_shipped", "list the recipes, configs and presets that come with the toolkit")
+    add_command("ls", "recipes:list_shipped", "list the recipes, configs and presets that come with the toolkit")
 
     about = "predict each rank's memory, without a GPU; also takes a recipe's dotted flags"
     add = add_command("plan", "plan.plan:show_plan", about).add_argument

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
-from toolkit.tools.project import PACKAGE_FOLDER, SHIPPED, find_shipped
+from toolkit.tools.recipes import PACKAGE_FOLDER, SHIPPED, find_shipped
 from toolkit.variables import environment_of_runs
 
 if TYPE_CHECKING:
@@ -81,6 +80,7 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
     Its output goes into `log_path`. The ranks import the same toolkit as this process, installed or not.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    take_ctrl_c()
     with log_path.open("wb") as log:
         launcher = subprocess.Popen(
             # Quiet: without a traceback of the launcher's own after one process (accelerate/commands/launch.py:998).
@@ -90,8 +90,7 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
             env=environment_of_runs(PACKAGE_FOLDER.parent),
         )
         try:
-            with taking_ctrl_c():
-                return launcher.wait()
+            return launcher.wait()
         except BaseException:  # Ctrl-C
             import psutil
 
@@ -102,18 +101,11 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
             raise
 
 
-@contextlib.contextmanager
-def taking_ctrl_c() -> Iterator[None]:
+def take_ctrl_c() -> None:
     """Take SIGINT as the launcher and its ranks do, also where a shell has started this command in the background and has it
     ignored: they would stop, and the next run would begin."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end(processes: list[psutil.Process]) -> None:

@@ -18,8 +18,7 @@ from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.environment import slow_bf16
 from toolkit.tools.plan.plan import build_plan
 from toolkit.tools.preset_runs import find_preset
-from toolkit.tools.project import check_import, find_shipped
-from toolkit.tools.recipes import find_recipe
+from toolkit.tools.recipes import check_import, find_recipe, find_shipped
 
 logger = logging.getLogger("toolkit")
 

@@ -15,7 +15,7 @@ from tests.support.refusals import refusal
 from tests.support.report_runs import save_distinct_run
 from toolkit.tools.main import main
 from toolkit.tools.preset_runs import find_preset
-from toolkit.tools.project import SHIPPED, find_shipped, init
+from toolkit.tools.recipes import SHIPPED, find_shipped, init
 
 FULL = "error: standard output cannot be written (No space left on device): make room there, or print to another place\n"
 

@@ -1,10 +1,10 @@
 """`python -m toolkit verify`: proves the toolkit's guarantees by short runs on the user's machine, with the user's model.
 
 verify.py        in the user's process: launches a few short runs of the recipe, compares them, prints the table
-runs.py          which runs there are, and what each is for
+runs.py          which runs there are, what each is for, and what it has left
 watched_run.py   in every rank: the unchanged recipe, with its calls wrapped to record what they do
 rank_probes.py   in every rank: modes of forwards, dropout masks and generated texts
-records.py       reads the records of a watched run; rows of the table
+proofs.py        rows of the table
 checks.py        what is compared, and with which tolerance
 updates.py       the optimizer computed in fp64, and dropout masks
 plain_checks.py  plain transformers beside the runs

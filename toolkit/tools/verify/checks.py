@@ -11,22 +11,8 @@ import numpy as np
 
 from toolkit.config.schema import OptimConfig
 from toolkit.optimizers import state_bytes
-from toolkit.tools.verify.records import (
-    Proof,
-    Tensors,
-    equal,
-    exact,
-    largest,
-    load_about,
-    load_lines,
-    load_rows_of_steps,
-    load_tensors,
-    named,
-    prove,
-    relative,
-    within,
-)
-from toolkit.tools.verify.runs import NUM_STEPS, SAVED_STEP, WatchedRun
+from toolkit.tools.verify.proofs import Proof, equal, exact, largest, named, prove, relative, within
+from toolkit.tools.verify.runs import NUM_STEPS, SAVED_STEP, Tensors, WatchedRun
 from toolkit.tools.verify.updates import check_dropout, check_updates
 
 GRADIENT_FLOOR = 0.01
@@ -99,21 +85,21 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
 def compare_starts(reference: WatchedRun, run: WatchedRun) -> Proof:
     """Check that the weights before the first step, trainable and frozen, are bit for bit those of the reference."""
     title = f"{run.title}: weights as loaded"
-    frozen = (load_about(of, "loaded")["frozen"] for of in (reference, run))
+    frozen = (of.about("loaded")["frozen"] for of in (reference, run))
     proof = equal(title, frozen, f"is not what {reference.title} loads")
-    return _same_tensors(title, load_tensors(reference, "loaded"), load_tensors(run, "loaded")) if proof.passed else proof
+    return _same_tensors(title, reference.tensors("loaded"), run.tensors("loaded")) if proof.passed else proof
 
 
 def compare_rows(reference: WatchedRun, run: WatchedRun) -> Proof:
     """Check that every step takes the same rows, and none twice."""
-    expected, actual = load_rows_of_steps(reference), load_rows_of_steps(run)
+    expected, actual = reference.rows_of_steps(), run.rows_of_steps()
     rows = [{f"step {step}": sorted(of[step]) for step in actual if step in of} for of in (expected, actual)]
     return equal(f"{run.title}: rows of {len(actual)} steps", rows, "takes other rows, or some twice")
 
 
 def compare_figures(reference: WatchedRun, run: WatchedRun, *names: str, tolerance: float) -> Proof:
     """Compare these figures of every step, as far as it has them."""
-    lines = load_lines(run, "train")
+    lines = run.lines("train")
     found = [name for name in names if name in lines[0]]
     return within(f"{run.title}: {', '.join(found)} of {len(lines)} steps", *_largest_of_lines(reference, run, *found), tolerance)
 
@@ -121,10 +107,10 @@ def compare_figures(reference: WatchedRun, run: WatchedRun, *names: str, toleran
 def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float) -> Proof | None:
     """Compare all figures of all evaluations that both had; None without evaluation rows. What counts tokens or texts is compared
     before the first step only, where weights are equal to the last bit: later a rounding may change which token is first."""
-    expected = {line["step"]: line for line in load_lines(reference, "eval", needed=False)}
+    expected = {line["step"]: line for line in reference.lines("eval", needed=False)}
     if not expected:
         return None
-    lines = {line["step"]: line for line in load_lines(run, "eval") if line["step"] in expected}
+    lines = {line["step"]: line for line in run.lines("eval") if line["step"] in expected}
     worst, names = (0.0, ""), set()
     for step, line in lines.items():
         for name in (line.keys() & expected[step].keys()) - NOT_COMPARED:
@@ -138,7 +124,7 @@ def compare_evaluations(reference: WatchedRun, run: WatchedRun, tolerance: float
 
 def check_modes(run: WatchedRun) -> Proof:
     """Check that all modules were in training mode whenever the run trained, as after an evaluation, and none in evaluations."""
-    about = load_about(run, "trained")
+    about = run.about("trained")
     training, evaluation = about["num_forwards"].values()
     title = f"{run.title}: {training} forwards that train, {evaluation} that evaluate"
     return exact(title, len(about["wrong_modes"]), next(iter(about["wrong_modes"]), ""))
@@ -146,30 +132,30 @@ def check_modes(run: WatchedRun) -> Proof:
 
 def compare_gradients(reference: WatchedRun, run: WatchedRun, tolerance: float, remark: str = "") -> Proof:
     """Compare the unsharded gradients of step 1 before clipping, relative to their norms, and the global norm of every step."""
-    expected, actual = load_tensors(reference, "gradients"), load_tensors(run, "gradients")
+    expected, actual = reference.tensors("gradients"), run.tensors("gradients")
     worst = max(largest_gradient(expected, actual), _largest_of_lines(reference, run, "grad_norm"))
     title = f"{run.title}: {len(expected)} tensors, {NUM_STEPS} norms"
-    if load_about(reference, "loaded")["has_relu"]:
+    if reference.about("loaded")["has_relu"]:
         title, tolerance = f"{title} (with ReLU)", max(tolerance, RELU_TOLERANCE)
     return within(f"{title}{remark}", *worst, tolerance)
 
 
 def compare_late_gradients(reference: WatchedRun, run: WatchedRun) -> Proof | None:
     """Compare the unsharded gradients of step 2 whose step 1 was zero, as LoRA's A while B is zero; None if there are none."""
-    zero = {name for name, gradient in load_tensors(reference, "gradients").items() if not gradient.any()}
+    zero = {name for name, gradient in reference.tensors("gradients").items() if not gradient.any()}
     if not zero:
         return None
-    late = [{name: g for name, g in load_tensors(of, "late_gradients").items() if name in zero} for of in (reference, run)]
+    late = [{name: g for name, g in of.tensors("late_gradients").items() if name in zero} for of in (reference, run)]
     title = f"{run.title}: {len(zero)} tensors that are zero in step 1, in step 2"
     return within(title, *largest_gradient(*late), LATE_TOLERANCE)
 
 
 def _largest_of_lines(reference: WatchedRun, run: WatchedRun, *figures: str) -> tuple[float, str]:
     """The largest relative difference of these figures in any step's line of metrics.jsonl, and where it is."""
-    expected = {line["step"]: line for line in load_lines(reference, "train")}
+    expected = {line["step"]: line for line in reference.lines("train")}
     return max(
         (_relative(line[figure], expected[line["step"]][figure]), f"largest in {figure} of step {line['step']}")
-        for line in load_lines(run, "train")
+        for line in run.lines("train")
         for figure in figures
     )
 
@@ -197,7 +183,7 @@ def check_shards(run: WatchedRun, optimizer: str) -> Proof:
 
     Moments are averaged because FSDP1 shards trainable and frozen parameters together: one rank may hold most of the former.
     """
-    about, num_shards = load_about(run, f"saved-{SAVED_STEP}"), run.num_shards or 1
+    about, num_shards = run.about(f"saved-{SAVED_STEP}"), run.num_shards or 1
     totals, fair = Counter[str](), Counter[str]()
     for parameter in about["parameters"].values():
         shape, size = tuple(parameter["shape"] or [1]), parameter["itemsize"]
@@ -220,7 +206,7 @@ def check_shards(run: WatchedRun, optimizer: str) -> Proof:
 
 def check_moved(run: WatchedRun) -> Proof:
     """Check that every trainable parameter has changed since the start; an adapter's rows of new tokens rest until one occurs."""
-    before, after = load_tensors(run, "loaded"), load_tensors(run, "trained")
+    before, after = run.tensors("loaded"), run.tensors("trained")
     names = [name for name in before if name.startswith("model.") and ".trainable_tokens_delta." not in name]
     still = [name for name in names if before[name].tobytes() == after.get(name, before[name]).tobytes()]
     return exact(f"{run.title}: {len(names)} trainable tensors", len(still), named(still, "has not moved"))
@@ -228,7 +214,7 @@ def check_moved(run: WatchedRun) -> Proof:
 
 def check_frozen(run: WatchedRun, expects_frozen: bool) -> Proof | None:
     """Check that every frozen parameter is bit for bit unchanged; None if nothing is frozen, and nothing should be."""
-    before, after = load_about(run, "loaded")["frozen"], load_about(run, "trained")["frozen"]
+    before, after = run.about("loaded")["frozen"], run.about("trained")["frozen"]
     if not before:
         return Proof(compared=run.title, detail="nothing is frozen") if expects_frozen else None
     return equal(f"{run.title}: {len(before)} frozen tensors", (before, after), "has changed")
@@ -241,11 +227,11 @@ def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
     """Check that a run loads a checkpoint's weights and moments bit for bit as they were saved, and, if there are as many ranks,
     their random states."""
     name = f"saved-{run.from_step}"
-    saved, title = load_tensors(of, name), f"{of.title}, step {run.from_step}"
-    before, after = (load_about(*record)["random"] for record in ((of, name), (run, "loaded")))
+    saved, title = of.tensors(name), f"{of.title}, step {run.from_step}"
+    before, after = of.about(name)["random"], run.about("loaded")["random"]
     are_as_many = len(before) == len(after)
     what = f"{len(saved)} tensors" + (f", {len(before)} random states" if are_as_many else "")
-    proof = _same_tensors(f"{title}, loaded by {len(after)}: {what}", saved, load_tensors(run, "loaded"))
+    proof = _same_tensors(f"{title}, loaded by {len(after)}: {what}", saved, run.tensors("loaded"))
     states = [{f"rank {place}": state for place, state in enumerate(of_ranks)} for of_ranks in (before, after)]
     return equal(proof.compared, states, "has another random state") if proof.passed and are_as_many else proof
 
@@ -253,10 +239,10 @@ def compare_loaded(of: WatchedRun, run: WatchedRun) -> Proof:
 def compare_resumed(whole: WatchedRun, resumed: WatchedRun) -> Proof:
     """Check that a resumed run with dropout is bit for bit the uninterrupted one: rows, losses, gradient norms, learning rates,
     final weights and moments. In a model without dropout this does not test the random state."""
-    after = [line for line in load_lines(whole, "train") if line["step"] > resumed.from_step]
-    lines = load_lines(resumed, "train")
+    after = [line for line in whole.lines("train") if line["step"] > resumed.from_step]
+    lines = resumed.lines("train")
     title = f"{resumed.title} after step {resumed.from_step}: curves, weights, moments"
-    if not any(probe["loss"] != probe["plain_loss"] for probe in load_about(whole, "trained")["dropout"]):
+    if not any(probe["loss"] != probe["plain_loss"] for probe in whole.about("trained")["dropout"]):
         title += " (dropout changes nothing in this model)"
     if len(lines) != len(after):
         return Proof(compared=title, detail=f"steps {[line['step'] for line in lines]} were logged")
@@ -265,10 +251,10 @@ def compare_resumed(whole: WatchedRun, resumed: WatchedRun) -> Proof:
             if line[figure] != expected[figure]:
                 difference = _relative(line[figure], expected[figure])
                 return exact(title, difference, f"{figure} of step {expected['step']} differs")
-    rows = load_rows_of_steps(whole)
-    if wrong := [step for step, of_step in load_rows_of_steps(resumed).items() if of_step != rows[step]]:
+    rows = whole.rows_of_steps()
+    if wrong := [step for step, of_step in resumed.rows_of_steps().items() if of_step != rows[step]]:
         return exact(title, 1.0, f"step {wrong[0]} takes other rows")
-    return _same_tensors(title, load_tensors(whole, f"saved-{NUM_STEPS}"), load_tensors(resumed, f"saved-{NUM_STEPS}"))
+    return _same_tensors(title, whole.tensors(f"saved-{NUM_STEPS}"), resumed.tensors(f"saved-{NUM_STEPS}"))
 
 
 def _same_tensors(title: str, expected: Tensors, actual: Tensors) -> Proof:

@@ -22,10 +22,10 @@ from toolkit.models.freeze import hash_tensor
 from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.objectives import objective_of
-from toolkit.tools.verify import EXPORTED, plain, records
+from toolkit.tools.verify import EXPORTED, plain, proofs
 from toolkit.tools.verify.checks import RELU_TOLERANCE, largest_gradient
 from toolkit.tools.verify.plain_exports import compare_exports, largest_difference, load_plain, logits_of, quantize_layers
-from toolkit.tools.verify.records import Proof
+from toolkit.tools.verify.proofs import Proof
 from toolkit.tools.verify.runs import WatchedRun
 
 FP64_SHARE_OF_FREE_MEMORY = 0.5
@@ -37,8 +37,8 @@ MANY_PARAMETERS = 10**7
 def check_plain(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, on_cpu: bool) -> list[Proof]:
     """The rows of `buffers`, `positions` and `text`, the last of the reference, with which other checks compare, and those of
     `export` and `generation`."""
-    started = records.prove("text", runs["reference"], lambda _: _compare_starts(runs, config, tolerance, on_cpu=on_cpu))
-    return [*started, *records.prove("export", runs[EXPORTED], partial(compare_exports, config))]
+    started = proofs.prove("text", runs["reference"], lambda _: _compare_starts(runs, config, tolerance, on_cpu=on_cpu))
+    return [*started, *proofs.prove("export", runs[EXPORTED], partial(compare_exports, config))]
 
 
 def _compare_starts(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance: float, *, on_cpu: bool) -> Iterator[Proof]:
@@ -48,17 +48,17 @@ def _compare_starts(runs: dict[str, WatchedRun], config: RecipeConfig, tolerance
     if sum(parameter.numel() for parameter in model.parameters()) < MANY_PARAMETERS:
         torch.set_num_threads(1)
     for run in runs.values():
-        yield from records.prove("buffers", run, partial(_compare_buffers, model))
+        yield from proofs.prove("buffers", run, partial(_compare_buffers, model))
     model, logits = model.to("cpu" if on_cpu else "cuda"), dict[bytes, torch.Tensor]()
     for run in runs.values():
         if run.after is None and not run.flags["model.dropout"]:
-            yield from records.prove("positions", run, partial(_compare_positions, model, logits))
+            yield from proofs.prove("positions", run, partial(_compare_positions, model, logits))
     yield from _compare_step(model, reference, config, tolerance)
 
 
 def _load(run: WatchedRun, config: RecipeConfig) -> Any:
     """The model that a run starts with, by plain transformers in fp32 on the CPU; None if it cannot be had without the run."""
-    frozen = records.load_about(run, "loaded")["frozen"]
+    frozen = run.about("loaded")["frozen"]
     if config.model.from_scratch and frozen:
         return None
     if not config.model.from_scratch:
@@ -68,26 +68,26 @@ def _load(run: WatchedRun, config: RecipeConfig) -> Any:
     objective = objective_of(config)
     model_config = load_model_config(config.model, objective)
     model = objective.loader(model_config).from_config(model_config, dtype=torch.float32).eval()
-    weights = {name.removeprefix("model."): torch.from_numpy(w) for name, w in records.load_tensors(run, "loaded").items()}
+    weights = {name.removeprefix("model."): torch.from_numpy(w) for name, w in run.tensors("loaded").items()}
     model.load_state_dict(weights, strict=False)
     return model
 
 
 def _compare_buffers(model: nn.Module, run: WatchedRun) -> Proof | None:
     """Check that every buffer, persistent or not, is bit for bit that of plain transformers, in its dtype; None without any."""
-    about = records.load_about(run, "loaded")
+    about = run.about("loaded")
     quantized = {name.rpartition(".")[0] for name in about["frozen"] if name.endswith(".codes")}  # have a table of their own
     of_model = {name: value for name, value in about["buffers"].items() if name.rpartition(".")[0] not in quantized}
     held = {base_name(name) or name: value for name, value in of_model.items()}
     expected = {name: [str(buffer.dtype), hash_tensor(buffer, buffer.dtype)] for name, buffer in model.named_buffers()}
-    proof = records.equal(f"{run.title}: {len(expected)} buffers", (expected, held), "is another")
+    proof = proofs.equal(f"{run.title}: {len(expected)} buffers", (expected, held), "is another")
     return proof if expected or held else None
 
 
 def _compare_positions(model: Any, known: dict[bytes, torch.Tensor], run: WatchedRun) -> Proof:
     """Compare the last logits of long rows; `known` has those of plain transformers that another run needed."""
     worst, where = (0.0, ""), []
-    looked = {name: torch.from_numpy(t) for name, t in records.load_tensors(run, "positions").items()}
+    looked = {name: torch.from_numpy(t) for name, t in run.tensors("positions").items()}
     for kind in dict.fromkeys(name.partition(".")[0] for name in looked):
         inputs = {name.partition(".")[2]: t for name, t in looked.items() if name.startswith(f"{kind}.")}
         of_run = inputs.pop("logits")
@@ -97,7 +97,7 @@ def _compare_positions(model: Any, known: dict[bytes, torch.Tensor], run: Watche
         worst = max(worst, (largest_difference(of_run, known[key]), f"logits of the {kind} row differ"))
         where.append(f"{inputs.get('position_ids', inputs['input_ids'] * 0 + inputs['input_ids'].shape[1] - 1).max() + 1:,}")
     dtype = torch.bfloat16 if run.mapping["mixed_precision"] == "bf16" else torch.float32
-    return records.within(f"{run.title}: logits at position {' and '.join(where)}", *worst, LOGIT_TOLERANCE[dtype])
+    return proofs.within(f"{run.title}: logits at position {' and '.join(where)}", *worst, LOGIT_TOLERANCE[dtype])
 
 
 Texts = list[plain.Row]
@@ -121,7 +121,7 @@ def _read_rows(run: WatchedRun, config: RecipeConfig) -> tuple[Proof, list[Texts
     title = f"{run.title}: tokens and labels of {num_known} of {sum(map(len, about['rows']))} rows, and their texts"
     parts = [[row["known"] for row in part] for part in about["rows"]]
     num_bytes = sum(row["target_bytes"] for row in about["rows"][1])
-    return records.exact(title, len(wrong), records.named(wrong, "has other tokens or labels")), *parts, num_bytes
+    return proofs.exact(title, len(wrong), proofs.named(wrong, "has other tokens or labels")), *parts, num_bytes
 
 
 def _split(row: dict[str, Any], objective: str) -> Texts:
@@ -151,7 +151,7 @@ def _expect(tokenizer: Any, example: Example, piece: int, most: int, data: Any) 
 
 def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: float) -> Iterator[Proof]:
     """Compare the rows of step 1 and of the evaluation before it, both losses, accuracy, bits per byte, and the gradients."""
-    first, (evaluated, *_) = records.load_lines(run, "train")[0], [*records.load_lines(run, "eval", needed=False), {}]
+    first, (evaluated, *_) = run.lines("train")[0], [*run.lines("eval", needed=False), {}]
     proof, of_step, of_evaluation, num_bytes = _read_rows(run, config)
     yield proof
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -160,12 +160,12 @@ def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: 
         model.set_experts_implementation("eager")  # grouped products know no fp64
     dtype = str(model.dtype).removeprefix("torch.")
     references = _references(model, config, [*of_step, *of_evaluation])
-    weights = _trained(model, records.load_tensors(run, "loaded"), config)
+    weights = _trained(model, run.tensors("loaded"), config)
     if evaluated.get("step") == 0:
         figures = _evaluate(model, config, of_evaluation, references[len(of_step) :], num_bytes)
-        apart = max((records.relative(evaluated[name] - value, value), f"{name} differs") for name, value in figures.items())
+        apart = max((proofs.relative(evaluated[name] - value, value), f"{name} differs") for name, value in figures.items())
         title = f"{run.title}: {', '.join(figures)} of {len(of_evaluation)} evaluation rows, {dtype}"
-        yield records.within(title, *apart, tolerance)
+        yield proofs.within(title, *apart, tolerance)
     num_labels, loss = sum(map(_count, of_step)), 0.0
     for row, reference_2 in zip(of_step, references, strict=False):
         of_row = _row_loss(model, config, row, reference_2, config.optim.label_smoothing)[0] / num_labels
@@ -176,13 +176,13 @@ def _compare_step(model: Any, run: WatchedRun, config: RecipeConfig, tolerance: 
     if first["num_label_tokens"] != num_labels:
         detail = f"the rows have {num_labels} labels, of which the run counts {first['num_label_tokens']}"
     title = f"{run.title}: loss of step 1, {num_labels} labels, {dtype}"
-    yield records.within(title, records.relative(first["loss"] - loss, loss), detail, tolerance)
+    yield proofs.within(title, proofs.relative(first["loss"] - loss, loss), detail, tolerance)
     if weights and config.optim.router_aux_loss == "off":
         title = f"{run.title}: gradients of step 1, {len(weights)} tensors, {dtype}"
         computed = {name: (w.grad if w.grad is not None else torch.zeros_like(w)).cpu().numpy() for name, w in weights.items()}
-        if records.load_about(run, "loaded")["has_relu"]:
+        if run.about("loaded")["has_relu"]:
             title, tolerance = f"{title} (with ReLU)", max(tolerance, RELU_TOLERANCE)
-        yield records.within(title, *largest_gradient(computed, records.load_tensors(run, "gradients")), tolerance)
+        yield proofs.within(title, *largest_gradient(computed, run.tensors("gradients")), tolerance)
 
 
 def _count(row: Texts) -> int:

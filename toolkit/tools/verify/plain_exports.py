@@ -24,9 +24,9 @@ from toolkit.models.lora import is_enabled
 from toolkit.models.lora_files import base_name
 from toolkit.models.quantized import dequantize, find_scales, quantize, weight_name
 from toolkit.objectives import objective_of
-from toolkit.tools.verify import records
-from toolkit.tools.verify.records import NotReached, Proof, Tensors
-from toolkit.tools.verify.runs import GENERATION, NUM_STEPS, WatchedRun
+from toolkit.tools.verify import proofs
+from toolkit.tools.verify.proofs import Proof
+from toolkit.tools.verify.runs import GENERATION, NUM_STEPS, NotReached, Tensors, WatchedRun
 
 NUM_TEXTS = 4
 """Number of texts to generate again, on the CPU, where a large model is slow."""
@@ -38,11 +38,11 @@ def compare_exports(config: RecipeConfig, run: WatchedRun) -> Iterator[Proof]:
         raise NotReached(run)
     check = load_file(check_file)  # a forward's arguments, and the trained model's logits for them
     of_run = check.pop("logits")
-    trained = {name.removeprefix("model."): weight for name, weight in records.load_tensors(run, "trained").items()}
+    trained = {name.removeprefix("model."): weight for name, weight in run.tensors("trained").items()}
 
     def compare_logits(what: str, model: nn.Module) -> Proof:
         detail, tolerance = "logits differ from those of the trained model", LOGIT_TOLERANCE[torch.float32]
-        return records.within(
+        return proofs.within(
             f"{run.title}: {what} reloaded, logits", largest_difference(of_run, logits_of(model, check)), detail, tolerance
         )
 
@@ -53,7 +53,7 @@ def compare_exports(config: RecipeConfig, run: WatchedRun) -> Iterator[Proof]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns about transformers' names
             adapted: Any = PeftModel.from_pretrained(base, str(run.folder / "export")).eval()
-        coded = quantize_layers(adapted.base_model.model, records.load_about(run, "trained")["frozen"], config.adapter.base_dtype)
+        coded = quantize_layers(adapted.base_model.model, run.about("trained")["frozen"], config.adapter.base_dtype)
         yield _compare_weights(run, "adapter and base", adapted.base_model.model, trained, coded)
         yield compare_logits("adapter", adapted)
         model = load_plain(config, run.folder / "merged")
@@ -62,7 +62,7 @@ def compare_exports(config: RecipeConfig, run: WatchedRun) -> Iterator[Proof]:
         model = load_plain(config, run.folder / "export")
         yield _compare_weights(run, "export", model, trained, {})
         yield compare_logits("export", model)
-    yield from records.prove("generation", run, partial(_compare_texts, model))
+    yield from proofs.prove("generation", run, partial(_compare_texts, model))
 
 
 def load_plain(config: RecipeConfig, name_or_path: str | Path) -> Any:
@@ -102,17 +102,17 @@ def quantize_layers(model: nn.Module, names: Iterable[str], kind: str | None) ->
 
 def _compare_weights(run: WatchedRun, what: str, model: nn.Module, trained: Tensors, coded: dict[str, torch.Tensor]) -> Proof:
     """Compare weights bit for bit, frozen ones by their hash; `coded` are codes and scales of the model's quantized layers."""
-    frozen: dict[str, str] = records.load_about(run, "trained")["frozen"]
+    frozen: dict[str, str] = run.about("trained")["frozen"]
     loaded = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)} | coded
     differences = {
-        name: records.largest(loaded[name].numpy() if name in loaded else None, weight) for name, weight in trained.items()
+        name: proofs.largest(loaded[name].numpy() if name in loaded else None, weight) for name, weight in trained.items()
     }
     unequal = [name for name, difference in differences.items() if difference]
     unequal += [
         name for name, digest in frozen.items() if name not in loaded or hash_tensor(loaded[name], loaded[name].dtype) != digest
     ]
     title = f"{run.title}: {what} reloaded, {len(trained) + len(frozen)} tensors"
-    return records.exact(title, max(differences.values(), default=0.0), records.named(unequal, "is not what was trained"))
+    return proofs.exact(title, max(differences.values(), default=0.0), proofs.named(unequal, "is not what was trained"))
 
 
 def _compare_texts(model: Any, run: WatchedRun) -> Proof | None:
@@ -137,7 +137,7 @@ def _compare_texts(model: Any, run: WatchedRun) -> Proof | None:
     detail = f"{num_other} of {len(lines)} texts are not those of plain transformers" if num_other else ""
     detail = detail or (f"{num_repeating} of {len(lines)} texts repeat {size} tokens" if num_repeating else "")
     title = f"{run.title}: {len(lines)} texts, {GENERATION['eval.num_beams']} beams, no {size} tokens repeated"
-    return records.exact(title, float(max(num_other, num_repeating)), detail)
+    return proofs.exact(title, float(max(num_other, num_repeating)), detail)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from toolkit.parallel.gather import evaluation_model
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.tools.verify import PROBED_STEPS
 from toolkit.tools.verify.plain import NUM_LOGITS, long_rows
-from toolkit.tools.verify.records import named
+from toolkit.tools.verify.proofs import named
 from toolkit.training import loop
 from toolkit.training.setup import Run
 

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from toolkit.config.load import RecipeConfig
 from toolkit.errors import UserError
+from toolkit.files.json_lines import load_json_lines
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml, check_mapping
 from toolkit.optimizers import OPTIMIZERS, OptimizerSettings, with_defaults
 from toolkit.tools.preset_runs import adapt_preset, find_preset, reason_of_failure, save_preset
@@ -38,6 +41,7 @@ NUM_EVAL_ROWS = 7
 GENERATION = {"eval.generate": True, "eval.num_beams": 2, "eval.no_repeat_ngram_size": 2, "eval.max_new_tokens": 8}
 """Generation settings of the run that exports, `preset-0`, and of the reference; each changes the generated texts."""
 
+Tensors = dict[str, np.ndarray]
 Launch = Callable[[Path, list[str], Path], int]
 """Signature of `preset_runs.launch` and `forks.launch`: preset, command and log → exit status."""
 
@@ -58,6 +62,10 @@ class Box:
     in_bf16: bool = False
     sharded: bool = False
     """No process holds the model alone: it is compared with FSDP2 on one process fewer."""
+
+
+class NotReached(Exception):
+    """A run ended before it wrote what a check needs. Its argument is the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,40 @@ class WatchedRun:
             return None
         mesh = self.mapping.get("parallelism_config") or {}
         return mesh.get("parallelism_config_dp_shard_size", self.mapping["num_processes"])
+
+    # --- What it has left. Each raises `NotReached` where that is missing.
+
+    def lines(self, kind: str, *, needed: bool = True) -> list[dict[str, Any]]:
+        """Lines of one kind in metrics.jsonl; if they are needed, with the last step."""
+        path = self.folder / "metrics.jsonl"
+        lines = [line for line in load_json_lines(path, skip_torn_end=True) if line["kind"] == kind] if path.exists() else []
+        if needed and (not lines or lines[-1]["step"] != NUM_STEPS):
+            raise NotReached(self)
+        return lines
+
+    def rows_of_steps(self) -> dict[int, list[int]]:
+        """Row ids by step, of all ranks and micro-batches, rank 0's first, with the last step."""
+        steps: dict[int, list[int]] = {}
+        for path in sorted(self.folder.glob("rows-*.jsonl")):
+            for line in load_json_lines(path, skip_torn_end=True):
+                steps.setdefault(line["step"], []).extend(line["row_ids"])
+        if NUM_STEPS not in steps:
+            raise NotReached(self)
+        return steps
+
+    def tensors(self, name: str) -> Tensors:
+        """A record's unsharded tensors."""
+        try:
+            return load_file(self.records / f"{name}.safetensors")
+        except (OSError, SafetensorError):
+            raise NotReached(self) from None
+
+    def about(self, name: str) -> dict[str, Any]:
+        """A record's JSON, which describes what the ranks hold."""
+        path = self.records / f"{name}.json"
+        if not path.is_file():
+            raise NotReached(self)
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def plan_runs(box: Box) -> dict[str, WatchedRun]:

@@ -10,8 +10,8 @@ import numpy as np
 from toolkit.config.schema import OptimConfig
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify import PROBED_STEPS
-from toolkit.tools.verify.records import Proof, Tensors, exact, load_about, load_lines, load_tensors, relative, within
-from toolkit.tools.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, WatchedRun
+from toolkit.tools.verify.proofs import Proof, exact, relative, within
+from toolkit.tools.verify.runs import LARGEST_GRAD_NORM, SAVED_STEP, Tensors, WatchedRun
 
 UPDATE_TOLERANCE = 1e-4
 """Tolerance for moments and for a weight's change, relative to their norms and beyond the weight's last bits."""
@@ -21,12 +21,12 @@ def check_updates(run: WatchedRun, config: OptimConfig) -> Proof:
     """Check weights and moments after steps 1 and 2 against clipping and the optimizer written out in fp64,
     computed from those before, the recorded gradients and the logged learning rate."""
     kind = OPTIMIZERS[config.name].TITLE
-    lrs = {line["step"]: line["learning_rate"] for line in load_lines(run, "train")}
-    decay = load_about(run, "updated-1")["weight_decay"]
-    states = [load_tensors(run, name) for name in ("loaded", "updated-1", f"saved-{SAVED_STEP}")]
+    lrs = {line["step"]: line["learning_rate"] for line in run.lines("train")}
+    decay = run.about("updated-1")["weight_decay"]
+    states = [run.tensors(name) for name in ("loaded", "updated-1", f"saved-{SAVED_STEP}")]
     worst, clips = (0.0, ""), []
     for step, record in enumerate(("gradients", "late_gradients"), start=1):
-        gradients = load_tensors(run, record)
+        gradients = run.tensors(record)
         norm = math.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in gradients.values()))
         clips.append(min(1.0, min(config.max_grad_norm or LARGEST_GRAD_NORM, LARGEST_GRAD_NORM) / (norm + 1e-6)))
         for name, gradient in gradients.items():
@@ -60,7 +60,7 @@ def _difference(
 def check_dropout(run: WatchedRun) -> Proof | None:
     """Check that no two ranks, micro-batches or steps drop the same elements, and that dropout still drops something after an
     evaluation; None if the model has no dropout."""
-    seen = load_about(run, "trained")["dropout"]
+    seen = run.about("trained")["dropout"]
     first, seen = ([probe for probe in seen if (probe["step"] == 0) == is_first] for is_first in (True, False))
     if all(probe["loss"] == probe["plain_loss"] for probe in [*first, *seen]):
         return None

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from toolkit.config.load import load_config
 from toolkit.config.python import CONFIGS
@@ -15,28 +15,14 @@ from toolkit.models.config import load_model_config
 from toolkit.models.position_limits import num_positions
 from toolkit.objectives import objective_of
 from toolkit.tools import forks, preset_runs
-from toolkit.tools.project import SHIPPED
-from toolkit.tools.recipes import find_recipe
+from toolkit.tools.recipes import SHIPPED, find_recipe
 from toolkit.tools.verify.checks import check_all
-from toolkit.tools.verify.records import Proof
+from toolkit.tools.verify.proofs import Proof
 from toolkit.tools.verify.runs import Box, Launch, WatchedRun, launch_all, plan_runs
 
 DEFAULT_TOLERANCE = 1e-5
-SMALL_ROWS: Final = {
-    "t5": {
-        "data.source": f"{SHIPPED}/recipes/sources/docstrings.py:load_rows",
-        "data.max_source_length_tokens": 64,
-        "data.max_target_length_tokens": 32,
-    },
-    "llm": {"data.source": f"{SHIPPED}/recipes/sources/functions.py:load_rows", "data.max_length_tokens": 128},
-    "dpo": {"data.source": f"{SHIPPED}/recipes/sources/pairs.py:load_rows", "data.max_length_tokens": 128},
-    "dpo_t5": {
-        "data.source": f"{SHIPPED}/recipes/sources/pairs.py:load_rows",
-        "data.max_source_length_tokens": 64,
-        "data.max_target_length_tokens": 32,
-    },
-}
-"""Data without a run YAML: docstrings of this Python."""
+SMALL_ROWS = {"t5": "docstrings", "llm": "functions", "dpo": "pairs", "dpo_t5": "pairs"}
+"""Files in `recipes/sources/` of the rows without a run YAML: docstrings and functions of this Python."""
 
 
 def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch | None = None, **asked: Any) -> bool:
@@ -94,7 +80,10 @@ def build_box(
         model = str(SHIPPED / "recipes" / "models" / "t5_gelu")
         run_arguments = ["--model.from_scratch=true", *run_arguments]
     name = find_recipe([f"--config={config}"] if config else [], recipe, model)
-    given = [f"--config={config}"] if config else [f"--{key}={value}" for key, value in SMALL_ROWS[name].items()]
+    of_sides = ["--data.max_source_length_tokens=64", "--data.max_target_length_tokens=32"]
+    lengths = of_sides if name in ("t5", "dpo_t5") else ["--data.max_length_tokens=128"]
+    small_rows = [f"--data.source={SHIPPED}/recipes/sources/{SMALL_ROWS[name]}.py:load_rows", *lengths]
+    given = [f"--config={config}"] if config else small_rows
     arguments = [*given, *([f"--model.name_or_path={model}"] if model else []), *run_arguments]
     # Every config needs a length; that of the runs is set later.
     parsed = load_config(CONFIGS[name], arguments if config else ["--train.max_steps=1", *arguments])

@@ -32,10 +32,9 @@ from tests.support.previews import (
 from toolkit.errors import visible
 from toolkit.launch.log import start_logging
 from toolkit.tools.preview import preview
-from toolkit.tools.preview.preview import collect, list_parts, render_page
+from toolkit.tools.preview.preview import collect, lines_of, list_parts, print_parts, render_page
 from toolkit.tools.preview.row import TOKENS_OF_A_BLOCK, Tokens, shorten_tokens
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, NAMES
-from toolkit.tools.preview.terminal import lines_of, print_parts
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u2028\u202a-\u202e\u2066-\u2069\ufeff]")
 

@@ -26,8 +26,7 @@ from toolkit.models.attention import describe_attention
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.main import main
 from toolkit.tools.verify import checks
-from toolkit.tools.verify.records import NotReached
-from toolkit.tools.verify.runs import WatchedRun, launch_all, plan_runs
+from toolkit.tools.verify.runs import NotReached, WatchedRun, launch_all, plan_runs
 from toolkit.tools.verify.verify import build_box, verify
 from toolkit.tools.verify.watched_run import take_exact_kernels
 

@@ -1,8 +1,7 @@
-"""Reads what a watched run has left: its metrics, row ids and records; and the rows of the table that compare them."""
+"""The rows of the table, and the differences that they show."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,55 +9,8 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from toolkit.files.json_lines import load_json_lines
-from toolkit.tools.verify.runs import NUM_STEPS, WatchedRun
-
-Tensors = dict[str, np.ndarray]
-
-
-class NotReached(Exception):
-    """A run ended before it wrote what a check needs. Its argument is the run."""
-
-
-def load_lines(run: WatchedRun, kind: str, *, needed: bool = True) -> list[dict[str, Any]]:
-    """Lines of one kind in metrics.jsonl. Raises `NotReached` if they are needed, and the last step is not among them."""
-    path = run.folder / "metrics.jsonl"
-    lines = [line for line in load_json_lines(path, skip_torn_end=True) if line["kind"] == kind] if path.exists() else []
-    if needed and (not lines or lines[-1]["step"] != NUM_STEPS):
-        raise NotReached(run)
-    return lines
-
-
-def load_rows_of_steps(run: WatchedRun) -> dict[int, list[int]]:
-    """Row ids by step, of all ranks and micro-batches, rank 0's first. Raises `NotReached` without the last step."""
-    steps: dict[int, list[int]] = {}
-    for path in sorted(run.folder.glob("rows-*.jsonl")):
-        for line in load_json_lines(path, skip_torn_end=True):
-            steps.setdefault(line["step"], []).extend(line["row_ids"])
-    if NUM_STEPS not in steps:
-        raise NotReached(run)
-    return steps
-
-
-def load_tensors(run: WatchedRun, name: str) -> Tensors:
-    """A record's unsharded tensors. Raises `NotReached` if there is no such record."""
-    try:
-        return load_file(run.records / f"{name}.safetensors")
-    except (OSError, SafetensorError):
-        raise NotReached(run) from None
-
-
-def load_about(run: WatchedRun, name: str) -> dict[str, Any]:
-    """A record's JSON, which describes what the ranks hold. Raises `NotReached` if there is no such record."""
-    path = run.records / f"{name}.json"
-    if not path.is_file():
-        raise NotReached(run)
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-# --- Rows of the table.
+from toolkit.tools.verify.runs import NotReached, WatchedRun
 
 
 @dataclass(frozen=True, kw_only=True)
