@@ -34,8 +34,7 @@ from toolkit.tracking.trackers import close_trackers, start_trackers
 from toolkit.training import loop
 from toolkit.training.data import prepare_data
 from toolkit.training.model import build_model, build_skeleton
-from toolkit.training.run import finish, release, start_run
-from toolkit.training.run_summary import log_run_summary
+from toolkit.training.run import finish, log_run_summary, release, start_run
 from toolkit.training.setup import setup_run
 from toolkit.training.user_functions import EvalMetrics, OwnLoss, StepInfo, UserHooks
 

@@ -24,7 +24,7 @@ from toolkit.training import run as runs
 from toolkit.training.after_step import is_due, say_without_gain
 from toolkit.training.finetune import FULL_MEMORY, _released_on_error
 from toolkit.training.model import _note_needless_shards
-from toolkit.training.run_summary import _describe_data
+from toolkit.training.run import _describe_data
 from toolkit.training.setup import Run
 
 HOLDS = 4 * 16 * 80 * 2**20

@@ -11,9 +11,9 @@ import numpy as np
 
 from toolkit.config.schema import OptimConfig
 from toolkit.optimizers import state_bytes
+from toolkit.tools.verify import proofs
 from toolkit.tools.verify.proofs import Proof, equal, exact, largest, named, prove, relative, within
 from toolkit.tools.verify.runs import NUM_STEPS, SAVED_STEP, Tensors, WatchedRun
-from toolkit.tools.verify.updates import check_dropout, check_updates
 
 GRADIENT_FLOOR = 0.01
 """A gradient that is zero up to rounding (an attention key's bias) is compared with this fraction of the model's mean one."""
@@ -71,12 +71,12 @@ def check_all(runs: dict[str, WatchedRun], tolerance: float, optim: OptimConfig,
         ("resume", [resumed, again], partial(compare_resumed, dropout)),
         # Under DDP after evaluations: the same elements are dropped.
         ("resume", only("ddp-dropout"), lambda run: compare_figures(dropout, run, "loss", tolerance=tolerance)),
-        ("update", strategies, partial(check_updates, config=optim)),
-        ("dropout", [dropout], check_dropout),
+        ("update", strategies, partial(proofs.check_updates, config=optim)),
+        ("dropout", [dropout], proofs.check_dropout),
     ]
-    proofs = [proof for check, of, work in checks for run in of for proof in prove(check, run, work)]
+    proven = [proof for check, of, work in checks for run in of for proof in prove(check, run, work)]
     failed = [Proof(check="run", compared=run.title, detail=run.failure) for run in runs.values() if run.failure]
-    return [*proofs, *failed]
+    return [*proven, *failed]
 
 
 # --- What must be equal for all numbers of processes, micro-batches and presets.
