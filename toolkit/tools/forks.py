@@ -76,10 +76,7 @@ class Ranks:
 
     def end(self, timeout_s: float = threading.TIMEOUT_MAX) -> list[int]:
         """Wait for the ranks; their exit codes, `-9` for signal 9. One that fails takes the others down, as under torch elastic.
-
-        Raises:
-            TimeoutError: some still ran after `timeout_s`, and were killed.
-        """
+        Those that still run after `timeout_s` are killed, which is a `TimeoutError`."""
         deadline, terminate_at, kill_at = time.monotonic() + timeout_s, float("inf"), float("inf")
         while alive := [process for process in self._processes if process.exitcode is None]:
             now = time.monotonic()

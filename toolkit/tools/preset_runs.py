@@ -37,15 +37,9 @@ def find_preset(name: str) -> Path:
 
 
 def adapt_preset(mapping: dict[str, Any], *, num_processes: int | None, use_cpu: bool) -> dict[str, Any]:
-    """A preset changed to run on one machine, with other processes or on the CPU. Nothing else changes.
-
-    Args:
-        mapping: the parsed accelerate YAML. It is not modified.
-        num_processes: None keeps the preset's number. A preset for one process keeps one.
-
-    Raises:
-        UserError: a 2-D mesh over an odd number of processes, or over fewer than four.
-    """
+    """A preset, as a parsed accelerate YAML, changed to run on one machine, with other processes or on the CPU; nothing else
+    changes, nor does `mapping`. Without `num_processes` it keeps its number, and a preset for one process keeps one. A 2-D mesh
+    over an odd number of processes, or over fewer than four, is a `UserError`."""
     adapted = {**mapping, "num_machines": 1, "machine_rank": 0, "main_process_ip": None, "main_process_port": 0}
     if num_processes is not None and mapping["distributed_type"] != "NO":
         adapted["num_processes"] = num_processes

@@ -87,11 +87,7 @@ def check_import(folder: Path) -> None:
 
 def find_recipe(argv: list[str], recipe: str | None = None, model: str | None = None) -> str:
     """`recipe`, else the run YAMLs' own, else the one that takes the model (`model`, or that of the command line), of pairs where
-    they set `preference.loss`.
-
-    Raises:
-        UserError: there is no such recipe, or the model's path is ambiguous.
-    """
+    they set `preference.loss`. No such recipe, or an ambiguous path of the model, is a `UserError`."""
     if named := recipe or _find_value(argv, "recipe")[0]:
         if named not in CONFIGS:
             raise UserError(f"recipe is {named}: write {' or '.join(CONFIGS)}, or leave it out, and the model chooses")
@@ -119,11 +115,8 @@ def _find_value(argv: list[str], key: str) -> tuple[str, Path | None]:
 
 
 def name_of_model(name_or_path: str) -> str:
-    """The built-in objective that takes the model, by name; for an unreadable folder `causal`: `load_model_config` reports it.
-
-    Raises:
-        UserError: a hub id is out of reach; without this error, `load_model_config` would retry for half a minute.
-    """
+    """The built-in objective that takes the model, by name; for an unreadable folder `causal`: `load_model_config` reports it. A
+    hub id out of reach is a `UserError`, without which `load_model_config` would retry for half a minute."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -43,17 +43,12 @@ class Conditions:
 
 
 def compare(command: list[str], *, presets: Sequence[str], output: Path, **given: Any) -> bool:
-    """Run the recipe under each preset, print the table and write it into `output`. Returns whether all runs succeeded.
+    """Run the recipe under each preset, as `load_preset` reads it, print the table and write it into `output`. Returns whether
+    all runs succeeded. `command` and `given` are `Conditions`.
 
-    Args:
-        command, given: `Conditions`.
-        presets: as `load_preset` reads each.
-        output: a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
-            log.
-
-    Raises:
-        UserError: before anything runs: an unknown preset, a change to an unknown key, nothing to time, a folder that is not
-            empty or cannot be created.
+    `output` is a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
+    log. An unknown preset, a change to an unknown key, nothing to time, a folder that is not empty or cannot be created are a
+    `UserError` before anything runs.
     """
     if not command:
         raise UserError("compare needs a recipe after its own options: add -- recipes/t5.py --config RUN.yaml")
@@ -79,11 +74,8 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
 
 
 def load_preset(preset: str) -> dict[str, Any]:
-    """The accelerate YAML named before the colon, with the changes after it, as in `NAME:key=value+key=value`.
-
-    Raises:
-        UserError: there is none, a change is not `key=value`, or the result is not valid.
-    """
+    """The accelerate YAML named before the colon, with the changes after it, as in `NAME:key=value+key=value`. If there is none,
+    a change is not `key=value`, or the result is not valid, that is a `UserError`."""
     name, _, changes = preset.partition(":")
     mapping = check_accelerate_yaml(find_preset(name))
     for change in filter(None, changes.split("+")):

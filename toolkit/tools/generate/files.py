@@ -70,9 +70,8 @@ def open_rows(options: Options, usage: Usage, *, has_chat_template: bool = False
     """The input of the rows, and their number. Those of `--file` or `--text` are checked and counted; those of standard input are
     checked when they are read, once. No such file, column or text is a `UserError`, with file and row.
 
-    Args:
-        usage: how the run read its files. A file in UTF-8 is read as such without `--encoding`, and standard input is UTF-8.
-        has_chat_template: whether Alpaca's rows become chats.
+    `usage` says how the run read its files; without `--encoding` a file in UTF-8 is read as such, and standard input is UTF-8.
+    Alpaca's rows become chats if the tokenizer `has_chat_template`.
     """
     encoding = build_form(None, options.encoding).encoding
     if options.file not in (None, "-"):

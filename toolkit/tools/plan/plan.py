@@ -91,16 +91,10 @@ def build_plan(
     searches: bool = True,
     mixed_precision: str | None = None,
 ) -> Plan:
-    """Build a run's memory plan; downloads only the model's config.
-
-    Args:
-        run_arguments: `--config FILE` and dotted flags, as for a recipe; may be empty.
-        searches: search for the largest micro-batch and for changes of the preset.
-        mixed_precision: replaces the preset's.
-
-    Raises:
-        UserError: whatever the run itself would raise, or the mesh has another number of ranks.
-    """
+    """Build a run's memory plan; downloads only the model's config. `run_arguments` are `--config FILE` and dotted flags, as for
+    a recipe; there may be none. If it `searches`, it looks for the largest micro-batch and for changes of the preset.
+    `mixed_precision` replaces the preset's. Whatever the run itself would raise, and a mesh of another number of ranks, are a
+    `UserError`."""
     if not 0 < gpu_memory_gib < float("inf"):
         raise UserError(f"--gpu-memory-gib is {gpu_memory_gib}: give a GPU's memory, as in 80")
     # What to plan for.

@@ -60,11 +60,8 @@ class Preview:
 
 
 def preview(run_arguments: list[str], *, config: list[str], html: Path | None, **options: Any) -> None:
-    """Print the view, or write it as a page, with the arguments of the command line.
-
-    Raises:
-        UserError: whatever the run itself would raise of its data; a row that is not there; a page that cannot be written.
-    """
+    """Print the view, or write it as a page, with the arguments of the command line. Whatever the run itself would raise of its
+    data, a row that is not there and a page that cannot be written are a `UserError`."""
     if num_launched() > 1:
         raise UserError(
             "preview runs as several processes: start it without accelerate launch, and give its YAML as --accelerate-config"

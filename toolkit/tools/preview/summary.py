@@ -29,12 +29,8 @@ _MOST_TOKENS_RECORDED = 10**9
 def summarize(
     rows: TokenizedRows, evaluation: EvaluationRows, config: Any, model: str, *, finds_duplicates: bool = True
 ) -> dict[str, Any]:
-    """What a run reads and how long it is, in plain values for JSON; for the process that has read the rows.
-
-    Args:
-        evaluation: the rows to evaluate, of `rows.evaluation`.
-        finds_duplicates: also give examples of duplicates, for which all texts are read.
-    """
+    """What a run reads and how long it is, in plain values for JSON; for the process that has read the rows. `evaluation` are the
+    rows to evaluate, of `rows.evaluation`. If it `finds_duplicates`, it has examples of them, for which all texts are read."""
     assert rows.texts is not None, "each node's first process has them"
     tokenizer = rows.tokenizer
     roles: dict[str, list[str]] = {}
@@ -95,15 +91,11 @@ def _measure(objective: Objective, train: Dataset, config: DataConfig | LLMDataC
 
 
 def _spread(name: str, lengths: np.ndarray, setting: str | None) -> dict[str, Any]:
-    """The training rows' lengths in one respect.
+    """The training rows' lengths in one respect: `row`, `source` or `target`, or `counted`, the tokens that count in the loss;
+    with the setting that limits it, and its value.
 
-    Args:
-        name: `row`, `source` or `target`, or `counted`: the tokens that count in the loss.
-        setting: what limits it, with its value.
-
-    Returns:
-        `percentiles`: lengths that rows have, by percent of the rows. `bins`: (fewest tokens, most tokens, number of rows),
-        equally wide, by 1, 2 or 5 times a power of 10.
+    `percentiles` are lengths that rows have, by percent of the rows; `bins` are (fewest tokens, most tokens, number of rows),
+    equally wide, by 1, 2 or 5 times a power of 10.
     """
     values = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
     first, last = int(lengths.min()), int(lengths.max())

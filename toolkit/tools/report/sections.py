@@ -264,12 +264,8 @@ def number(value: Any, num_digits: int = 2) -> str:
 
 
 def describe_data(data: Mapping[str, Any], *, prefix: str = "", has_remarks: bool = True) -> Iterator[Any]:
-    """The parts of a summary.
-
-    Args:
-        prefix: before the first heading, as a run's name.
-        has_remarks: with how files were read, and what was left out; a terminal has these lines already.
-    """
+    """The parts of a summary, with a `prefix` before the first heading, as a run's name. If it `has_remarks`, with how files were
+    read, and what was left out; a terminal has these lines already."""
     yield Heading(f"{prefix}Rows")
     if has_remarks:
         yield Lines(data["readings"], "isolated")

@@ -202,11 +202,7 @@ def _choose_presets(box: Box) -> list[tuple[str, dict[str, Any]]]:
 
 def launch_all(box: Box, plans: dict[str, WatchedRun], launch: Launch, launch_resumed: Launch) -> Iterator[WatchedRun]:
     """Launch the runs one after the other, and print how long each took. `launch_resumed` starts the run `resumed`, which is
-    compared bit for bit.
-
-    Raises:
-        UserError: the first run refuses the settings; that is the user's mistake and no failed check.
-    """
+    compared bit for bit. Settings that the first run refuses are a `UserError`: the user's mistake, not a failed check."""
     width = max(len(run.title) for run in plans.values())
     failures: dict[str | None, str | None] = {}
     for number, run in enumerate(plans.values(), start=1):

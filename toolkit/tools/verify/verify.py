@@ -27,13 +27,8 @@ SMALL_ROWS = {"t5": "docstrings", "llm": "functions", "dpo": "pairs", "dpo_t5": 
 
 def verify(run_arguments: list[str], *, tolerance: float = DEFAULT_TOLERANCE, launch: Launch | None = None, **asked: Any) -> bool:
     """Launch the runs, compare them and print the table; returns whether all checks passed. The table is also in `output`.
-
-    Args:
-        launch: starts each run; None: by forks, and one by `accelerate launch`.
-
-    Raises:
-        UserError: settings that a run would refuse, or more processes than GPUs.
-    """
+    `launch` starts each run; None: by forks, and one by `accelerate launch`. Settings that a run would refuse, or more processes
+    than GPUs, are a `UserError`."""
     box = build_box(run_arguments, **asked)
     plans = plan_runs(box)
     _clear(box.output)
