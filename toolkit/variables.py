@@ -1,18 +1,26 @@
-"""What launchers and users say by environment variables, one function per fact.
+"""What launchers and users say by environment variables, one function per fact; and the processes that started this rank and wait
+for its end: a run whose launcher is gone saves and ends.
 
-`toolkit/launch/environment.py` reads those that accelerate, torch and GPUs go by; no other module reads any.
+`toolkit/launch/environment.py` reads the variables that accelerate, torch and GPUs go by; no other module reads any.
+accelerate's launcher of one process passes no signal on (accelerate/commands/launch.py:992), and one that is killed can pass none
+on: without this its ranks would train to the end, on devices that somebody else may have been given. A program that was started
+by hand, under `nohup` or in a notebook, has no launcher.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from pathlib import Path
+import select
+from contextlib import suppress
+from pathlib import Path, PurePath
 
 ACCELERATE_YAML = "TOOLKIT_ACCELERATE_YAML"
 INIT_METHOD = "TOOLKIT_INIT_METHOD"
 LOG_LEVEL = "TOOLKIT_LOG_LEVEL"
 STARTED_BY = "TOOLKIT_STARTED_BY"
 """The process id of `compare` or `verify`, for the runs that they start."""
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def given(name: str) -> str | None:
@@ -76,3 +84,40 @@ def tokenize_in_one_thread() -> None:
 def in_utf8() -> dict[str, str]:
     """This environment, for a Python that reads and writes UTF-8."""
     return {**os.environ, "PYTHONUTF8": "1"}
+
+
+@functools.cache
+def find_launchers() -> select.poll:
+    """Watch the launcher among this process's parents, and what started it. Call it early: importing torch takes seconds."""
+    import psutil
+
+    watched = select.poll()
+    caller = given(STARTED_BY) or ""
+    pids = [int(caller)] if caller.isdecimal() else []
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            command = parent.cmdline()
+            is_torchrun = any(
+                PurePath(word).name in _TORCHRUN or word.endswith("torch/distributed/run.py") for word in command[:4]
+            )
+            pids += [parent.pid] if is_torchrun or launch_arguments(command) is not None else []
+    for pid in pids:
+        with suppress(OSError, AttributeError):  # a system without pidfds watches none
+            watched.register(os.pidfd_open(pid), select.POLLIN)
+    return watched
+
+
+def launcher_is_gone() -> bool:
+    """Whether a launcher that `find_launchers` has found has ended."""
+    return bool(find_launchers().poll(0))
+
+
+def launch_arguments(command: list[str]) -> list[str] | None:
+    """The arguments after `accelerate launch` in a command line, in any of the ways to call it; None if it is another command."""
+    for index, word in enumerate(command):
+        name, rest = PurePath(word).name, command[index + 1 :]
+        if name == "accelerate-launch" or word == "accelerate.commands.launch" or word.endswith("accelerate/commands/launch.py"):
+            return rest
+        if name in ("accelerate", "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]:
+            return rest[1:]
+    return None

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed.comm import control_group
-from toolkit.distributed.launchers import launcher_is_gone
 from toolkit.errors import SIGNALS, Stopped, UserError
+from toolkit.variables import launcher_is_gone
 
 LAUNCHER_GONE = "the end of its launcher"
 _GONE = 1000

@@ -70,23 +70,18 @@ _current: Watchdog | None = None
 def start(timeout_s: float) -> None:
     """Watch this process from here until `stop` or its end. Every rank of a run must call it, but it is not a collective."""
     global _current
-    _leave()
+    stop(has_finished=False)
     _current = Watchdog(timeout_s).__enter__()
-    atexit.register(_leave)  # no thread may be inside the store while Python finalizes
+    atexit.register(stop, has_finished=False)  # no thread may be inside the store while Python finalizes
 
 
-def stop() -> None:
-    """Stop watching: the run has finished, and no rank waits for this one."""
-    if _current is not None:
-        _current.has_left = True
-    _leave()
-
-
-def _leave() -> None:
+def stop(*, has_finished: bool = True) -> None:
+    """Stop watching. If the run `has_finished`, no rank waits for this one."""
     global _current
     watchdog, _current = _current, None
-    atexit.unregister(_leave)
+    atexit.unregister(stop)
     if watchdog is not None:
+        watchdog.has_left = has_finished
         watchdog.__exit__()
 
 

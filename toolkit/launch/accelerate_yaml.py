@@ -15,11 +15,10 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from toolkit.config.messages import read_yaml
-from toolkit.distributed.launchers import launch_arguments
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_rules
 from toolkit.private import private
-from toolkit.variables import ACCELERATE_YAML, given
+from toolkit.variables import ACCELERATE_YAML, given, launch_arguments
 
 SECTIONS = {
     "fsdp_config": "fsdp_",

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from toolkit.distributed.launchers import find_launchers
 from toolkit.errors import UserError, one_line
-from toolkit.variables import LOG_LEVEL, given, is_rank_0
+from toolkit.variables import LOG_LEVEL, find_launchers, given, is_rank_0
 
 LEVELS = ("INFO", "WARNING", "ERROR")
 

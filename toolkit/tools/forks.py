@@ -26,13 +26,12 @@ from typing import Any, Self
 import numpy
 
 from toolkit.distributed.comm import control_group
-from toolkit.distributed.launchers import find_launchers
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.environment import launched_environment
 from toolkit.tools.preset_runs import take_ctrl_c
 from toolkit.tools.private import private
 from toolkit.tools.recipes import PACKAGE_FOLDER
-from toolkit.variables import ACCELERATE_YAML, environment_of_runs, take_environment
+from toolkit.variables import ACCELERATE_YAML, environment_of_runs, find_launchers, take_environment
 
 PRELOADED = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate.commands.launch", "transformers.generation", "datasets",

@@ -10,8 +10,8 @@ import yaml
 
 from benchmarks.presets.page import preset_header
 from tests.support.refusals import refusal
-from toolkit.distributed.launchers import launch_arguments
 from toolkit.launch.accelerate_yaml import _config_file, check_accelerate_yaml, find_accelerate_yaml
+from toolkit.variables import launch_arguments
 
 PRESETS = sorted((Path(__file__).resolve().parents[3] / "accelerate_configs").glob("*.yaml"))
 

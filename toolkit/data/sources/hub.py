@@ -20,7 +20,7 @@ import yaml
 from toolkit.data.sources.files import name_kind, outer_names, read_batches
 from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.sources.text_files import Cells
-from toolkit.errors import UserError, escape_controls
+from toolkit.errors import UserError, first_of, one_line
 from toolkit.files.durable import refuse_pointers
 from toolkit.private import private
 
@@ -194,6 +194,4 @@ def _check_files(builder: DatasetBuilder, name: str, folder: Path | None) -> Non
 
 
 def _name_files(files: Sequence[Path], remarks: dict[Path, str] | None = None) -> str:
-    named = ", ".join(file.as_posix() + (remarks or {}).get(file, "") for file in files[:_NUM_NAMES]) or "nothing"
-    more = f" and {len(files) - _NUM_NAMES} more" * (len(files) > _NUM_NAMES)
-    return escape_controls(named).replace("\n", r"\n") + more
+    return one_line(first_of((file.as_posix() + (remarks or {}).get(file, "") for file in files), _NUM_NAMES) or "nothing")

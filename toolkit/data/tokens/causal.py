@@ -28,7 +28,7 @@ from toolkit.data.tokens.special_tokens import (
     read_target,
 )
 from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_of
 from toolkit.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -88,10 +88,8 @@ def describe(tokenizer: PreTrainedTokenizerBase, rows: TextRows) -> list[str]:
     unread = {key: number for key, number in rows.message_keys.items() if key not in json.dumps(tokenizer.chat_template)}
     unread.pop("tool_call_id", None)  # in each answer of a tool, as OpenAI writes them; few templates print ids of calls
     if tokenizer.chat_template and unread:
-        named = [f"{key!r:.40} ({number} messages)" for key, number in unread.items()]
-        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-        trouble = "keys of messages that the chat template does not name, so the model does not see them"
-        sentences.append(f"{trouble}: {', '.join(named[:5])}{more}")
+        named = first_of((f"{key!r:.40} ({number} messages)" for key, number in unread.items()), most=5)
+        sentences.append(f"keys of messages that the chat template does not name, so the model does not see them: {named}")
     return sentences
 
 
