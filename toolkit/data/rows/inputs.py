@@ -17,10 +17,9 @@ from toolkit.data.rows.columns import KINDS, Columns, configured_columns, descri
 from toolkit.data.rows.example import Example, build_example
 from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file, list_struct_fields
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
-from toolkit.data.sources.json_files import ALL_VALUES, list_fields
 from toolkit.data.sources.own_function import load_own_source, read_options
 from toolkit.data.sources.row import list_parts, show_names, take_part
-from toolkit.data.sources.text_files import Form, build_form, find_quotes, suggest_delimiter
+from toolkit.data.sources.text_files import ALL_VALUES, Form, build_form, find_quotes, list_fields, suggest_delimiter
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:

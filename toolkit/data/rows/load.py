@@ -23,7 +23,7 @@ from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.cache_folders import cache_folder, find_or_build, name_folder
 from toolkit.data.rows.example import Example, build_schema, list_cells
 from toolkit.data.rows.inputs import RowInput, check_columns_used, describe_readings, list_inputs, read_rows
-from toolkit.data.sources.json_files import ROWS_TO_FIND_KEYS_IN
+from toolkit.data.sources.text_files import ROWS_TO_FIND_KEYS_IN
 from toolkit.distributed.progress import Phase
 from toolkit.errors import UserError
 

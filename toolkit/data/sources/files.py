@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.data.sources.json_files import list_keys, read_json
 from toolkit.data.sources.row import count_rows_at_once, list_parts, show_names
-from toolkit.data.sources.text_files import Cells, Form, open_bytes, read_csv, read_header, read_txt
+from toolkit.data.sources.text_files import Cells, Form, list_keys, open_bytes, read_csv, read_header, read_json, read_txt
 from toolkit.errors import UserError
 from toolkit.files.durable import refuse_pointers
 from toolkit.files.json_lines import DECODER
