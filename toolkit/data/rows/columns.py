@@ -131,8 +131,11 @@ def choose_preference_columns(where: object, existing: Sequence[str], config: An
     are chats where there `has_chat_template`; beside other columns, a prompt in both texts is not guessed."""
     answers = _name_two("chosen", config.chosen_column, "rejected", config.rejected_column)
     prompt = config.prompt_column or next((name for name in ("prompt", "conversations") if name in existing), "prompt")
+    for name, column in zip(("chosen", "rejected"), answers, strict=True):
+        _name_two("prompt", prompt, name, column)
     kind, names = ("preference", (prompt, *answers)) if prompt in existing else ("preference_alone", answers)
-    check_columns(where, existing, names)
+    remedy = "set data.chosen_column and data.rejected_column to columns that exist"
+    check_columns(where, existing, names, remedy)
     of_chats = [name for name in KINDS[kind].optional if name in existing and name not in names]
     if kind == "preference" and of_chats and has_chat_template:
         kind = "preference_chat"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
-from toolkit.data.rows.messages import read_chat, read_json, read_list, refuse_printed
+from toolkit.data.rows.messages import read_chat, read_json, read_list, read_message, refuse_printed
 from toolkit.data.sources.row import check_text, read_optional_text
 from toolkit.errors import UserError
 from toolkit.files.json_lines import DECODER
@@ -153,20 +153,22 @@ def read_pair(
             return "whose answers begin differently, so that they have no prompt"
         return {"prompt": prompt, "completion": texts[0], "rejected": texts[1], "lead_text": prompt}
     # Lists of messages.
-    answers = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in (chosen, rejected)]
-    for name, answer in zip(names, answers, strict=True):
-        if not isinstance(answer, list) or not all(isinstance(message, dict) for message in answer):
-            raise UserError(f"{where}, column {name}: {answer!r:.60} is not a text or a list of messages: make it one")
-    prompt = given[0] if given else []
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not given or any(answer[0].get("role") not in ("assistant", "tool") for answer in answers):
-        common = [first for first, _ in takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))]
-        if prompt and not _ends_with(common, prompt):
+    lists = []
+    for name, cell in cells.items():
+        turns = [{"role": "assistant" if name in names else "user", "content": cell}] if isinstance(cell, str) else cell
+        if not isinstance(turns, list):
+            raise UserError(f"{where}, column {name}: {turns!r:.60} is not a text or a list of messages: make it one")
+        lists.append([read_message(turn, f"{where}, column {name}, message {i}") for i, turn in enumerate(turns, start=1)])
+    *given, chosen, rejected = lists
+    prompt, answers = given[0] if given else [], [chosen, rejected]
+    if not given or any(answer[0]["role"] not in ("assistant", "tool") for answer in answers):
+        common = [message for message, _ in takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))]
+        if prompt and not _hold(common, prompt):
             return f"with a prompt that is not that of {names[0]} and {names[1]}"
         prompt, answers = common, [answer[len(common) :] for answer in answers]
     if reason := _find_fault(answers, names, is_empty=lambda answer: not answer):
         return reason
-    if any(answer[0].get("role") != "assistant" for answer in answers):
+    if any(answer[0]["role"] != "assistant" for answer in answers):
         return f"whose {names[0]} and {names[1]} have different prompts"
     read = [
         read_chat({"prompt": prompt, name: answer}, tools, where, system=system, for_generation=False)
@@ -175,7 +177,7 @@ def read_pair(
     for of_answer in read:
         if isinstance(of_answer, str):
             return of_answer
-        if any(place >= len(prompt) for place in of_answer["weight_0"]):
+        if any(place >= of_answer["first_trained"] for place in of_answer["weight_0"]):
             raise UserError(f"{where}: a turn of an answer has weight 0, but answers count as a whole: leave the weight out")
     first, second = (of_answer for of_answer in read if not isinstance(of_answer, str))
     return {**first, "weight_0": [], "rejected": second["messages"]}
@@ -196,7 +198,7 @@ def _common_beginning(first: str, second: str) -> str:
     return re.sub(r"\s*\S*\Z", "", common) if common not in (first, second) else common
 
 
-def _ends_with(messages: Sequence[Any], prompt: Sequence[Any]) -> bool:
-    """Whether `messages` are a prompt, perhaps after a system turn or earlier turns."""
-    said = [[(message.get("role"), message.get("content")) for message in each] for each in (messages, prompt)]
-    return said[0][-len(prompt) :] == said[1]
+def _hold(messages: Sequence[Any], prompt: Sequence[Any]) -> bool:
+    """Whether a prompt is among `messages`, perhaps after a system turn or earlier turns, or before others of both answers."""
+    said, asked = ([(message["role"], message["content"].strip()) for message in each] for each in (messages, prompt))
+    return any(said[place : place + len(asked)] == asked for place in range(len(said)))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from toolkit.objectives.objective import Objective
 
-READER_VERSION = 7
+READER_VERSION = 8
 """Part of the fingerprint. Raise it when the same source would give different rows, a different report or a different file
 layout."""
 _ROWS_PER_BLOCK, _CHARACTERS_PER_BLOCK = 1000, 2**23

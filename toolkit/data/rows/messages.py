@@ -50,7 +50,7 @@ def read_chat(
     prompt, column = first[0] if first else [], names[-1]
     completion = read_list(completion, "a list of messages", f"{where}, column {column}", f"{_MESSAGE_FORM} for each in a list")
     # Broken conversations are errors.
-    messages = [_read_message(item, f"{where}, message {i}") for i, item in enumerate([*prompt, *completion], start=1)]
+    messages = [read_message(item, f"{where}, message {i}") for i, item in enumerate([*prompt, *completion], start=1)]
     _check_order(messages, where, calls_may_be_text=calls_may_be_text)
     while for_generation and messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -68,13 +68,14 @@ def read_chat(
         return "with weight 0 on every assistant turn"
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
+        prompt = prompt and [messages[0], *prompt]
         weight_0 = [i + 1 for i in weight_0]
     elif system and messages[0]["content"] != system:
         raise UserError(f"{where}: the column system and the system turn are different texts: leave one of them out")
     return {"messages": messages, "tools": read_tools(tools, where), "first_trained": len(prompt), "weight_0": weight_0}
 
 
-def _read_message(item: Any, where: str) -> dict[str, Any]:
+def read_message(item: Any, where: str) -> dict[str, Any]:
     """A message with content and calls as templates expect them. Keys of a message, or of a call, that are null are left out;
     nulls in arguments and in the schemas of tools are the user's own."""
     if not isinstance(item, dict):

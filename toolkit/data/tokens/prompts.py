@@ -70,10 +70,11 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
         text, turns = render_turns(tokenizer, messages, tools)
     except NoMaskError as error:
         if loss_on == "completions":
+            or_all = ", or set data.loss_on all" if example.rejected is None else ""
             raise UserError(
                 f"{where}: the chat template does not show which tokens are the assistant's: {error}; give "
                 "data.chat_template with {% generation %} ... {% endgeneration %} around the assistant's text "
-                "(recipes/chat_templates/chatml_generation.jinja is one for ChatML), or set data.loss_on all"
+                f"(recipes/chat_templates/chatml_generation.jinja is one for ChatML){or_all}"
             ) from None
         text = render_chat(tokenizer, messages, tools)
     except RefusedChatError as error:

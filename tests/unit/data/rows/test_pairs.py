@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ def test_texts_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any], expect
     [
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "Why?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # UltraFeedback's
+        {"prompt": "Why?\n", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # UltraFeedback's
+        {"chosen": [USER | {"name": None}, GOOD], "rejected": [USER | {"content": [{"type": "text", "text": "Why?"}]}, BAD]},
         {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": [USER], "chosen": "So.", "rejected": "No."},
         {"prompt": "Why?", "chosen": GOOD, "rejected": BAD},
@@ -67,12 +69,30 @@ def test_messages_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any]) -> 
     assert read_examples({name: [cell] for name, cell in cells.items()} | others) == [example]
 
 
-def test_earlier_turns_a_system_turn_and_tools_are_the_prompt() -> None:
-    turns = [USER, GOOD, AGAIN]
-    example = read({"chosen": [*turns, GOOD], "rejected": [*turns, BAD], "system": "Be brief.", "tools": [{"name": "look"}]})
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "Why?"}, {"prompt": "Again?"}])
+def test_earlier_turns_a_system_turn_and_tools_are_the_prompt(prompt: dict[str, str]) -> None:
+    turns, others = [USER, GOOD, AGAIN], {"system": "Be brief.", "tools": [{"name": "look"}]}
+    example = read({**prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD], **others})
     assert isinstance(example, Example)
     assert example.rejected == [SYSTEM, *turns, BAD] and example.tools == [{"name": "look"}]
     assert example.trained_turns == [4]
+
+
+def test_an_answer_before_that_ends_the_prompt_does_not_count_beside_a_system_turn() -> None:
+    example = read({"system": "Be brief.", "prompt": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]})
+    assert isinstance(example, Example)
+    assert (example.messages, example.trained_turns) == ([SYSTEM, USER, GOOD, GOOD], [3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"prompt_column": "chosen"}, "data.prompt_column and data.chosen_column are both chosen: name two columns"),
+        ({}, "has no column 'rejected' (its columns: prompt, chosen): set data.chosen_column and data.rejected_column"),
+    ],
+)
+def test_columns_that_are_missing_or_the_same_are_named_with_their_settings(settings: dict[str, str], expected: str) -> None:
+    assert expected in refusal(partial(read, **settings), {"prompt": "Why?", "chosen": "So."})
 
 
 @pytest.mark.parametrize("system", ["Be brief.", ""])

@@ -24,7 +24,9 @@ from tests.support.rows import prepare_rows
 from tests.support.template_shapes import MISTRAL
 from toolkit.config.data import LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
+from toolkit.data.rows.example import Example
 from toolkit.data.tokens import prepare as preparing
+from toolkit.data.tokens.prompts import prepare_chat
 from toolkit.errors import UserError
 
 CHATS = [say("hello there", "it is four", "thanks", "welcome", system="be brief"), say("what is two", "two is it")]
@@ -138,6 +140,8 @@ def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp
     )
     for remedy in ("{% generation %}", "recipes/chat_templates/chatml_generation.jinja", "data.loss_on all", "earlier thinking"):
         assert remedy in sentence
+    pair, tokenizer = Example(messages=thinking, rejected=thinking), build_chat_tokenizer(template=STRIPPING)
+    assert "data.loss_on" not in refusal(prepare_chat, tokenizer, pair, "completions", "x")  # pairs have no such setting
     rows = prepare(chats(CHATS[1], thinking), chat_template=STRIPPING, loss_on="all")
     assert rows.train["prompt_length"][1] == 0 and rows.train["target"][1] == ""
     assert rows.train[1]["labels"][1:] == rows.train[1]["input_ids"][1:]
