@@ -40,16 +40,13 @@ def read_json_lines(
     remedy: str = "correct or remove the line",
     skip_torn_end: bool = False,
 ) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of each line that is not blank, with one line in memory at a time.
+    """(line number from 1, value) of each line that is not blank, with one line in memory at a time. Another line that is not
+    JSON or not UTF-8 is a `UserError` with file and line; a file that cannot be read, an `OSError`.
 
     Args:
         lines: the file's lines, if it is not read as it is.
         remedy: how to fix a broken line, for the message.
         skip_torn_end: skip a last line that a crash has torn: it has no line break, or is not JSON.
-
-    Raises:
-        UserError: another line is not JSON or not UTF-8. Names the file and the line.
-        OSError: the file cannot be read.
     """
     with path.open("rb") if lines is None else nullcontext(lines) as file:
         # bytes.splitlines() splits at \n, \r\n and \r only; a JSON string contains none of them.

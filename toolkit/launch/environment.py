@@ -197,13 +197,12 @@ def _check_flags() -> None:
 
 def check_hardware() -> None:
     """Refuse bf16, fp8 and GPU presets on hardware that lacks them; call it after `read_launch`."""
-    precision = launched_precision()
-    if not asked_for_cpu() and (why := why_no_gpu()):
-        raise UserError(f"{why}; or set use_cpu: true in the accelerate config")
-    if precision == "fp8":
-        check_capability()
     if asked_for_cpu():
         return
+    if why := why_no_gpu():
+        raise UserError(f"{why}; or set use_cpu: true in the accelerate config")
+    if (precision := launched_precision()) == "fp8":
+        check_capability()
     wants_many = asked_for_fsdp() or num_launched() > 1
     if wants_many and not torch.accelerator.is_available():
         raise UserError(

@@ -86,12 +86,10 @@ _STORED = ("prompt", "completion", "rejected", "text", "messages", "tools", "fir
 def build_example(
     row: Mapping[str, Any], columns: Columns, where: str, *, for_generation: bool = False, **known: Any
 ) -> Example | str:
-    """The example in a row of a source, or the reason to skip it, as in "with an empty target". A cell of the wrong type, or a
-    malformed conversation, is a `UserError`.
+    """The example in a row of a source, which has the cells of `columns` at least, or the reason to skip it, as in "with an empty
+    target". A cell of the wrong type, or a malformed conversation, is a `UserError` that begins with `where`, file and row.
 
     Args:
-        row: its cells by column, those of `columns` at least.
-        where: file and row, for messages.
         for_generation: `columns` has one column with a prompt; the example has no answer at its end.
         known: `group`, `held_out` and `lead_text`, where the source knows them.
     """

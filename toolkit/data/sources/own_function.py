@@ -49,11 +49,8 @@ _MAX_REASON_CHARACTERS = 300
 
 def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> tuple[Callable[[], Iterator[dict[str, Any]]], str, bool]:
     """Run the file that `config.source` names, find its function, and call its `identify`. No such file or function, or an error
-    in the file, is a `UserError`.
-
-    Args:
-        config: the data section; for an entry of `data.mix`, with the source and the files of the entry.
-        setting: where the source is given, for messages: `data` or `data.mix[i]`.
+    in the file, is a `UserError`, which begins with `setting`: `data`, or `data.mix[i]` for the data section with the source and
+    the files of an entry.
 
     Returns:
         What yields the rows of the function, which gets `config` with `files` and `eval_files` as lists of paths that exist; hex

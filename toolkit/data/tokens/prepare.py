@@ -228,14 +228,9 @@ def _write_tokens(
 
 
 def tokenize_rows(dataset: Dataset, tokenize: Tokenize, name: str, num_workers: int | None) -> Iterator[pa.Table]:
-    """Yield the columns from `tokenize`, in the order of the rows; many rows are tokenized by several processes. A process that
-    is killed is a `UserError`; so are those of `tokenize`.
-
-    Args:
-        tokenize: returns one or several rows for each.
-        name: `train` or `evaluation`, for messages.
-        num_workers: processes; None: the machine's cores divided by its ranks, at most 8.
-    """
+    """Yield the columns from `tokenize`, which returns one or several rows for each, in the order of the rows. Many rows are
+    tokenized by `num_workers` processes; None: as many as the machine's cores divided by its ranks, at most 8. A process that is
+    killed is a `UserError` with `name`, `train` or `evaluation`; so are those of `tokenize`."""
     num_rows, num_workers = len(dataset), num_workers or min(8, (os.cpu_count() or 1) // local_world_size())
     # A block is in memory as text and as tokens at once, so long rows need smaller blocks.
     size = count_rows_at_once(num_rows, dataset.data.nbytes)
