@@ -171,12 +171,14 @@ def suggestion(key: str, config_class: type, prefix: str = "") -> str:
     meant = [leaf for leaf, _, _ in meanings if leaf in leaves]
     if not (namesakes or meant) and (elsewhere := say_elsewhere(name)):
         return f": {elsewhere}"
+    by_name = {leaf.rpartition(".")[2]: leaf for leaf in siblings}  # without the section, whose letters would make all similar
     if namesakes:
         near = difflib.get_close_matches(key, namesakes, n=1, cutoff=0)
     elif meant:
-        near = [leaf for leaf in meant if leaf in siblings] or _nearest_of_section(name, siblings, cutoff=0.8) or meant
+        alike = difflib.get_close_matches(name, by_name, n=1, cutoff=0.8)
+        near = [leaf for leaf in meant if leaf in siblings] or [by_name[other] for other in alike] or meant
     elif siblings:
-        near = _nearest_of_section(name, siblings, cutoff=0.5)
+        near = [by_name[other] for other in difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)]
     else:
         near = difflib.get_close_matches(key, list(leaves) if section else [*sections, *leaves], n=1, cutoff=0.6)
     if near:
@@ -198,16 +200,6 @@ def find_meanings(name: str) -> list[tuple[str, str, str]]:
 def say_elsewhere(name: str) -> str | None:
     """A sentence that says where to set something that is not a field; None if `name` is unknown."""
     return next((text for _, _, text in find_meanings(name) if text), None)
-
-
-def _nearest_of_section(name: str, siblings: list[str], cutoff: float) -> list[str]:
-    """The sibling spelled most like `name`, compared without the section, whose letters would make all of them similar."""
-    return [
-        leaf
-        for near in difflib.get_close_matches(name, [leaf.rpartition(".")[2] for leaf in siblings], n=1, cutoff=cutoff)
-        for leaf in siblings
-        if leaf.endswith(f".{near}")
-    ]
 
 
 def sentence(message: str, config_class: type, flags: list[str], entries: dict[str, Entry]) -> str:
