@@ -1,7 +1,5 @@
 """What holds for every page, of `report` and of `preview`."""
 
-from __future__ import annotations
-
 from playwright.sync_api import Page
 
 PHONE_WIDTH = 390

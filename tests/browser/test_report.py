@@ -1,17 +1,14 @@
 """`report.html` as a person meets it: opened, clicked, searched, sorted, on a phone, in the dark, by keyboard."""
 
-from __future__ import annotations
-
 import itertools
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
 from tests.browser.checks import PHONE_WIDTH, check_contrast, check_tab_order, check_width, press_tab, wait_until
-from tests.browser.conftest import OpenPage, watch
+from tests.browser.conftest import watch
 from tests.support.report_runs import HOSTILE, evaluation, save_long_run, save_run, save_whole_run, train
 from toolkit.tools.report.page import save_page
 
@@ -20,7 +17,7 @@ AXIS_COLOR = "Bokeh.documents[0].roots()[0].below[0].major_label_text_color"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory) -> Path:
     """The page of a run with all sections."""
     folder = tmp_path_factory.mktemp("whole")
     save_page([save_whole_run(folder / "example", num_steps=300)], folder / "page.html")
@@ -28,14 +25,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def long(tmp_path_factory) -> Path:
     """The page of 10,000 steps and 1,000 predictions, one of a megabyte."""
     folder = tmp_path_factory.mktemp("long")
     save_page([save_long_run(folder / "run")], folder / "page.html")
     return folder / "page.html"
 
 
-def test_what_a_page_may_not_do_is_seen(browser: Browser, tmp_path: Path) -> None:
+def test_what_a_page_may_not_do_is_seen(browser, tmp_path):
     path, faults = tmp_path / "page.html", list[str]()
     path.write_text("<img src=http://127.0.0.1:9/x.png><script>console.error('one'); alert('two'); three()</script>")
     with browser.new_context(offline=True) as context:
@@ -46,9 +43,7 @@ def test_what_a_page_may_not_do_is_seen(browser: Browser, tmp_path: Path) -> Non
         assert any(fault in line for line in faults), faults
 
 
-def test_links_lead_to_sections_and_charts_and_tables_open(
-    open_page: OpenPage, whole: Path, take_screenshot: Callable[[Page, str], None]
-) -> None:
+def test_links_lead_to_sections_and_charts_and_tables_open(open_page, whole, take_screenshot):
     page = open_page(whole)
     expect(page.locator("#chart-0 canvas").first).to_be_visible()
     take_screenshot(page, "report-desktop")
@@ -67,7 +62,7 @@ def test_links_lead_to_sections_and_charts_and_tables_open(
     check_width(page)
 
 
-def test_all_charts_are_drawn_for_who_does_not_scroll_and_a_print_has_whole_texts(open_page: OpenPage, whole: Path) -> None:
+def test_all_charts_are_drawn_for_who_does_not_scroll_and_a_print_has_whole_texts(open_page, whole):
     """A screen reader, and a printer, in the colours of paper."""
     page = open_page(whole, color_scheme="dark")
     for chart in page.locator(".chart").all():
@@ -83,7 +78,7 @@ def test_all_charts_are_drawn_for_who_does_not_scroll_and_a_print_has_whole_text
     wait_until(page, f"{AXIS_COLOR} === '#5d6675'")
 
 
-def test_a_print_of_a_dark_page_is_painted_in_the_colours_of_paper_at_once(open_page: OpenPage, whole: Path) -> None:
+def test_a_print_of_a_dark_page_is_painted_in_the_colours_of_paper_at_once(open_page, whole):
     """A browser prints what stands in the canvas when it has announced the print, and waits for nothing."""
     page = open_page(whole, color_scheme="dark")
     last = AXIS_COLOR.replace("[0]", "[6]", 1)
@@ -101,7 +96,7 @@ def test_a_print_of_a_dark_page_is_painted_in_the_colours_of_paper_at_once(open_
     assert canvas.evaluate("(canvas) => canvas.toDataURL()") == on_screen
 
 
-def test_a_logarithmic_axis_is_labelled_over_its_whole_length(open_page: OpenPage, tmp_path: Path) -> None:
+def test_a_logarithmic_axis_is_labelled_over_its_whole_length(open_page, tmp_path):
     losses = {"wide": [6.0, 3.0, 0.5, 0.08], "narrow": [8.0, 4.0, 2.2], "huge": [9000.0, 1.0]}
     ticks = {"wide": [0.1, 0.2, 0.5, 1, 2, 5], "narrow": None, "huge": None}  # None: bokeh's own, as its labels are apart
     axis = "Bokeh.documents[0].roots()[0].left[0]"
@@ -117,7 +112,7 @@ def test_a_logarithmic_axis_is_labelled_over_its_whole_length(open_page: OpenPag
         assert page.evaluate(f"{axis}.formatter.doFormat([0.0005, 0.001, 120000], {{loc: 0}})") == ["0.0005", "0.001", "120000"]
 
 
-def test_predictions_are_searched_and_sorted(open_page: OpenPage, long: Path) -> None:
+def test_predictions_are_searched_and_sorted(open_page, long):
     page = open_page(long)
     first, count = page.locator("article h3").first, page.locator("#count")
     expect(count).to_have_text("20 of 1,000 rows")
@@ -145,14 +140,14 @@ def test_predictions_are_searched_and_sorted(open_page: OpenPage, long: Path) ->
     expect(count).to_have_text("1 of 1 rows")
 
 
-def test_an_empty_text_says_so(open_page: OpenPage, tmp_path: Path) -> None:
+def test_an_empty_text_says_so(open_page, tmp_path):
     save_page([save_run(tmp_path / "run", evaluation(0, loss=3.0), predictions={0: ["", "b"]})], tmp_path / "page.html")
     first, second = open_page(tmp_path / "page.html").locator("article").all()
     expect(first.locator(".quiet")).to_have_text(["not known", "empty"])  # the source, the prediction
     expect(second.locator(".quiet")).to_have_text("not known")
 
 
-def test_10_000_steps_and_1_000_predictions_open(open_page: OpenPage, long: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_10_000_steps_and_1_000_predictions_open(open_page, long, capsys):
     assert long.stat().st_size <= 5_000_000
     start_s = time.perf_counter()
     page = open_page(long)
@@ -167,7 +162,7 @@ def test_10_000_steps_and_1_000_predictions_open(open_page: OpenPage, long: Path
     check_width(page)
 
 
-def test_a_value_that_never_changes_is_read_from_its_axis(open_page: OpenPage, tmp_path: Path) -> None:
+def test_a_value_that_never_changes_is_read_from_its_axis(open_page, tmp_path):
     save_page([save_run(tmp_path / "run", *map(train, range(1, 9)))], tmp_path / "page.html")
     page = open_page(tmp_path / "page.html")
     page.locator(".chart[aria-label^='Learning rate'] canvas").first.wait_for()
@@ -175,7 +170,7 @@ def test_a_value_that_never_changes_is_read_from_its_axis(open_page: OpenPage, t
     wait_until(page, f"{plot}.y_range.end < 0.002 && {plot}.y_range.start > 0")  # 0.001 in 2 units reads as 0
 
 
-def test_hostile_texts_stay_text(open_page: OpenPage, tmp_path: Path, whole: Path) -> None:
+def test_hostile_texts_stay_text(open_page, tmp_path, whole):
     page = open_page(whole)
     texts = page.locator("article").nth(1).locator(".text").all_text_contents()
     assert texts == [SHOWN, "reference 1", "b", SHOWN]
@@ -193,7 +188,7 @@ def test_hostile_texts_stay_text(open_page: OpenPage, tmp_path: Path, whole: Pat
     check_width(page)
 
 
-def test_a_phone_and_the_dark(open_page: OpenPage, whole: Path, take_screenshot: Callable[[Page, str], None]) -> None:
+def test_a_phone_and_the_dark(open_page, whole, take_screenshot):
     page = open_page(whole, color_scheme="dark")
     expect(page.locator("#chart-0 canvas").first).to_be_visible()
     take_screenshot(page, "report-dark")
@@ -210,7 +205,7 @@ def test_a_phone_and_the_dark(open_page: OpenPage, whole: Path, take_screenshot:
     take_screenshot(page, "report-phone-predictions")
 
 
-def test_all_of_it_is_reached_by_keyboard(open_page: OpenPage, whole: Path) -> None:
+def test_all_of_it_is_reached_by_keyboard(open_page, whole):
     page = open_page(whole)
     names = check_tab_order(page)
     assert names[:2] == ["A Summary", "A Curves"] and {"INPUT search", "SELECT order", "SUMMARY Loss as a table"} < {*names}

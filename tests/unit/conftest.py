@@ -1,12 +1,9 @@
 """What every unit test has: the toolkit's log as a program has it, and one thread."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 from collections.abc import Generator, Iterator
-from typing import Any
 
 import pytest
 
@@ -48,7 +45,7 @@ def no_watchdog() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+def pytest_runtest_makereport() -> Generator:
     """Escape half surrogates in what a test has printed: pytest-xdist could not send its report (execnet raises DumpError)."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]

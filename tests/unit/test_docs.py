@@ -3,8 +3,6 @@
 README's commands also run, in `tests/recipes/test_readme.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -14,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import dropwhile, groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -44,7 +42,7 @@ FOLDERS = ("toolkit", "tests", "recipes", "benchmarks", "docs", "accelerate_conf
 MODULES = ("pytest", "venv", "pip", "build", "twine")  # of others, for `python -m`
 PROGRAMS = ("make", "sbatch", "shardtune", "python", "python3")
 SHELL = {"git", "cd", "source", "export", "head", "hf", "pip", ".venv/bin/pip", "wait", "trap", "launcher=$!"}  # or flags of srun
-RECIPES: dict[str, tuple[Any, Any]] = {
+RECIPES = {
     "t5.py": (SummarizationConfig, check_config), "llm.py": (LLMConfig, check_config), "dpo.py": (PreferenceConfig, check_config),
     "dpo_t5.py": (Seq2SeqPreferenceConfig, check_config), "mnist.py": (MnistConfig, check_mnist_config),
 }  # fmt: skip
@@ -54,12 +52,12 @@ EXAMPLES = {  # RUN.yaml
 
 
 @pytest.fixture(autouse=True)
-def _at_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_the_repository(monkeypatch) -> None:
     monkeypatch.chdir(REPOSITORY)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_parse_and_what_is_named_exists(page: str) -> None:
+def test_commands_parse_and_what_is_named_exists(page):
     text = Path(page).read_text()
     for command in list_commands(text):
         try:
@@ -76,7 +74,7 @@ def test_commands_parse_and_what_is_named_exists(page: str) -> None:
         )
 
 
-def test_readme_is_short_and_maps_every_folder() -> None:
+def test_readme_is_short_and_maps_every_folder():
     text = Path("README.md").read_text()
     folders = {path.parent.name for path in Path("toolkit").glob("*/__init__.py")}
     assert len(text.split()) <= 1800 and {folder for folder in folders if f"`toolkit/{folder}/`" not in text} == set()
@@ -196,7 +194,7 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise ValueError(f"{parser.prog}: {message}")
 
 
-def check_run_flags(flags: list[str], options: dict[str, Any]) -> None:
+def check_run_flags(flags: list[str], options: dict) -> None:
     """Dotted flags of `plan`, `preview`, `train` and `verify`: the recipe's, which the model chooses."""
     model, files = options.get("model"), options["config"]
     check_model(model or "MODEL")
@@ -242,10 +240,10 @@ def link_leads_somewhere(link: str, page: Path) -> bool:
     return heading in {re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in headings}
 
 
-def test_the_job_of_kubeflow_trainer_is_of_its_schema_and_its_command_is_what_a_recipe_takes() -> None:
+def test_the_job_of_kubeflow_trainer_is_of_its_schema_and_its_command_is_what_a_recipe_takes():
     written = yaml.safe_load(Path("docs/launch/trainjob.yaml").read_text())
     job = TrainerV1alpha1TrainJob.from_dict(written)
-    assert job is not None and job.to_dict() == written, "a key that the schema does not have is dropped"
+    assert job.to_dict() == written, "a key that the schema does not have is dropped"
     trainer = written["spec"]["trainer"]
     (variable,) = trainer["env"]
     assert variable["name"] == "TOOLKIT_ACCELERATE_YAML"

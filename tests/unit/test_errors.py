@@ -1,7 +1,5 @@
 """How a `UserError` reaches the user: one line from one process, exit code 2; anything else keeps its traceback."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -37,10 +34,7 @@ def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[s
         (1, 1, True, False),
     ],
 )
-def test_who_speaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int | None, local_rank: int | None,
-    agreed: bool, speaks: bool,
-) -> None:  # fmt: skip
+def test_who_speaks(monkeypatch, capsys, rank, local_rank, agreed, speaks):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, str(value))
@@ -51,9 +45,7 @@ def test_who_speaks(
     assert capsys.readouterr().err == ("error: a is 3: write 4\n" if speaks else "")
 
 
-def test_under_torch_elastic_the_first_of_a_node_speaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_under_torch_elastic_the_first_of_a_node_speaks(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this is pytest's process
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     printed = []
@@ -71,7 +63,7 @@ def test_under_torch_elastic_the_first_of_a_node_speaks(
     assert printed == [True, False, True, False, False, False]
 
 
-def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_the_sentence(tmp_path: Path) -> None:
+def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_the_sentence(tmp_path):
     """It sends SIGTERM to the others as soon as one has failed; the first process is slower than anybody waits for it."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -91,7 +83,7 @@ def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_
     assert "  traceback : error: a is 3: write 4" in lines[-4:], done.stderr
 
 
-def test_a_thread_that_comes_back_from_torch_does_not_abort_the_end(tmp_path: Path) -> None:
+def test_a_thread_that_comes_back_from_torch_does_not_abort_the_end(tmp_path):
     """As the watchdog's does when rank 0, with the store, has ended: Python's finalization ended this script by SIGABRT."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -117,9 +109,7 @@ HOSTILE = "a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066\nerror: \ud800"
 HARMLESS = r"a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066\nerror: \ud800"
 
 
-def test_control_characters_of_a_row_do_not_reach_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_of_a_row_do_not_reach_the_terminal(monkeypatch, capsys):
     for name in ("TORCHELASTIC_ERROR_FILE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit), exit_on_user_error():
@@ -163,7 +153,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "/run/shard")
         (raised([cycle := ValueError("x"), ValueError("y"), cycle], "__context__"), None),
     ],
 )  # fmt: skip
-def test_what_the_system_refused_is_found_behind_the_errors_of_libraries(error: BaseException, number: int | None) -> None:
+def test_what_the_system_refused_is_found_behind_the_errors_of_libraries(error, number):
     found = refused(error)
     assert (found and found.errno) == number
     assert (as_user_error(error) is None) == (number is None)
@@ -181,13 +171,11 @@ def test_what_the_system_refused_is_found_behind_the_errors_of_libraries(error: 
         (PermissionError(errno.EACCES, "Permission denied", "/run/a"), "Permission denied (/run/a); ask its owner, or chmod"),
     ],
 )
-def test_what_the_system_refuses_is_a_sentence_with_its_path(error: OSError, sentence: str) -> None:
+def test_what_the_system_refuses_is_a_sentence_with_its_path(error, sentence):
     assert str(as_user_error(error)).startswith(f"the system refuses: {sentence}")
 
 
-def test_what_the_system_refuses_ends_a_program_and_other_errors_pass(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_system_refuses_ends_a_program_and_other_errors_pass(capsys, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")  # which may be the only rank that knows
     with pytest.raises(SystemExit) as end, exit_on_user_error():
@@ -198,7 +186,7 @@ def test_what_the_system_refuses_ends_a_program_and_other_errors_pass(
         raise ValueError("not for users")
 
 
-def test_names_are_read_as_utf_8_in_every_locale(tmp_path: Path) -> None:
+def test_names_are_read_as_utf_8_in_every_locale(tmp_path):
     """In a C locale without UTF-8 mode a name has halves of surrogate pairs, which libraries in Rust refuse with a traceback."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -213,7 +201,7 @@ def test_names_are_read_as_utf_8_in_every_locale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank: str) -> None:
+def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank):
     script = (
         "import os, signal\n"
         "from toolkit.errors import exit_on_user_error\n"
@@ -226,7 +214,7 @@ def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank: str) -> N
     assert (ended.returncode, ended.stderr) == (EXIT_STOPPED, said)
 
 
-def test_the_signal_ahead_of_a_time_limit_is_the_callers_again_after_the_block() -> None:
+def test_the_signal_ahead_of_a_time_limit_is_the_callers_again_after_the_block():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with exit_on_user_error():
         assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN

@@ -1,11 +1,8 @@
 """`make gpu` reads its parts from the docs, runs each as a process with a limit, and goes on where it stopped."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from tests.support.launch import REPOSITORY
 H200 = RESULTS / "gpu_nvidia-h200_2026-11.json"
 
 
-def test_the_page_has_two_lots_of_five_minutes_for_one_gpu() -> None:
+def test_the_page_has_two_lots_of_five_minutes_for_one_gpu():
     text = DOC.read_text(encoding="utf-8")
     parts = read_parts(text)
     minutes = [round(sum(part.minutes for part in parts if part.lot == lot), 1) for lot in LOTS[:2]]
@@ -38,9 +35,7 @@ def test_the_page_has_two_lots_of_five_minutes_for_one_gpu() -> None:
         ("false", 2, "left out", "it needs 2 GPUs, torch sees 1"),
     ],
 )
-def test_a_part_is_judged_by_its_exit_status(
-    command: str, num_gpus: int, verdict: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_is_judged_by_its_exit_status(command, num_gpus, verdict, line, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     part = Part("x", "first", "", num_gpus, 0, 1, command)
     told = run_part(part, argparse.Namespace(folder=tmp_path, small=num_gpus == 0))
@@ -50,7 +45,7 @@ def test_a_part_is_judged_by_its_exit_status(
         assert told["output"] == ("why\n" if verdict == "FAILED" else "")
 
 
-def test_a_part_ends_at_its_limit_with_all_that_it_has_started(tmp_path: Path) -> None:
+def test_a_part_ends_at_its_limit_with_all_that_it_has_started(tmp_path):
     late = tmp_path / "late"
     command = f"setsid bash -c 'sleep 4; touch {late}' & echo 'FIGURES {{\"table\": \"t\"}}'; wait"
     told = run_part(Part("x", "first", "", 0, 0, 0.005, command), argparse.Namespace(folder=tmp_path, small=True))
@@ -59,9 +54,7 @@ def test_a_part_ends_at_its_limit_with_all_that_it_has_started(tmp_path: Path) -
     assert not late.exists()
 
 
-def test_a_second_start_goes_on_where_the_first_one_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_start_goes_on_where_the_first_one_stopped(tmp_path, monkeypatch, capsys):
     row = "| {} | first | it counts | 1 | 0.1 | 1 | `echo {} >>{}; {}` |"
     page, started = tmp_path / "page.md", tmp_path / "started"
     page.write_text(
@@ -79,7 +72,7 @@ def test_a_second_start_goes_on_where_the_first_one_stopped(
     assert "## The end of b" in format_report(first)
 
 
-def test_the_pages_have_the_tables_of_the_report() -> None:
+def test_the_pages_have_the_tables_of_the_report():
     """`python -m benchmarks.gpu.report FILE` prints them."""
     result = json.loads(H200.read_text(encoding="utf-8"))
     assert format_beside(result) in (REPOSITORY / "README.md").read_text(encoding="utf-8")

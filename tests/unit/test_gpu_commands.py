@@ -1,14 +1,11 @@
 """Every GPU command in README, docs, presets and run YAMLs fits the memory that stands beside it, by its memory plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -35,7 +32,7 @@ WITHOUT_MEMORY = ("--data.source_column", "--data.target_column", "--run.name", 
 """Flags that change no plan: commands that differ in them alone are planned once."""
 
 
-def list_commands(text: str, place: str) -> Iterator[Any]:
+def list_commands(text: str, place: str) -> Iterator:
     """Page, preset, number of processes, recipe, words and the GiB named last before a command's end in its section or comment,
     else first after it. Left out are those that cannot be planned: on CPUs, or with a run YAML that a reader writes."""
     for section in re.split(r"^#+ (?=[A-Z])" if place.endswith(".md") else r"^(?!#)", text, flags=re.MULTILINE):
@@ -53,7 +50,7 @@ def list_commands(text: str, place: str) -> Iterator[Any]:
 @functools.cache
 def plan_bytes(strategy: Strategy, recipe: str, flags: tuple[str, ...]) -> int:
     """A rank's peak in the command's own micro-batch."""
-    config: Any = load_config(LLMConfig if recipe == "llm" else SummarizationConfig, list(flags))
+    config = load_config(LLMConfig if recipe == "llm" else SummarizationConfig, list(flags))
     model = Path(config.model.name_or_path)
     subject = build_subject(str(model if model.is_dir() else HUB_MODELS / model), strategy, list(flags), recipe)
     with fake_ranks(strategy.num_processes):
@@ -66,9 +63,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("place", "preset", "num_processes", "recipe", "flags", "gpu_gib"), COMMANDS)
-def test_a_gpu_command_fits_the_memory_that_it_names(
-    place: str, preset: str, num_processes: int, recipe: str, flags: list[str], gpu_gib: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_command_fits_the_memory_that_it_names(place, preset, num_processes, recipe, flags, gpu_gib, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     assert gpu_gib, "name the memory of its GPUs, as in `8 GPUs with 24 GiB`"
     given = dict(zip(flags[::2], flags[1::2], strict=True)) | {"--data.files": "rows"}
@@ -84,6 +79,6 @@ def test_a_gpu_command_fits_the_memory_that_it_names(
         assert f"# Hardware:   {num_processes} GPUs with {gpu_gib} GiB" in header
 
 
-def test_commands_are_found_where_users_read_them() -> None:
+def test_commands_are_found_where_users_read_them():
     found = [command.values[0] for command in COMMANDS]
     assert [sum(place.startswith(page) for place in found) for page in ("README.md", "recipes/", "docs/")] == [2, 6, 3]

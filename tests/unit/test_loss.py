@@ -1,9 +1,5 @@
 """The loss is a sum; dividing it by the global count makes it exact."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +10,7 @@ SMOOTHINGS = (0.0, 0.1, 0.9)
 
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
-def test_sum_over_label_tokens_in_fp32(smoothing: float) -> None:
+def test_sum_over_label_tokens_in_fp32(smoothing):
     torch.manual_seed(0)
     logits_BTV = torch.randn(3, 4, 11, dtype=torch.bfloat16)
     labels_BT = torch.randint(0, 11, (3, 4))
@@ -29,7 +25,7 @@ def test_sum_over_label_tokens_in_fp32(smoothing: float) -> None:
 
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
-def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient(smoothing: float) -> None:
+def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient(smoothing):
     logits_BTV = torch.randn(2, 3, 5, requires_grad=True)
     loss = summed_cross_entropy(logits_BTV, torch.full((2, 3), IGNORED_LABEL), smoothing)
     loss.backward()
@@ -37,7 +33,7 @@ def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient(smoothing: flo
     assert (logits_BTV.grad == 0).all()
 
 
-def test_shares_average_to_the_global_mean() -> None:
+def test_shares_average_to_the_global_mean():
     sums, num_label_tokens = [torch.tensor(6.0), torch.tensor(1.0)], 14
     averaged = sum(scale_to_global_mean(s, num_label_tokens, world_size=2) for s in sums) / 2
     torch.testing.assert_close(averaged, torch.tensor(0.5))
@@ -45,7 +41,7 @@ def test_shares_average_to_the_global_mean() -> None:
 
 @pytest.mark.parametrize("max_logits", [1, 4 * 11, 10**6])
 @pytest.mark.parametrize(("cap", "smoothing"), [(None, 0.0), (2.0, 0.0), (2.0, 0.1)])
-def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits: int, cap: float | None, smoothing: float) -> None:
+def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits, cap, smoothing):
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 11, dtype=torch.float64)
     hidden_ND = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
@@ -60,7 +56,7 @@ def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits: int,
         return logits_nV if cap is None else cap * torch.tanh(logits_nV / cap)
 
     parameters = [hidden_ND, *head.parameters()]
-    how: Any = {"ignore_index": IGNORED_LABEL, "reduction": "sum", "label_smoothing": smoothing}
+    how = {"ignore_index": IGNORED_LABEL, "reduction": "sum", "label_smoothing": smoothing}
     expected = F.cross_entropy(logits_of(hidden_ND), labels_N, **how)
     expected_gradients = torch.autograd.grad(expected, parameters)
     most_logits = 0
@@ -72,7 +68,7 @@ def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(max_logits: int,
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_correct_tokens_are_counted_without_gradients_only() -> None:
+def test_correct_tokens_are_counted_without_gradients_only():
     hidden_ND, labels_N = torch.eye(4), torch.tensor([0, 1, 3, IGNORED_LABEL])
     assert chunked_cross_entropy(hidden_ND, labels_N, lambda hidden: hidden, 4, max_logits=8)[1] == 0
     with torch.no_grad():

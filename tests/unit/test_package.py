@@ -1,7 +1,5 @@
 """What `import toolkit` offers, what it does not import, and where it reads the environment."""
 
-from __future__ import annotations
-
 import ast
 import enum
 import logging
@@ -39,14 +37,14 @@ sys.modules["fcntl"] = sys.modules["resource"] = None  # their import fails
         *(("toolkit.training.finetune", *named) for named in (("win32", "Windows"), ("freebsd14", "freebsd14"))),
     ],
 )
-def test_another_system_than_linux_gets_one_sentence(program: str, platform: str, system: str) -> None:
+def test_another_system_than_linux_gets_one_sentence(program, platform, system):
     words = [sys.executable, "-c", ELSEWHERE, platform, *program.split()]
     ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     sentence = f"error: the toolkit needs Linux, and this is {system}: use a Linux machine, a container, or WSL 2\n"
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", sentence, 2)
 
 
-def test_the_public_names_are_listed_and_imported_at_their_first_use() -> None:
+def test_the_public_names_are_listed_and_imported_at_their_first_use():
     listed = subprocess.run([sys.executable, "-c", LISTED], capture_output=True, text=True, check=True)
     assert listed.stdout.strip() == "", listed.stdout
     for name in toolkit.__all__:
@@ -56,14 +54,14 @@ def test_the_public_names_are_listed_and_imported_at_their_first_use() -> None:
     assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == toolkit.__version__
 
 
-def test_two_files_read_the_environment() -> None:
+def test_two_files_read_the_environment():
     root = Path(toolkit.__file__).parent
     reads = re.compile(r"\bos\.(environ|getenv|putenv)|from os import .*env")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if reads.search(path.read_text(encoding="utf-8"))}
     assert found == {"variables.py", "launch/environment.py"}
 
 
-def test_lower_folders_import_the_interface_of_objectives_for_type_checkers_only() -> None:
+def test_lower_folders_import_the_interface_of_objectives_for_type_checkers_only():
     """import-linter cannot tell: its contracts leave these imports out."""
     root = Path(toolkit.__file__).parent
     for path in root.rglob("*.py"):
@@ -98,9 +96,7 @@ class OfAnotherLibrary(enum.Enum):
         ("torch.utils._pytree", "%s is an Enum subclass. Calling register_constant() on it is deprecated", (OfAnotherLibrary,)),
     ],
 )
-def test_what_torchao_prints_at_its_import_is_left_out_and_other_messages_of_its_loggers_pass(
-    logger: str, message: str, arguments: tuple[object, ...]
-) -> None:
+def test_what_torchao_prints_at_its_import_is_left_out_and_other_messages_of_its_loggers_pass(logger, message, arguments):
     record = logging.LogRecord(logger, logging.WARNING, __file__, 1, message, arguments, None)
     assert logging.getLogger(logger).filters and logging.getLogger(logger).filter(record)
     if message == "something else":

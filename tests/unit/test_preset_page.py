@@ -1,7 +1,5 @@
 """The section of which preset to take: what stands on the page is what the planner found, and still finds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +17,7 @@ PRESETS = Path(__file__).parents[2] / "accelerate_configs"
 CELLS = json.loads((PRESETS / CHOICE_FILE).read_text())["cells"]
 
 
-def test_the_planner_still_finds_what_the_page_says() -> None:
+def test_the_planner_still_finds_what_the_page_says():
     wanted = ("8B (Llama 3.1)", "full", 8, 80)
     (cell,) = (c for c in CELLS if (c["model"], c["way"], c["num_gpus"], c["gpu_gib"]) == wanted)
     strategy = dict(choice.candidates(8, 80, PRESETS))[cell["preset"]]
@@ -28,7 +26,7 @@ def test_the_planner_still_finds_what_the_page_says() -> None:
         assert estimate_peak(subject, strategy, rows=1) == pytest.approx(cell["peak_bytes"], rel=1e-3)  # other versions of torch
 
 
-def test_a_page_that_is_out_of_date_is_reported_with_the_command(tmp_path: Path) -> None:
+def test_a_page_that_is_out_of_date_is_reported_with_the_command(tmp_path):
     presets = Path(shutil.copytree(PRESETS, tmp_path / "presets"))
     update_page(presets, write=False)
     page = presets / "README.md"

@@ -1,7 +1,5 @@
 """Every listed name of a library exists, a missing one ends a run with its sentence, and no private name is used unlisted."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect
@@ -9,7 +7,6 @@ import pkgutil
 import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,18 +35,16 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_installed_version_has_the_name(name: str) -> None:
-    home: Any = pkgutil.resolve_name(ALL[name][0])
+def test_the_installed_version_has_the_name(name):
+    home = pkgutil.resolve_name(ALL[name][0])
     if hasattr(home, name):
         return
     # An attribute that objects of the class get, or that the module's functions look for on a tensor.
-    source = inspect.getsource(inspect.getmodule(home))  # type: ignore[arg-type]
+    source = inspect.getsource(inspect.getmodule(home))
     assert re.search(rf"(\w\.{name}\b|^    {name}: |getattr\(\w+, \"{name}\")", source, re.MULTILINE), f"{ALL[name][0]}.{name}"
 
 
-def test_a_missing_name_ends_the_run_with_a_sentence_and_a_command_with_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_name_ends_the_run_with_a_sentence_and_a_command_with_2(tmp_path, monkeypatch, capsys):
     end = "cannot work; take the version of torch in constraints.txt$"
     sentence = rf"^torch {re.escape(version('torch'))} has no torch.{{}}: {{}} {end}"
     with pytest.raises(UserError, match=sentence.format("_foreach_norm", "clipping gradients")):
@@ -64,13 +59,12 @@ def test_a_missing_name_ends_the_run_with_a_sentence_and_a_command_with_2(
 
 
 @pytest.mark.parametrize("wording", WRITTEN)
-def test_the_installed_version_writes_the_wording(wording: str) -> None:
+def test_the_installed_version_writes_the_wording(wording):
     spec = importlib.util.find_spec(WRITTEN[wording].partition("/")[0])
-    assert spec is not None and spec.origin is not None
     assert wording.encode() in (Path(spec.origin).parents[1] / WRITTEN[wording]).read_bytes()
 
 
-def test_every_private_name_is_listed_and_every_listed_one_used() -> None:
+def test_every_private_name_is_listed_and_every_listed_one_used():
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in TOOLKIT.rglob("*.py") if path not in LISTS}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     texts = {node.value for _, node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -95,12 +89,12 @@ def _is_of_self(node: ast.Attribute) -> bool:
     return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-def _is_call_of(function: str, node: Any) -> bool:
+def _is_call_of(function: str, node) -> bool:
     is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
     return is_call and isinstance(node.args[1], ast.Constant)
 
 
-def _private_names(node: Any) -> list[str]:
+def _private_names(node) -> list[str]:
     """Private names that this node reads, imports or looks for, and those that it writes but nobody has listed."""
     names: list[str] = []
     if isinstance(node, ast.Attribute) and not (isinstance(node.ctx, ast.Store) and node.attr in ALL):

@@ -1,7 +1,5 @@
 """Every sentence that `docs/troubleshooting.md` quotes is one that the code prints, word for word."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -48,14 +46,14 @@ def is_printed(quote: str) -> bool:
 
 
 @pytest.mark.parametrize("quote", QUOTES, ids=[MARK.sub("", quote)[:40] for quote in QUOTES])
-def test_the_code_prints_it(quote: str) -> None:
+def test_the_code_prints_it(quote):
     quote = quote.removesuffix(" …")
     assert is_printed(quote) or is_printed(MARK.sub("", quote))
     word = max(re.findall(r"(?<![.\w])[a-z]+(?![.\w])", MARK.sub("", quote)), key=len)
     assert not is_printed(MARK.sub("", quote).replace(word, f"{word}s")), "another word is found"
 
 
-def test_the_reasons_of_the_hub_are_those_of_transformers() -> None:
+def test_the_reasons_of_the_hub_are_those_of_transformers():
     source = Path(transformers.utils.hub.__file__).read_text(encoding="utf-8")
     reasons = re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", PAGE)
     assert len(reasons) == 3 and all(reason in source for reason in reasons)

@@ -1,15 +1,12 @@
 """Tensors on disk: what was saved comes back, and nothing in the files runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ def refuse(folder: Path, sentence: str, tensors: dict[str, torch.Tensor] | None 
         load_tensors(tensors or some_tensors(), folder, "it cannot be loaded")
 
 
-def test_what_was_saved_comes_back_and_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_what_was_saved_comes_back_and_what_is_not_there_is_named(tmp_path):
     tensors = some_tensors()
     names = save_tensors(tensors, tmp_path)
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
@@ -50,7 +47,7 @@ def test_what_was_saved_comes_back_and_what_is_not_there_is_named(tmp_path: Path
     refuse(tmp_path, r"^it cannot be loaded: \[Errno 2\] No such file or directory: '.*/__0_0.distcp'$")
 
 
-def test_staged_tensors_are_written_without_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_tensors_are_written_without_the_gpu(tmp_path, monkeypatch):
     """DCP's overlapping loader would wait for the GPU's stream, in which training has queued its steps."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -61,7 +58,7 @@ def test_staged_tensors_are_written_without_the_gpu(tmp_path: Path, monkeypatch:
     assert save_tensors(some_tensors(), tmp_path)
 
 
-def test_a_rank_without_a_part_of_fsdp1s_tensor_leaves_gpu_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_part_of_fsdp1s_tensor_leaves_gpu_0_alone(tmp_path, monkeypatch):
     """A LoRA matrix of one row on two ranks. Its `device` is GPU 0, and fails here: the thread would take a
     stream there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -71,7 +68,7 @@ def test_a_rank_without_a_part_of_fsdp1s_tensor_leaves_gpu_0_alone(tmp_path: Pat
     monkeypatch.setattr(dcp, "save", lambda *_, storage_writer, **__: written_with.append(storage_writer.per_thread_copy_ahead))
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
-        group: Any = dist.group.WORLD
+        group = dist.group.WORLD
         device = torch.device("cpu")
         here, elsewhere = (_create_chunk_sharded_tensor(torch.ones(n, 3), 1, 2, 2, group, device) for n in (2, 1))
         assert len(here.local_shards()) == 1 and not elsewhere.local_shards()
@@ -81,7 +78,7 @@ def test_a_rank_without_a_part_of_fsdp1s_tensor_leaves_gpu_0_alone(tmp_path: Pat
     assert written_with == [0]
 
 
-def test_a_pickle_in_the_metadata_does_not_run(tmp_path: Path) -> None:
+def test_a_pickle_in_the_metadata_does_not_run(tmp_path):
     canary = tmp_path / "canary"
 
     class Attack:
@@ -94,7 +91,7 @@ def test_a_pickle_in_the_metadata_does_not_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_paths_of_python_3_13_are_read(tmp_path: Path) -> None:
+def test_paths_of_python_3_13_are_read(tmp_path):
     """3.13 pickles a path under the name of a module that other versions lack."""
     tensors = some_tensors()
     save_tensors(tensors, tmp_path)
@@ -106,7 +103,7 @@ def test_paths_of_python_3_13_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.distcp", "/tmp/__0_0.distcp", "..", "a/__0_0.distcp", ".metadata"])
-def test_files_that_are_no_shards_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+def test_files_that_are_no_shards_of_the_folder_are_refused(tmp_path, name):
     save_tensors(some_tensors(), tmp_path)
     with edited_metadata(tmp_path) as metadata:
         for info in metadata.storage_data.values():
@@ -119,7 +116,7 @@ def forget_all_tensors(metadata: Metadata) -> None:
 
 
 PLACE = MetadataIndex("model.weight", [0, 0])
-CHANGES: list[tuple[Callable[[Metadata], Any], str]] = [
+CHANGES = [
     (lambda m: m.state_dict_metadata["model.weight"].chunks.clear(), "does not say where all of model.weight is"),
     (
         lambda m: setattr(m.state_dict_metadata["model.weight"].chunks[0], "offsets", torch.Size([1, 0])),
@@ -132,7 +129,7 @@ CHANGES: list[tuple[Callable[[Metadata], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "reason"), CHANGES)
-def test_metadata_that_does_not_hang_together_is_refused(tmp_path: Path, change: Callable[[Metadata], Any], reason: str) -> None:
+def test_metadata_that_does_not_hang_together_is_refused(tmp_path, change, reason):
     save_tensors(some_tensors(), tmp_path)
     with edited_metadata(tmp_path) as metadata:
         change(metadata)
@@ -142,7 +139,7 @@ def test_metadata_that_does_not_hang_together_is_refused(tmp_path: Path, change:
 @pytest.mark.parametrize(
     "content", [b"", b"\x80\x04", b"cos\nsystem\n(S'true'\ntR.", b"ctorch\ndevice\n(S'nowhere'\ntR.", b"I1\n."]
 )
-def test_bytes_that_are_no_metadata_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_bytes_that_are_no_metadata_are_refused(tmp_path, content):
     save_tensors(some_tensors(), tmp_path)
     (tmp_path / ".metadata").write_bytes(content)
     refuse(tmp_path, "is not a checkpoint metadata: ")
@@ -160,7 +157,7 @@ def test_bytes_that_are_no_metadata_are_refused(tmp_path: Path, content: bytes) 
         (slice(1), r"no tensor for model.weight \(UnpicklingError\)"),
     ],
 )
-def test_a_shard_that_holds_something_else_is_refused(tmp_path: Path, value: Any, reason: str) -> None:
+def test_a_shard_that_holds_something_else_is_refused(tmp_path, value, reason):
     save_tensors(some_tensors(), tmp_path)
     with edited_metadata(tmp_path) as metadata:
         info = metadata.storage_data[PLACE]
@@ -171,7 +168,7 @@ def test_a_shard_that_holds_something_else_is_refused(tmp_path: Path, value: Any
     refuse(tmp_path, f"__0_0.distcp holds (model.weight )?{reason}$")
 
 
-def test_entries_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+def test_entries_that_are_no_tensors_are_refused(tmp_path):
     """DCP would read them with torch.load(weights_only=False)."""
     dcp.save({"model.weight": torch.zeros(1), "note": "text"}, storage_writer=dcp.FileSystemWriter(tmp_path))
     refuse(tmp_path, r"is not a tensor|is not allowed", {"model.weight": torch.zeros(1)})
@@ -185,7 +182,7 @@ def edited_metadata(folder: Path) -> Iterator[Metadata]:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_a_disk_that_is_full_anywhere_in_a_shard_is_what_is_raised(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_anywhere_in_a_shard_is_what_is_raised(tmp_path):
     """torch's zip writer raises a RuntimeError about positions in the file, except at a few of its own writes."""
     tensors = {f"model.{number}": torch.randn(5_000) for number in range(3)}
     [name, _] = save_tensors(tensors, tmp_path / "whole")

@@ -1,13 +1,10 @@
 """Which checkpoints exist, whole."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ from toolkit.checkpoint.manifest import MANIFEST, check_files, list_checkpoints,
 from toolkit.files.durable import describe_files
 
 
-def with_version(version: Any) -> Any:
+def with_version(version):
     return lambda folder: change_manifest(folder, lambda manifest: manifest.update(format_version=version))
 
 
@@ -54,7 +51,7 @@ def with_version(version: Any) -> Any:
         *((with_version(name), f"names no checkpoint format (format_version is {name!r})") for name in ("3", None, True)),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, damage: Any, sentence: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, damage, sentence):
     older, newest = (make_checkpoint(tmp_path, step) for step in (3, 12))
     assert newest_folder(tmp_path) == (newest, []) and not list(newest.parent.glob("*.tmp"))
     damage(newest)
@@ -62,7 +59,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, damage: Any, 
     assert found == older and sentence in refused
 
 
-def test_sizes_alone_do_not_tell_a_changed_byte(tmp_path: Path) -> None:
+def test_sizes_alone_do_not_tell_a_changed_byte(tmp_path):
     folder = make_checkpoint(tmp_path, 3)
     (folder / "rng-00000.safetensors").write_bytes(b"state of chancE")
     check_files(folder, read_manifest(folder), hashes=False)
@@ -72,7 +69,7 @@ def test_sizes_alone_do_not_tell_a_changed_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../secret", "state/../../../secret", "{outside}/secret", "", ".", "a\0b", "a\nb"])
-def test_a_manifest_cannot_name_files_outside(tmp_path: Path, name: str) -> None:
+def test_a_manifest_cannot_name_files_outside(tmp_path, name):
     folder = make_checkpoint(tmp_path, 3)
     (tmp_path / "secret").write_bytes(b"x")
     about = describe_files(tmp_path, ["secret"])["secret"]
@@ -82,7 +79,7 @@ def test_a_manifest_cannot_name_files_outside(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["rng-00000.safetensors", "state", "state/.metadata"])
-def test_links_do_not_lead_out_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+def test_links_do_not_lead_out_of_a_checkpoint(tmp_path, name):
     folder = make_checkpoint(tmp_path, 3)
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
@@ -90,7 +87,7 @@ def test_links_do_not_lead_out_of_a_checkpoint(tmp_path: Path, name: str) -> Non
         check_files(folder, read_manifest(folder))
 
 
-def test_a_file_that_the_disk_does_not_give_back_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_the_disk_does_not_give_back_is_reported(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, 3)
 
     def fail(path: Path) -> str:
@@ -100,7 +97,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_reported(tmp_path: Path, mon
     assert newest_folder(tmp_path) == (None, ["step-00000003/state/.metadata cannot be read (Input/output error)"])
 
 
-def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path):
     early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 4)
     assert found_folder(tmp_path, str(late)) == (late, [])
     sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: move step-00000004 away first"
@@ -109,7 +106,7 @@ def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path: Path
     assert found_folder(tmp_path, str(early)) == (early, [])
 
 
-def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path):
     assert found_folder(tmp_path, "auto") == newest_folder(tmp_path) == (None, [])
     only = make_checkpoint(tmp_path, 3)
     assert found_folder(tmp_path, "auto") == (only, [])
@@ -119,7 +116,7 @@ def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["state/.metadata", "rng-00000.safetensors", "state/__0_0.distcp"])
-def test_what_would_be_read_unchecked_is_named(tmp_path: Path, name: str) -> None:
+def test_what_would_be_read_unchecked_is_named(tmp_path, name):
     folder = make_checkpoint(tmp_path, 3)
     (folder / "state" / "__0_0.distcp").write_bytes(b"a shard")
     change_manifest(folder, lambda m: m["files"].update(describe_files(folder, ["state/__0_0.distcp"])))
@@ -145,11 +142,11 @@ NAN = float("nan")
         (True, NAN, None, False),
     ],
 )
-def test_a_nan_is_never_the_best(higher_is_better: bool, new: float, old: float | None, is_gain: bool) -> None:
+def test_a_nan_is_never_the_best(higher_is_better, new, old, is_gain):
     assert replace(LOSS, higher_is_better=higher_is_better).is_better(new, old) is is_gain
 
 
-def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+def test_pruning_keeps_the_last_and_the_best(tmp_path):
     for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, NAN), (5, 0.8), (6, 0.7)):
         last = make_checkpoint(tmp_path, step, loss)
     assert prune_to(tmp_path, last, keep_last=2, keep_best=2) == ([step_folder(tmp_path, 1), step_folder(tmp_path, 4)], [])
@@ -167,7 +164,7 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert [folder for _, folder in list_checkpoints(tmp_path)] == [just_written, newest]
 
 
-def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Path) -> None:
+def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path):
     whole, truncated, bare = (make_checkpoint(tmp_path, step, loss=1 / step) for step in (1, 2, 3))
     (truncated / "rng-00000.safetensors").write_bytes(b"")
     (bare / MANIFEST).unlink()
@@ -176,7 +173,7 @@ def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path: Pat
     assert ranked(tmp_path, LOSS)[0].checkpoint.folder == whole
 
 
-def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path: Path) -> None:
+def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path):
     for step in (1, 2, 3):
         last = make_checkpoint(tmp_path, step)
     (last / "rng-00000.safetensors").unlink()
@@ -185,12 +182,12 @@ def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path: Pa
     assert len(list_checkpoints(tmp_path)) == 3
 
 
-def test_pruning_goes_on_where_one_cannot_be_removed_and_tries_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_goes_on_where_one_cannot_be_removed_and_tries_it_again(tmp_path, monkeypatch):
     first, second, last = (make_checkpoint(tmp_path, step) for step in (1, 2, 3))
     (step_folder(tmp_path, 9).with_name("step-00000009.tmp")).mkdir()
     real = shutil.rmtree
 
-    def rmtree(path: Path, *args: Any, **kwargs: Any) -> None:
+    def rmtree(path: Path, *args, **kwargs) -> None:
         if path.name == "step-00000001.removing":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         real(path, *args, **kwargs)
@@ -207,7 +204,7 @@ def test_pruning_goes_on_where_one_cannot_be_removed_and_tries_it_again(tmp_path
 OTHER, THIRD = {"rows": "b", "num_beams": 1}, {"rows": "c", "num_beams": 1}
 
 
-def test_figures_of_other_rows_are_not_compared_with_those_of_these(tmp_path: Path) -> None:
+def test_figures_of_other_rows_are_not_compared_with_those_of_these(tmp_path):
     """Step 1 has the lowest loss, of rows that were easier; steps 2 and 3 were measured on the same."""
     for step, loss, rows in ((1, 0.1, THIRD), (2, 0.3, OTHER), (3, 0.2, OTHER), (4, 0.6, None), (5, 0.7, None)):
         last = make_checkpoint(tmp_path, step, loss, rows)
@@ -225,9 +222,7 @@ def test_figures_of_other_rows_are_not_compared_with_those_of_these(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("compared", "order"), [(("rows",), [1, 2]), (("rows", "num_beams"), [2, 1])])
-def test_how_texts_are_generated_matters_to_figures_of_texts_alone(
-    tmp_path: Path, compared: tuple[str, ...], order: list[int]
-) -> None:
+def test_how_texts_are_generated_matters_to_figures_of_texts_alone(tmp_path, compared, order):
     make_checkpoint(tmp_path, 1, 0.3, {"rows": "a", "num_beams": 4})
     make_checkpoint(tmp_path, 2, 0.5, {"rows": "a", "num_beams": 1})
     assert [found.checkpoint.step for found in ranked(tmp_path, replace(LOSS, compared=compared))] == order

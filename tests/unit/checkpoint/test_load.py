@@ -1,13 +1,11 @@
 """What a resume takes over, and disks that refuse."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, astuple, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 from torch import nn
@@ -29,13 +27,13 @@ OTHER = {"rows": "b", "num_beams": 1}
 OURS = Identity(SETTINGS, "m", data_fingerprint="d", frozen_hashes={"a": "1", "b": "2"})
 
 
-def saved(settings: dict[str, Any] = SETTINGS) -> Checkpoint:
+def saved(settings: dict = SETTINGS) -> Checkpoint:
     identity = asdict(replace(OURS, config=settings))
     manifest = {"step": 3, "metrics": {}, "state": TrainState(3).in_manifest(), "identity": identity}
     return Checkpoint(Path("step-00000003"), manifest)
 
 
-def mix(weight: float = 2.0, files: str = "a.jsonl", **more: Any) -> dict[str, Any]:
+def mix(weight: float = 2.0, files: str = "a.jsonl", **more) -> dict:
     return {"data.mix": [{"source": "jsonl", "weight": weight, "files": files, **more}]}
 
 
@@ -49,9 +47,7 @@ def mix(weight: float = 2.0, files: str = "a.jsonl", **more: Any) -> dict[str, A
         ({}, {"name": "rougeL"}, "eval.best_metric is rougeL now", True),
     ],
 )
-def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
-    theirs: dict[str, Any], ours: dict[str, Any], reason: str | None, keeps_metrics: bool
-) -> None:
+def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(theirs, ours, reason, keeps_metrics):
     manifest = {"identity": {"config": SETTINGS}, "measured_on": LOSS.measured_on | theirs}
     state = TrainState(7, best_value=0.5, num_evaluations_without_gain=2, start_value=0.9, metrics={"loss": 0.6})
     sentence = forget_unequal(state, manifest, replace(LOSS, **ours))
@@ -99,7 +95,7 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(
         ({"model.add_tokens": ["a", "b"]}, {"model.add_tokens": ["a"]}, "model.add_tokens is ['a'], but step-"),
     ],
 )
-def test_settings_that_change_a_run_are_refused(theirs: dict[str, Any], ours: dict[str, Any], sentence: str | None) -> None:
+def test_settings_that_change_a_run_are_refused(theirs, ours, sentence):
     if sentence is None:
         check_settings(saved(SETTINGS | theirs), SETTINGS | theirs | ours, LLMConfig)
     else:
@@ -115,13 +111,13 @@ def test_settings_that_change_a_run_are_refused(theirs: dict[str, Any], ours: di
         ({"frozen_hashes": {"a": "1", "b": "3"}}, ["1 differ, b first"]),
     ],
 )
-def test_another_model_other_tokens_and_another_base_are_refused(ours: dict[str, Any], words: list[str]) -> None:
+def test_another_model_other_tokens_and_another_base_are_refused(ours, words):
     assert check_identity(saved(), OURS) == TrainState(3)
     sentence = refusal(check_identity, saved(), replace(OURS, **ours))
     assert all(word in sentence for word in words)
 
 
-def test_a_resume_under_other_versions_names_them() -> None:
+def test_a_resume_under_other_versions_names_them():
     now = version("torch")
     assert describe_versions({"versions": installed_versions()}) is None and describe_versions({}) is None
     assert describe_versions({"versions": {"toolkit": __version__, "torch": "2.0", "peft": "0.1"}}) == (
@@ -129,7 +125,7 @@ def test_a_resume_under_other_versions_names_them() -> None:
     )
 
 
-def test_the_best_saved_is_of_these_rows_and_of_steps_done(tmp_path: Path) -> None:
+def test_the_best_saved_is_of_these_rows_and_of_steps_done(tmp_path):
     """Without one every figure is the best: a run whose earlier best was never kept must keep the next."""
     assert best_value(tmp_path, LOSS, 9) is None
     make_checkpoint(tmp_path, 1, 0.1, OTHER)
@@ -139,8 +135,8 @@ def test_the_best_saved_is_of_these_rows_and_of_steps_done(tmp_path: Path) -> No
     assert best_value(tmp_path, LOSS, 9) == 0.6
 
 
-def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path, monkeypatch):
+    def refuse(*_) -> None:
         raise UserError("checkpoints: cannot be read")
 
     make_checkpoint(tmp_path, 1, 0.1)
@@ -150,7 +146,7 @@ def test_checkpoints_that_only_rank_0_cannot_read_end_every_rank(tmp_path: Path,
     assert refused.value.printed_by == "run"
 
 
-def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> None:
+def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path):
     # Somebody has removed all of them since the last save; the training must not be lost for that.
     none = f"{tmp_path} has no checkpoint any more to take the best from: exporting the last weights"
     assert best_of_run(tmp_path, LOSS) == (None, none)
@@ -160,14 +156,14 @@ def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path: Path) -> N
     sentence = "exporting the weights of step 2, the best loss (0.25) of the checkpoints kept"
     why = "; not compared, as measured on other rows or with other settings: step-00000001"
     best, choice = best_of_run(tmp_path, LOSS)
-    assert best is not None and (best.folder, choice) == (chosen, sentence + why)
+    assert (best.folder, choice) == (chosen, sentence + why)
     (make_checkpoint(tmp_path, 4, 0.1) / "rng-00000.safetensors").unlink()
     left_out = "; left out, as step-00000004 lacks rng-00000.safetensors"
     assert best_of_run(tmp_path, LOSS) == (best, sentence + why + left_out)
     assert refusal(best_of_run, tmp_path, replace(LOSS, name="rougeL")).endswith(" has rougeL, or only NaN: take last")
 
 
-def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gathers_of_fsdp1_are_no_work(monkeypatch, tmp_path):
     """Waiting for another GPU takes a core, so what gathers over the device must not count as work for the watchdog."""
     phases: list[str] = []
     note = lambda phase, counts_cpu=False: phases.append(f"{'working' if counts_cpu else 'at'} {phase}")  # noqa: E731
@@ -175,13 +171,13 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(checkpoint, "check_identity", lambda *_: {})
     gathered: list[str] = []
 
-    def gather(*_: Any) -> NoReturn:
+    def gather(*_) -> NoReturn:
         gathered.append(phases[-1] if phases else "")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "state_tensors", gather)
     monkeypatch.setattr(checkpoint, "model_tensors", gather)
-    nothing: Any = None
+    nothing = None
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load_checkpoint(Checkpoint(tmp_path, {}), nothing, nothing, nothing)
     phases.clear()
@@ -190,7 +186,7 @@ def test_gathers_of_fsdp1_are_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert gathered == ["at loading the checkpoint"] * 2
 
 
-def test_all_of_the_state_between_steps_comes_back() -> None:
+def test_all_of_the_state_between_steps_comes_back():
     skips = SkipHistory(num_skipped=2, num_in_a_row=1, grad_norms=[0.5, None], num_grad_norms=1)
     state = TrainState(3, 0.5, 2, 0.75, evaluation_due=True, skips=skips, metrics={"loss": 0.5})
     assert all(value != default for value, default in zip(astuple(state), astuple(TrainState()), strict=True))
@@ -199,8 +195,8 @@ def test_all_of_the_state_between_steps_comes_back() -> None:
     assert TrainState.from_manifest(json.loads(json.dumps(manifest))) == state
 
 
-def test_buffers_that_training_changes_are_saved_and_what_is_frozen_is_not() -> None:
+def test_buffers_that_training_changes_are_saved_and_what_is_frozen_is_not():
     model = nn.Sequential(nn.Linear(2, 2, bias=False).requires_grad_(False), nn.BatchNorm1d(2))
-    sharded: Any = SimpleNamespace(model=model, unwrapped=model)
+    sharded = SimpleNamespace(model=model, unwrapped=model)
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert sorted(model_tensors(sharded)) == sorted(f"model.1.{name}" for name in names)

@@ -1,14 +1,11 @@
 """Checkpoints that take the place of others and go, with kills at each rename and in each removal."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ from tests.support.refusals import refusal
 from toolkit.checkpoint.manifest import commit, list_checkpoints, list_leftovers, read_manifest, step_folder
 
 
-def test_what_stood_there_is_put_back_where_its_replacement_never_came(tmp_path: Path) -> None:
+def test_what_stood_there_is_put_back_where_its_replacement_never_came(tmp_path):
     before, replaced = (make_checkpoint(tmp_path, step) for step in (3, 12))
     replaced.rename(replaced.with_name("step-00000012.old"))
     assert newest_folder(tmp_path) == (before, [])
@@ -34,7 +31,7 @@ def test_what_stood_there_is_put_back_where_its_replacement_never_came(tmp_path:
     assert found_folder(tmp_path, "auto") == (replaced, [])
 
 
-def test_what_stood_there_goes_only_when_its_replacement_is_valid(tmp_path: Path) -> None:
+def test_what_stood_there_goes_only_when_its_replacement_is_valid(tmp_path):
     folder = make_checkpoint(tmp_path, 3)
     replaced = Path(shutil.copytree(folder, folder.with_name("step-00000003.old")))
     (folder / "rng-00000.safetensors").write_bytes(b"state of chancE")
@@ -52,7 +49,7 @@ def test_what_stood_there_goes_only_when_its_replacement_is_valid(tmp_path: Path
     assert list_leftovers(tmp_path) == []
 
 
-def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_is_not_removed(tmp_path: Path) -> None:
+def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_is_not_removed(tmp_path):
     moved, last = (make_checkpoint(tmp_path, step) for step in (1, 2))
     moved.rename(tmp_path / "other_disk")
     moved.symlink_to(tmp_path / "other_disk")
@@ -61,13 +58,11 @@ def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_is_not_removed(tm
     assert (tmp_path / "other_disk" / "rng-00000.safetensors").is_file()
 
 
-def test_what_cannot_be_removed_yet_does_not_fail_the_save_and_goes_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_removed_yet_does_not_fail_the_save_and_goes_later(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, 3, loss=1.0)
     real = shutil.rmtree
 
-    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+    def refuse(path: Path, *args, **kwargs) -> None:
         if path.suffix == ".removing":
             raise OSError(errno.EBUSY, "Device or resource busy", str(path))
         real(path, *args, **kwargs)
@@ -102,7 +97,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> list[str]:
         moment(f"before {Path(source).name} becomes {Path(target).name}")
         rename(source, target)
 
-    def killed_rmtree(path: Path, *args: Any, **kwargs: Any) -> None:
+    def killed_rmtree(path: Path, *args, **kwargs) -> None:
         moment(f"before the removal of {Path(path).name}")
         (path / "state" / ".metadata").unlink(missing_ok=True)  # the manifest is still there
         moment(f"in the removal of {Path(path).name}")
@@ -139,7 +134,7 @@ def save_and_die(run: Path, what: str, call: int) -> list[str]:
 
 
 @pytest.mark.parametrize("what", BEFORE_THE_SAVE)
-def test_killed_at_any_moment_of_a_save_a_valid_one_is_left_and_the_next_save_tidies_up(tmp_path: Path, what: str) -> None:
+def test_killed_at_any_moment_of_a_save_a_valid_one_is_left_and_the_next_save_tidies_up(tmp_path, what):
     for call in count(1):
         run = tmp_path / str(call)
         moments = save_and_die(run, what, call)
@@ -158,7 +153,7 @@ def test_killed_at_any_moment_of_a_save_a_valid_one_is_left_and_the_next_save_ti
 
 
 @pytest.mark.parametrize("suffix", ["", ".old", ".removing", ".tmp"])
-def test_a_plain_file_named_like_a_checkpoint_goes(suffix: str, tmp_path: Path) -> None:
+def test_a_plain_file_named_like_a_checkpoint_goes(suffix, tmp_path):
     """Such a file was named at every save, and never removed."""
     make_checkpoint(tmp_path, 3)
     folder = make_checkpoint(tmp_path, 5)

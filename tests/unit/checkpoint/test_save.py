@@ -1,17 +1,14 @@
 """Which host copies of a checkpoint are pinned, where torch thinks that it has a GPU, and that later ones only copy."""
 
-from __future__ import annotations
-
 from unittest.mock import ANY, MagicMock, call, patch
 
-import pytest
 import torch
 from torch.distributed.checkpoint import _state_dict_stager
 
 from toolkit.checkpoint.save import HostCopier
 
 
-def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch):
     pinned: dict[int, int] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -30,7 +27,7 @@ def test_all_copies_are_pinned_but_those_of_less_than_5_bytes(monkeypatch: pytes
     copier.close()
 
 
-def test_later_copies_build_no_tensors_again() -> None:
+def test_later_copies_build_no_tensors_again():
     copier, whole = HostCopier(torch.device("cpu")), torch.arange(8.0)
     tensors = {"whole": whole, "a part": whole[2:6:2], "step": torch.ones(())}
     first = copier.copy(tensors)
@@ -47,7 +44,7 @@ def test_later_copies_build_no_tensors_again() -> None:
     copier.close()
 
 
-def test_later_copies_run_beside_training_and_the_next_update_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_copies_run_beside_training_and_the_next_update_waits_for_them(monkeypatch):
     streams = MagicMock()
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams.training)
     copier, tensors = HostCopier(torch.device("cpu")), {"weight": torch.arange(8.0)}

@@ -1,12 +1,9 @@
 """The run config: YAML and flags, what is refused and in which words, and what is written back."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -47,7 +44,7 @@ def refusal(*flags: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_flags_win_over_the_yaml_wherever_they_stand_and_later_files_over_earlier_ones(tmp_path: Path, where: str) -> None:
+def test_flags_win_over_the_yaml_wherever_they_stand_and_later_files_over_earlier_ones(tmp_path, where):
     earlier = write(tmp_path, "log_every_steps: 3\noptim: {gamma: 0.5}\n", "earlier.yaml")
     path = write(tmp_path, "optim: {lr: 3e-4, schedule: cosine}\nmodel:\n  freeze: [a, b]\nlog_every_steps: 5\n")
     files, flags = ["--config", str(earlier), "--config", str(path)], ["--optim.lr", "0.5", "--model.freeze", "[c]"]
@@ -74,15 +71,13 @@ def test_flags_win_over_the_yaml_wherever_they_stand_and_later_files_over_earlie
         (["--optim.lr=0.5", "--optim.lr=0.25"], "optim.lr", 0.25),
     ],
 )
-def test_a_flag_given_again_adds_to_a_list_and_wins_over_the_yaml(
-    tmp_path: Path, flags: list[str], key: str, value: object
-) -> None:
+def test_a_flag_given_again_adds_to_a_list_and_wins_over_the_yaml(tmp_path, flags, key, value):
     path = write(tmp_path, "model: {freeze: [z]}\ndata: {files: [x, y], eval_files: z}\nadapter: {target_modules: [z]}\n")
     given = flags if any("data.files" in flag for flag in flags) else [*flags, "--data.files=null", "--data.eval_files=null"]
     assert dotted_keys(load(*given, f"--config={path}"))[key] == value
 
 
-def test_a_saved_config_gives_the_same_config_of_plain_values(tmp_path: Path) -> None:
+def test_a_saved_config_gives_the_same_config_of_plain_values(tmp_path):
     """Restricted types of jsonargparse are subclasses, which YAML, JSON and a comparison by type would trip over."""
     config = load(
         "--model.freeze", r"['encoder\..*', 'shared\..*']", "--data.files", "[a.csv, b.csv]", "--data.prefix", "summarize: ",
@@ -101,7 +96,7 @@ def test_a_saved_config_gives_the_same_config_of_plain_values(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("config_class", [SummarizationConfig, MnistConfig])
-def test_help_documents_every_key(config_class: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_documents_every_key(config_class, capsys):
     with pytest.raises(SystemExit) as end:
         load_config(config_class, ["--help"], description="A recipe.\n\nstart it\nor so\n")
     assert end.value.code == 0
@@ -114,7 +109,7 @@ def test_help_documents_every_key(config_class: Any, capsys: pytest.CaptureFixtu
         assert documented and len(documented[1].split()) >= 2, f"{key} has no docstring"
 
 
-def test_a_wrong_flag_is_reported_before_the_heavy_packages_load() -> None:
+def test_a_wrong_flag_is_reported_before_the_heavy_packages_load():
     done = subprocess.run(
         [sys.executable, "-c", WRONG_FLAG], cwd=REPOSITORY, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=600
     )
@@ -142,7 +137,7 @@ WRONG_TYPES = {
 
 
 @pytest.mark.parametrize(("given", "allowed"), WRONG_TYPES.items(), ids=lambda value: "=".join(value) if value is tuple else None)
-def test_a_wrong_type_names_key_value_place_and_what_is_allowed(tmp_path: Path, given: tuple[str, str], allowed: str) -> None:
+def test_a_wrong_type_names_key_value_place_and_what_is_allowed(tmp_path, given, allowed):
     key, value = given
     good = write(tmp_path, "optim: {lr: 0.5}\n", "good.yaml")
     for flags in ([f"--{key}={value}", f"--config={good}"], [f"--config={good}", f"--{key}={value}"]):
@@ -177,7 +172,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("text", BROKEN_FILES)
-def test_a_broken_file_is_reported_with_the_line(tmp_path: Path, text: str | bytes) -> None:
+def test_a_broken_file_is_reported_with_the_line(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert refusal(f"--config={path}").startswith(f"{path}{BROKEN_FILES[text]}")
@@ -247,16 +242,16 @@ NO_MUON = "it gathers every weight in full, and cannot skip an update on the dev
         (["--zzz=3"], "unknown flag --zzz; known are --model, --data, "),
     ],
 )
-def test_flags_that_are_none_or_do_not_go_together(flags: list[str], sentence: str) -> None:
+def test_flags_that_are_none_or_do_not_go_together(flags, sentence):
     assert refusal(*flags).startswith(sentence)
 
 
-def test_missing_keys_are_named() -> None:
+def test_missing_keys_are_named():
     with pytest.raises(UserError, match=r"^missing in the run config: model.name_or_path \(give it in "):
         load_config(SummarizationConfig, [])
 
 
-def test_number_of_steps_is_checked_once_it_is_known() -> None:
+def test_number_of_steps_is_checked_once_it_is_known():
     config = load("--train.max_steps=null", "--train.num_epochs=2", "--optim.warmup_steps=5", "--profile.steps=[6, 8]")
     check_num_steps(config, 8)
     with pytest.raises(UserError, match="profile.steps"):
@@ -272,7 +267,7 @@ def test_number_of_steps_is_checked_once_it_is_known() -> None:
         ("eval.early_stopping_patience", ["--eval.early_stopping_patience=2", "--eval.every_epochs=1"]),
     ],
 )
-def test_held_out_rows_are_asked_for_once_they_are_counted(name: str, flags: list[str]) -> None:
+def test_held_out_rows_are_asked_for_once_they_are_counted(name, flags):
     check_evaluation_rows(load(), 0)
     check_evaluation_rows(load(*flags), 1)
     with pytest.raises(
@@ -299,9 +294,7 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
         ("optim", "warmup_ratio: 0.1", "warmup_steps=0", (0, 0.1)),
     ],
 )
-def test_one_of_two_keys_as_a_flag_wins_over_the_other_in_the_yaml(
-    tmp_path: Path, section: str, in_yaml: str, flag: str, values: tuple[float | None, ...]
-) -> None:
+def test_one_of_two_keys_as_a_flag_wins_over_the_other_in_the_yaml(tmp_path, section, in_yaml, flag, values):
     text = "model: {name_or_path: m}\ndata: {source: not/read}\n"
     length = "" if section == "train" else "train: {max_steps: 20}\n"
     path = write(tmp_path, f"{text}{length}{section}: {{{in_yaml}}}\n")
@@ -310,12 +303,12 @@ def test_one_of_two_keys_as_a_flag_wins_over_the_other_in_the_yaml(
     assert tuple(getattr(built, key.partition(".")[2]) for key in ours) == values
 
 
-def test_a_flag_that_a_recipe_lacks_is_the_one_that_is_named() -> None:
+def test_a_flag_that_a_recipe_lacks_is_the_one_that_is_named():
     with pytest.raises(UserError, match=r"^unknown flag --optim.warmup_ratio"):
         load_config(MnistConfig, ["--train.max_steps=1", "--optim.warmup_ratio=0.1"], check=check_mnist_config)
 
 
 @pytest.mark.parametrize("delimiter", [";", "|", r"\t", ":"])
-def test_a_delimiter_is_typed_as_it_is(delimiter: str) -> None:
+def test_a_delimiter_is_typed_as_it_is(delimiter):
     flags = ["--model.name_or_path", "x", "--train.max_steps", "1", "--data.files", "a.csv", "--data.csv_delimiter", delimiter]
     assert load_config(SummarizationConfig, flags).data.csv_delimiter == delimiter

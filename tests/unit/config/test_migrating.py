@@ -1,7 +1,5 @@
 """An argument of another trainer, given as a flag, is answered with its line of `toolkit/config/migrating.md`."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re
@@ -24,7 +22,7 @@ def rows_of(table: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=[table.partition("\n")[0] for table in TABLES])
-def test_a_flag_is_answered_with_its_line(table: str) -> None:
+def test_a_flag_is_answered_with_its_line(table):
     config_classes = [found for script, found in CLASSES.items() if script in table.partition("|")[0]]
     wrong = []
     for name, line in rows_of(table):
@@ -37,7 +35,7 @@ def test_a_flag_is_answered_with_its_line(table: str) -> None:
 
 
 @pytest.mark.parametrize("config_class", [SummarizationConfig, LLMConfig])
-def test_a_name_means_one_field_of_a_recipe_or_none(config_class: type) -> None:
+def test_a_name_means_one_field_of_a_recipe_or_none(config_class):
     fields = known_keys(config_class)[0]
     for name, line in rows_of(PAGE):
         name = name.split(".")[-1]
@@ -48,7 +46,7 @@ def test_a_name_means_one_field_of_a_recipe_or_none(config_class: type) -> None:
         assert is_field or name not in {field.rpartition(".")[2] for field in fields}, name
 
 
-def test_every_argument_of_the_seq2seq_trainer_has_a_line() -> None:
+def test_every_argument_of_the_seq2seq_trainer_has_a_line():
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     listed = {name for name, _ in rows_of(TABLES[0])}
@@ -56,7 +54,7 @@ def test_every_argument_of_the_seq2seq_trainer_has_a_line() -> None:
     assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} | of_trainer <= listed
 
 
-def test_a_line_that_says_what_to_write_is_a_run_yaml_that_loads() -> None:
+def test_a_line_that_says_what_to_write_is_a_run_yaml_that_loads():
     """What a script of Seq2SeqTrainer becomes, by the page: an evaluation per epoch, and the best model at the end."""
     flags = ["--eval.every_epochs=1", "--checkpoint.every_epochs=1", "--export.weights=best", "--checkpoint.keep_best=1"]
     flags += ["--eval.best_metric=rougeL", "--optim.warmup_ratio=0.06", "--optim.schedule=cosine", "--optim.min_lr_ratio=0.1"]

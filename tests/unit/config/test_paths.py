@@ -1,9 +1,6 @@
 """Relative paths of a run YAML: where they lead, what is refused, and that a run's own config leads there from anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,7 +28,7 @@ PATHS = {
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch) -> Path:
     """A folder with a run YAML and what it names; the working directory is it, and there is an empty one beside."""
     folder = tmp_path / "project"
     for name in ("models/base", "old", "adapter", "rows", "cache", "runs/run"):
@@ -44,12 +41,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def paths(file: str | Path, *flags: str) -> dict[str, Any]:
+def paths(file: str | Path, *flags: str) -> dict:
     keys = dotted_keys(load_config(SummarizationConfig, [f"--config={file}", *flags]))
     return {key: keys[key] for key in PATHS}
 
 
-def test_paths_are_found_in_the_working_directory_or_beside_the_yaml(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_found_in_the_working_directory_or_beside_the_yaml(project, monkeypatch):
     assert paths("run.yaml") == PATHS
     monkeypatch.chdir(project.parent / "elsewhere")
     beside = {key: f"../project/{value}" for key, value in PATHS.items() if isinstance(value, str)}
@@ -61,7 +58,7 @@ def test_paths_are_found_in_the_working_directory_or_beside_the_yaml(project: Pa
     assert paths("../elsewhere/run.yaml") == PATHS
 
 
-def test_flags_are_of_the_working_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_of_the_working_directory(project, monkeypatch):
     monkeypatch.chdir(project.parent / "elsewhere")
     found = paths(project / "run.yaml", "--data.files=one.csv", "--model.name_or_path", "models/base")
     assert (found["data.files"], found["model.name_or_path"]) == ("one.csv", "models/base")
@@ -71,7 +68,7 @@ def test_flags_are_of_the_working_directory(project: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("name", "value"), [("one.csv", "one.csv"), ("rows/c.csv", "rows/*.csv"), ("models/base", "models/base")]
 )
-def test_what_is_in_both_places_is_refused(project: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_what_is_in_both_places_is_refused(project, monkeypatch, name, value):
     other = project.parent / "elsewhere" / name
     other.parent.mkdir(parents=True, exist_ok=True)
     other.touch()
@@ -91,7 +88,7 @@ def test_what_is_in_both_places_is_refused(project: Path, monkeypatch: pytest.Mo
         assert value in (found if isinstance(found, list) else [found])
 
 
-def test_names_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_no_paths_stay(project, monkeypatch):
     for name in ("corpus", "text", "{{ messages }}", "Qwen"):
         (project / name).mkdir()
     entries = "[{source: corpus}, {source: jsonl, files: one.csv}, {source: ./text}]"
@@ -107,7 +104,7 @@ def test_names_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyP
     assert images.data.folder == "../project/rows"
 
 
-def test_a_file_of_ones_own_rows_is_a_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_ones_own_rows_is_a_path(project, monkeypatch):
     (project / "my_rows.py").touch()
     mix = "[{source: 'my_rows.py:one'}, {source: 'no_rows.py:two'}, {source: 'user/data.py'}]"
     (project / "t5.yaml").write_text("model: {name_or_path: m}\ndata: {source: 'my_rows.py:one'}\ntrain: {max_steps: 3}\n")
@@ -128,7 +125,7 @@ def test_a_file_of_ones_own_rows_is_a_path(project: Path, monkeypatch: pytest.Mo
     assert by_flag.data.source == "my_rows.py:one"
 
 
-def test_a_saved_config_leads_to_the_same_from_anywhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_config_leads_to_the_same_from_anywhere(project, monkeypatch):
     run = project / "runs" / "run"
     save_config(load_config(SummarizationConfig, ["--config=run.yaml"]), run / "config.yaml")
     written = yaml.safe_load((run / "config.yaml").read_text())
@@ -145,8 +142,8 @@ def test_a_saved_config_leads_to_the_same_from_anywhere(project: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["t5_functions", "llm_stdlib", "llm_100b"])
-def test_the_run_configs_here_find_their_models_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    config_class: Any = SummarizationConfig if name.startswith("t5") else LLMConfig
+def test_the_run_configs_here_find_their_models_from_anywhere(tmp_path, monkeypatch, name):
+    config_class = SummarizationConfig if name.startswith("t5") else LLMConfig
     for folder in (REPOSITORY, tmp_path):
         monkeypatch.chdir(folder)
         config = load_config(config_class, [f"--config={REPOSITORY / 'recipes' / 'configs' / name}.yaml"])

@@ -1,10 +1,5 @@
 """A config read from Python: the same keys, values and sentences as on a command line."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.support.refusals import refusal
@@ -12,10 +7,10 @@ from toolkit import load_config
 from toolkit.config.load import load_config as load_from_arguments
 from toolkit.config.schema import LLMConfig, SummarizationConfig
 
-NEEDED: dict[str, Any] = {"model.name_or_path": "model", "train.max_steps": 2}
+NEEDED = {"model.name_or_path": "model", "train.max_steps": 2}
 
 
-def test_values_of_python_are_those_of_flags(tmp_path: Path) -> None:
+def test_values_of_python_are_those_of_flags(tmp_path):
     (tmp_path / "run.yaml").write_text("model: {name_or_path: a}\ntrain: {max_steps: 3}\ndata: {source: csv, files: [x]}\n")
     overrides = {
         "optim.lr": 1e-7, "data.files": ["a.csv", tmp_path / "b.csv"], "eval.generate": False, "optim.max_grad_norm": None,
@@ -30,7 +25,7 @@ def test_values_of_python_are_those_of_flags(tmp_path: Path) -> None:
     assert config.run.name == "7" and config.optim.max_grad_norm is None
 
 
-def test_the_rows_may_come_later_but_only_in_python() -> None:
+def test_the_rows_may_come_later_but_only_in_python():
     assert not load_config("t5", overrides=NEEDED).data.source and not load_config("llm", overrides=NEEDED).data.source
     flags = [f"--{key}={value}" for key, value in NEEDED.items()]
     for config_class, sentence in (
@@ -48,5 +43,5 @@ def test_the_rows_may_come_later_but_only_in_python() -> None:
         ("bert", {}, "recipe is 'bert': choose one of t5, llm, dpo, dpo_t5"),
     ],
 )
-def test_mistakes_have_the_same_sentences(recipe: Any, overrides: dict[str, Any], sentence: str) -> None:
+def test_mistakes_have_the_same_sentences(recipe, overrides, sentence):
     assert refusal(load_config, recipe, overrides=NEEDED | overrides).startswith(sentence)

@@ -1,10 +1,7 @@
 """Which evaluation sets a data section names, names that no figure could have, and `data.mix`: from a YAML and from flags."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ def from_yaml(folder: Path, text: str) -> SummarizationConfig:
     return load_config(SummarizationConfig, ["--config", str(folder / "run.yaml"), *BASE])
 
 
-def test_files_under_names_come_from_a_yaml_and_from_flags(tmp_path: Path) -> None:
+def test_files_under_names_come_from_a_yaml_and_from_flags(tmp_path):
     config = from_yaml(tmp_path, "{news: [a.csv, b.csv], mail: c.csv}")
     assert config.data.eval_files == NAMED and list_sets(config.data) == ["news", "mail"]
     for flags in (
@@ -35,10 +32,9 @@ def test_files_under_names_come_from_a_yaml_and_from_flags(tmp_path: Path) -> No
     assert load_config(SummarizationConfig, ["--config", str(tmp_path / "saved.yaml")]) == config
 
 
-def test_files_under_names_are_found_beside_the_yaml(tmp_path: Path) -> None:
+def test_files_under_names_are_found_beside_the_yaml(tmp_path):
     (tmp_path / "a.csv").touch()
     files = from_yaml(tmp_path, "{news: a.csv, mail: [a.csv, b.csv]}").data.eval_files
-    assert isinstance(files, dict)
     assert Path(str(files["news"])).resolve() == tmp_path / "a.csv" and files["mail"] == [files["news"], "b.csv"]
 
 
@@ -49,11 +45,11 @@ def test_files_under_names_are_found_beside_the_yaml(tmp_path: Path) -> None:
         ("{news: {a: b}}", "line 2: data.eval_files is {news: {a: b}}: write names as in {news: a.csv, mail: [b.csv, c.csv]}, "),
     ],
 )
-def test_mistakes_in_the_file_are_reported(tmp_path: Path, text: str, trouble: str) -> None:
+def test_mistakes_in_the_file_are_reported(tmp_path, text, trouble):
     assert trouble in refusal(from_yaml, tmp_path, text)
 
 
-def test_an_entry_is_named_by_its_name_its_source_or_its_place() -> None:
+def test_an_entry_is_named_by_its_name_its_source_or_its_place():
     entries = [MixEntry(source=source) for source in ("rows", "jsonl", "some/chats", "jsonl", "a/my_rows.py:f", "b/my_rows.py:f")]
     entries += [MixEntry(files="a.csv"), MixEntry(files="b.csv", name="mail"), MixEntry(source="mail")]
     names = ["rows", "mix[1]", "chats", "mix[3]", "mix[4]", "mix[5]", "mix[6]", "mail", "mix[8]"]
@@ -75,11 +71,11 @@ SPLIT = MixEntry(source="b", hub_eval_split="validation")
         ({"source": "a", "hub_eval_split": "validation", "eval_files": NAMED}, ["news", "mail", "validation"]),
     ],
 )
-def test_only_entries_with_evaluation_rows_are_sets(settings: dict[str, Any], sets: list[str]) -> None:
+def test_only_entries_with_evaluation_rows_are_sets(settings, sets):
     assert list_sets(LLMDataConfig(**settings)) == sets
 
 
-UNFIT: tuple[Any, ...] = ("a/b", "", " ", "a\nb", 2024)
+UNFIT = ("a/b", "", " ", "a\nb", 2024)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +86,11 @@ UNFIT: tuple[Any, ...] = ("a/b", "", " ", "a\nb", 2024)
         ({"mix": [MixEntry(source="a", name="loss"), MixEntry(source="b")]}, "data.mix names an evaluation set loss, which is"),
     ],
 )
-def test_names_that_no_metric_could_have_are_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_names_that_no_metric_could_have_are_refused(settings, sentence):
     assert refusal(check_set_names, LLMDataConfig(**settings), {"loss"}).startswith(sentence)
 
 
-def test_files_without_names_hold_a_sets_name() -> None:
+def test_files_without_names_hold_a_sets_name():
     check_set_names(LLMDataConfig(source="a", eval_files=NAMED), {"loss"})
     mix = [MixEntry(source="a/news", hub_eval_split="validation"), MixEntry(source="b")]
     for files in ("news.csv", ["news"]):

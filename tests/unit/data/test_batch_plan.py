@@ -1,22 +1,19 @@
 """The batch plan: which rows a step takes, how they are packed and cut, and the grid of lengths that they are padded to."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.plan.new_shapes import ROWS, Rows, measure
+from benchmarks.plan.new_shapes import ROWS, measure
 from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan, Mix, Step, cut, draw_mix, pack_best_fit
 from toolkit.data.collate import MOST_PADDING, choose_multiples
 from toolkit.errors import UserError
 
 NUM_ROWS = 203
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "bucketed": {},
     "shuffled": {"bucket_by_length": False},
     "packed": {"bucket_by_length": False, "pack_length_tokens": 256},
@@ -27,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_plan(world_size: int = 1, micro_batch_size_rows: int = 4, **settings: Any) -> BatchPlan:
+def build_plan(world_size: int = 1, micro_batch_size_rows: int = 4, **settings) -> BatchPlan:
     """Of rows of random lengths, with settings of `TrainConfig` or of the plan."""
     random = np.random.Generator(np.random.PCG64(7))
     sources, targets = random.integers(1, 200, NUM_ROWS), random.integers(1, 20, NUM_ROWS)
@@ -43,7 +40,7 @@ def steps_of(plan: BatchPlan) -> list[Step]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "micro_batch_size_rows"), [(1, 1), (2, 3), (3, 16), (8, 3)])
-def test_rows_of_a_step_depend_on_no_cut(kind: str, world_size: int, micro_batch_size_rows: int) -> None:
+def test_rows_of_a_step_depend_on_no_cut(kind, world_size, micro_batch_size_rows):
     reference, plan = build_plan(**KINDS[kind]), build_plan(world_size, micro_batch_size_rows, **KINDS[kind])
     for number in range(1, 2 * reference.steps_per_epoch + 1):
         step = plan.step(number)
@@ -58,7 +55,7 @@ def test_rows_of_a_step_depend_on_no_cut(kind: str, world_size: int, micro_batch
 
 
 @pytest.mark.parametrize("kind", ["packed", "packed and bucketed", "packed by tokens"])
-def test_packs_are_full_and_never_too_long_and_leave_the_steps_alone(kind: str) -> None:
+def test_packs_are_full_and_never_too_long_and_leave_the_steps_alone(kind):
     plan = build_plan(**KINDS[kind])
     plain = build_plan(**{name: value for name, value in KINDS[kind].items() if name != "pack_length_tokens"})
     packed, width = 0, 0
@@ -72,7 +69,7 @@ def test_packs_are_full_and_never_too_long_and_leave_the_steps_alone(kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["bucketed", "shuffled", "packed"])
-def test_an_epoch_takes_every_row_once_and_the_rest_last(kind: str) -> None:
+def test_an_epoch_takes_every_row_once_and_the_rest_last(kind):
     plan = build_plan(**KINDS[kind])
     steps = steps_of(plan)
     assert sorted(row for step in steps for row in step.rows) == list(range(NUM_ROWS))
@@ -84,7 +81,7 @@ def test_an_epoch_takes_every_row_once_and_the_rest_last(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["by tokens", "packed by tokens"])
-def test_a_budget_of_tokens_is_filled_and_kept(kind: str) -> None:
+def test_a_budget_of_tokens_is_filled_and_kept(kind):
     plan = build_plan(**KINDS[kind])
     num_steps = plan.num_steps(3)
     steps = [plan.step(number) for number in range(1, num_steps + 1)]
@@ -102,13 +99,13 @@ def test_a_budget_of_tokens_is_filled_and_kept(kind: str) -> None:
 @pytest.mark.parametrize(
     ("num_epochs", "num_steps"), [(1, 7), (1.0, 7), (0.5, 4), (2.5, 18), (0.01, 1), (1 / 7, 1), (0.1429, 2), (3, 21), (1e-9, 1)]
 )
-def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps(num_epochs: float, num_steps: int) -> None:
+def test_a_part_of_an_epoch_is_rounded_up_to_whole_steps(num_epochs, num_steps):
     assert build_plan(global_batch_size_rows=30).num_steps(num_epochs) == num_steps
 
 
 @pytest.mark.parametrize("every_epochs", ["0.1", "0.75", "1.5"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_due_steps_are_the_lengths_of_as_many_epochs(kind: str, every_epochs: str) -> None:
+def test_due_steps_are_the_lengths_of_as_many_epochs(kind, every_epochs):
     """Of epochs of different lengths too; 0.1 is a tenth, though three times the nearest binary number is more than 0.3."""
     plan, exact = build_plan(**KINDS[kind]), Fraction(every_epochs)
     last = plan.num_steps(3)
@@ -117,7 +114,7 @@ def test_due_steps_are_the_lengths_of_as_many_epochs(kind: str, every_epochs: st
     assert all(plan.is_due(step, 1e-9) for step in range(1, last + 1))
 
 
-def test_a_mix_gives_each_source_its_share() -> None:
+def test_a_mix_gives_each_source_its_share():
     mix = Mix(np.array([0] * 10 + [1] * 90), (3.0, 1.0))
     draws = [draw_mix(mix, np.random.Generator(np.random.PCG64(seed))) for seed in (0, 1)]
     for rows in draws:
@@ -127,14 +124,14 @@ def test_a_mix_gives_each_source_its_share() -> None:
     assert sorted(draws[0]) != sorted(draws[1]), "another part of a large source every epoch"
 
 
-def test_seed_and_epoch_change_the_order() -> None:
+def test_seed_and_epoch_change_the_order():
     plan, other = build_plan(), build_plan(seed=1)
     epochs = ((plan, 0), (plan, plan.steps_per_epoch), (other, 0))
     assert len({tuple(of.step(start + number).rows for number in range(1, 13)) for of, start in epochs}) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_come_neither_in_the_order_of_the_rows_nor_of_their_lengths(kind: str) -> None:
+def test_steps_come_neither_in_the_order_of_the_rows_nor_of_their_lengths(kind):
     plan = build_plan(**KINDS[kind])
     steps = [list(step.rows) for step in steps_of(plan)[:-1]]  # the rest comes last
     for values in (np.arange(NUM_ROWS), plan.num_tokens):
@@ -142,13 +139,13 @@ def test_steps_come_neither_in_the_order_of_the_rows_nor_of_their_lengths(kind: 
         assert abs(np.corrcoef(means, range(len(steps)))[0, 1]) < 0.7
 
 
-def test_the_smaller_rest_is_of_any_length() -> None:
+def test_the_smaller_rest_is_of_any_length():
     plans = [build_plan(seed=seed) for seed in range(8)]
     means = [plan.num_tokens[list(steps_of(plan)[-1].rows)].mean() for plan in plans]
     assert min(means) < plans[0].num_tokens.mean() < max(means)
 
 
-def test_batches_hold_rows_of_similar_length() -> None:
+def test_batches_hold_rows_of_similar_length():
     """Padding to the longest of a batch costs far less than with random batches."""
 
     def padding(plan: BatchPlan) -> float:
@@ -157,7 +154,7 @@ def test_batches_hold_rows_of_similar_length() -> None:
     assert padding(build_plan()) < 1.35 < padding(build_plan(bucket_by_length=False))
 
 
-def test_ranks_get_balanced_tokens() -> None:
+def test_ranks_get_balanced_tokens():
     random = np.random.Generator(np.random.PCG64(1))
     costs = random.integers(1, 500, 64)
     for micro_batch in cut(np.arange(64), costs, num_ranks=4, micro_batch_size_rows=8):
@@ -165,7 +162,7 @@ def test_ranks_get_balanced_tokens() -> None:
         assert max(tokens) / min(tokens) < 1.2
 
 
-def test_a_rank_without_rows_stays_in_step_and_does_not_count() -> None:
+def test_a_rank_without_rows_stays_in_step_and_does_not_count():
     plan = build_plan(world_size=8, micro_batch_size_rows=4)
     assert len(steps_of(plan)[-1].rows) == 11
     train = TrainConfig(global_batch_size_rows=2, micro_batch_size_rows=1)
@@ -182,14 +179,14 @@ def test_a_rank_without_rows_stays_in_step_and_does_not_count() -> None:
         ({"global_batch_size_tokens": 100}, r"global_batch_size_tokens is 100, less than the longest row \(\d+ tokens\)"),
     ],
 )
-def test_a_batch_that_is_too_small_is_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_a_batch_that_is_too_small_is_refused(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         build_plan(**settings)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_rows", [1, 7, 300])
-def test_every_row_is_in_one_pack_that_holds_it(seed: int, num_rows: int) -> None:
+def test_every_row_is_in_one_pack_that_holds_it(seed, num_rows):
     lengths = np.random.Generator(np.random.PCG64(seed)).integers(1, 101, num_rows)
     packs = pack_best_fit(lengths, 100)
     assert sorted(place for pack in packs for place in pack) == list(range(num_rows))
@@ -197,7 +194,7 @@ def test_every_row_is_in_one_pack_that_holds_it(seed: int, num_rows: int) -> Non
     assert len(packs) <= 11 / 9 * math.ceil(lengths.sum() / 100) + 1
 
 
-def test_a_row_goes_where_it_fits_best() -> None:
+def test_a_row_goes_where_it_fits_best():
     # 6 | 5 | then 4 fills 6 to 10, not 5 to 9
     assert pack_best_fit(np.array([4, 6, 5]), 10) == [[1, 0], [2]]
     assert pack_best_fit(np.array([5, 5, 5, 5]), 10) == [[0, 1], [2, 3]]
@@ -205,13 +202,13 @@ def test_a_row_goes_where_it_fits_best() -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.name)
-def test_the_grid_adds_little_padding_and_few_shapes_are_new_after_a_quarter_of_an_epoch(rows: Rows) -> None:
+def test_the_grid_adds_little_padding_and_few_shapes_are_new_after_a_quarter_of_an_epoch(rows):
     _, before, after = measure(rows)
     assert after.padding_share <= MOST_PADDING
     assert sum(after.new_shares[1:]) / 3 <= 0.05 < sum(before.new_shares[1:]) / 3
 
 
-def test_the_grid_is_the_coarsest_within_the_bound() -> None:
+def test_the_grid_is_the_coarsest_within_the_bound():
     assert choose_multiples([(8, 512, 64), (8, 256, 64)], (512, 64)) == (64, 64), "nothing is added"
     assert choose_multiples([(8, 500), (8, 508)], (600,)) == (64,), "512 is within 3 %"
     assert choose_multiples([(8, 450), (8, 508)], (600,)) == (24,), "456 and 528 are 2.7 % more, 480 and 512 of 32 are 3.5"

@@ -1,7 +1,5 @@
 """Folders of the cache: durable before they count, checked before they are read, shared by processes that are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -10,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,9 +46,8 @@ print("has that of", find_or_build("the cache", cache / "a", build)["by"], flush
 @contextmanager
 def another_process(cache: Path, name: str, pause: str) -> Iterator[subprocess.Popen[str]]:
     """A real one that builds `cache / "a"` and has come to the place where it waits for a line."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", ANOTHER, str(cache), name, pause], **pipes) as process:
-        assert process.stdout is not None
         try:
             while process.stdout.readline() != "waits\n":
                 assert process.poll() is None
@@ -64,8 +60,8 @@ def unfinished(cache: Path) -> list[Path]:
     return list(cache.glob("unfinished-*"))
 
 
-def fill(text: str) -> Callable[[Path], dict[str, Any]]:
-    def build(folder: Path) -> dict[str, Any]:
+def fill(text: str) -> Callable[[Path], dict]:
+    def build(folder: Path) -> dict:
         (folder / "inner").mkdir()
         (folder / "rows.arrow").write_text(text)
         (folder / "inner" / "state.json").write_text("{}")
@@ -74,7 +70,7 @@ def fill(text: str) -> Callable[[Path], dict[str, Any]]:
     return build
 
 
-def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_the_disk_before_the_name_counts(tmp_path, monkeypatch):
     events: list[tuple[str, str]] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -106,9 +102,7 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
         ("*", None),
     ],
 )
-def test_a_damaged_folder_is_named_and_built_again(
-    tmp_path: Path, damaged: str, content: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_folder_is_named_and_built_again(tmp_path, damaged, content, capsys):
     folder, about_file = tmp_path / "a", tmp_path / "a" / "about.json"
     about = find_or_build("the cache", folder, fill("some text"))
     assert find_or_build("the cache", folder, fill("other text")) == about
@@ -126,7 +120,7 @@ def test_a_damaged_folder_is_named_and_built_again(
 
 
 @pytest.mark.parametrize("pause", ["at damage", "in build"])
-def test_of_two_processes_that_build_one_folder_the_slower_takes_what_is_there(tmp_path: Path, pause: str) -> None:
+def test_of_two_processes_that_build_one_folder_the_slower_takes_what_is_there(tmp_path, pause):
     """It found the damage before the faster one had built the folder again, or is overtaken in its build."""
     folder = tmp_path / "a"
     if pause == "at damage":
@@ -141,9 +135,7 @@ def test_of_two_processes_that_build_one_folder_the_slower_takes_what_is_there(t
     assert folder.stat().st_ino == built and os.listdir(tmp_path) == ["a"]
 
 
-def test_a_folder_that_was_built_while_its_damaged_predecessor_was_read_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_was_built_while_its_damaged_predecessor_was_read_stands(tmp_path, monkeypatch):
     """The slower one is at the end of its own build, and the folder that it reads by then has been moved away."""
     folder, hash_file, hashed = tmp_path / "a", cache_folders.hash_file, []
 
@@ -162,7 +154,7 @@ def test_a_folder_that_was_built_while_its_damaged_predecessor_was_read_stands(
     assert (folder / "rows.arrow").read_text() == "faster" and os.listdir(tmp_path) == ["a"]
 
 
-def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path, capsys):
     with another_process(tmp_path, "killed", "in build") as killed:
         killed.send_signal(signal.SIGKILL)
         killed.wait(PATIENCE_S)
@@ -181,10 +173,10 @@ def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path: Path, capsy
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_the_folder_that_this_process_builds_is_not_left_over(tmp_path: Path) -> None:
+def test_the_folder_that_this_process_builds_is_not_left_over(tmp_path):
     """Rows are built while tokens are."""
 
-    def build(folder: Path) -> dict[str, Any]:
+    def build(folder: Path) -> dict:
         find_or_build("the rows", tmp_path / "rows", fill("rows"))
         return fill("tokens")(folder)
 
@@ -192,7 +184,7 @@ def test_the_folder_that_this_process_builds_is_not_left_over(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["rows", "tokens"]
 
 
-def test_a_cache_that_may_not_be_listed_or_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_cache_that_may_not_be_listed_or_written_is_one_sentence(tmp_path):
     """Root may read everything, so a name that is too long stands in for a folder that may not be entered."""
     (tmp_path / "file").touch()
     for name, sentence in (

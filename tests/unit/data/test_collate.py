@@ -1,7 +1,5 @@
 """Micro-batches as tensors."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 
@@ -19,7 +17,7 @@ PACKS = [[row] for row in ROWS]
 COLLATOR = SummarizationCollator(pad_token_id=0, decoder_start_token_id=2)
 
 
-def test_rows_are_padded_to_the_longest() -> None:
+def test_rows_are_padded_to_the_longest():
     batch = COLLATOR.collate(PACKS)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [9, 1, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -32,14 +30,14 @@ def test_rows_are_padded_to_the_longest() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1]], "a padding id inside a source counts"
 
 
-def test_shift_is_that_of_transformers() -> None:
+def test_shift_is_that_of_transformers():
     from transformers.models.bart.modeling_bart import shift_tokens_right
 
     labels_BT = torch.tensor([[5, 6, 1], [7, 1, IGNORED_LABEL]])
     assert torch.equal(shift_right(labels_BT, 1, 2), shift_tokens_right(labels_BT, 1, 2))
 
 
-def test_a_model_s_own_shift_is_taken_and_labels_stay_as_they_are() -> None:
+def test_a_model_s_own_shift_is_taken_and_labels_stay_as_they_are():
     """mBART begins with a row's last label; FSMT's method writes padding over the ignored ones of its argument."""
     from transformers import FSMTConfig, FSMTForConditionalGeneration
 
@@ -60,7 +58,7 @@ def causal_row(token_ids: list[int], prompt_length: int) -> dict:
 CAUSAL_ROWS = [causal_row([5, 6, 7, 8], 2), causal_row([9, 4], 1), causal_row([3, 2, 1], 1)]
 
 
-def test_packed_rows_start_again_at_position_0_and_predict_no_neighbour_and_unpacked_ones_have_the_same_labels() -> None:
+def test_packed_rows_start_again_at_position_0_and_predict_no_neighbour_and_unpacked_ones_have_the_same_labels():
     unpacked, packs = [[row] for row in CAUSAL_ROWS], [CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]]
     in_one_row = [[5, 6, 7, 8, 9, 4, 3, 2, 1]]  # as flash attention gets packs, without padding
     for rows, one_row, ids, positions, places in (
@@ -75,14 +73,14 @@ def test_packed_rows_start_again_at_position_0_and_predict_no_neighbour_and_unpa
     assert CausalCollator(0, one_row=True).collate(unpacked)["input_ids"].shape == (3, 4)
 
 
-def test_rows_that_do_not_count_have_one_ignored_label() -> None:
+def test_rows_that_do_not_count_have_one_ignored_label():
     batch = COLLATOR.collate(PACKS, is_dummy=True)
     assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
     for dummy in (batch, CausalCollator(0).collate([CAUSAL_ROWS], is_dummy=True)):
         assert dummy["labels"].tolist() == [IGNORED_LABEL] and dummy["label_positions"].tolist() == [0]
 
 
-def test_prompts_are_padded_at_their_start() -> None:
+def test_prompts_are_padded_at_their_start():
     collator = CausalCollator(0)
     prompts = collator.prompts(CAUSAL_ROWS[:2])
     assert prompts["input_ids"].tolist() == [[5, 6], [0, 9]]
@@ -91,7 +89,7 @@ def test_prompts_are_padded_at_their_start() -> None:
 
 
 @pytest.mark.parametrize("one_row", [False, True])
-def test_documents_are_numbered_and_padding_is_none(one_row: bool) -> None:
+def test_documents_are_numbered_and_padding_is_none(one_row):
     collator, packs = CausalCollator(0, one_row=one_row, numbers_documents=True), [CAUSAL_ROWS[:2], CAUSAL_ROWS[2:]]
     padded = [[1, 1, 1, 1, 2, 2], [3, 3, 3, 0, 0, 0]]
     assert collator.collate(packs)["documents"].tolist() == ([[1, 1, 1, 1, 2, 2, 3, 3, 3]] if one_row else padded)
@@ -100,7 +98,7 @@ def test_documents_are_numbered_and_padding_is_none(one_row: bool) -> None:
     assert not collator.collate(packs, is_dummy=True)["documents"].any()
 
 
-def test_only_data_workers_are_ended_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_data_workers_are_ended_at_exit(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
     processes = multiprocessing.get_context("fork")
     receiver, sender = processes.Pipe()

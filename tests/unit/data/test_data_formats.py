@@ -1,10 +1,7 @@
 """Every example of docs/data_formats.md, from its file to tokens: the line that a run prints, and what is trained on."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +18,7 @@ BLOCK = re.compile(r"(?:^`([^`\n]+)`:\n\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE 
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+def models(tmp_path_factory) -> dict[bool, str]:
     """Folders of a base model's tokenizer, and of one with a chat template."""
     folder = tmp_path_factory.mktemp("models")
     for has_template in (False, True):
@@ -31,11 +28,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_example_is_read_as_the_page_says(
-    section: str, models: dict[bool, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_is_read_as_the_page_says(section, models, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    settings: dict[str, Any] = {}
+    settings = {}
     block, is_base, is_llm = "", False, False
     num_shown = 0
     for name, language, content in BLOCK.findall(SECTIONS[section]):
@@ -53,7 +48,7 @@ def test_an_example_is_read_as_the_page_says(
     assert num_shown
 
 
-def show(settings: dict[str, Any], model: str, of: Any, *, printed: pytest.CaptureFixture[str]) -> str:
+def show(settings: dict, model: str, of, *, printed: pytest.CaptureFixture[str]) -> str:
     """What the run prints on reading, then each row as text; in an LLM's rows, `[[ ]]` is around what counts in the loss."""
     settings = {"eval_fraction": 0.0, "cache_dir": "cache", **settings}
     if "mix" in settings:

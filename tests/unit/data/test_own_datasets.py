@@ -1,33 +1,27 @@
 """Datasets given by Python code: what is refused, and the files that stand for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import datasets
-import pytest
 
 from tests.support.refusals import refusal
 from tests.support.rows import load_rows
 from toolkit import load_config
 from toolkit.data.sources.own_function import check_datasets, save_datasets
 
-NEEDED: dict[str, Any] = {"model.name_or_path": "model", "train.max_steps": 2}
+NEEDED = {"model.name_or_path": "model", "train.max_steps": 2}
 CHATS = [[{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": f"you, {i}"}] for i in range(4)]
 
 
-def config(**overrides: Any) -> Any:
+def config(**overrides):
     return load_config("llm", overrides=NEEDED | {key.replace("__", "."): value for key, value in overrides.items()})
 
 
-def dataset(rows: Any) -> Any:
+def dataset(rows):
     return datasets.Dataset.from_list([{"messages": row} for row in rows])
 
 
-def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(tmp_path, capfd):
     datasets.enable_progress_bars()
     here = check_datasets(config(data__cache_dir=str(tmp_path)), dataset(CHATS), None)
     given = save_datasets(here, dataset(CHATS), dataset(CHATS[:1]))
@@ -45,10 +39,10 @@ def test_rows_are_those_of_the_datasets_and_a_changed_cell_is_another_file(
     assert sentence.startswith(f"the dataset cannot be written to {tmp_path}/file/datasets (Not a directory): make room there")
 
 
-def test_what_is_no_dataset_or_beside_other_rows_is_refused() -> None:
+def test_what_is_no_dataset_or_beside_other_rows_is_refused():
     rows = dataset(CHATS)
     both = datasets.DatasetDict(a=rows, b=rows)
-    mistakes: list[tuple[Any, Any, Any, str]] = [
+    mistakes = [
         (config(), None, None, "there are no rows: give finetune a datasets.Dataset as train, or set data.files in the config"),
         (config(), None, rows, "evaluation is a dataset, but train is not given: "),
         (config(), CHATS, None, "train is a list: give a datasets.Dataset, as from Dataset.from_list"),

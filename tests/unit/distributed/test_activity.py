@@ -1,13 +1,10 @@
 """What counts as work of a process that reports nothing: its CPU time, that of its children, and what they read and write."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import psutil
@@ -44,7 +41,7 @@ def sleep() -> None:
 
 
 @pytest.mark.parametrize(("act", "works"), [(compute, True), (compute_in_a_child, True), (write_slowly, True), (sleep, False)])
-def test_what_is_work(act: Callable[[], None], works: bool) -> None:
+def test_what_is_work(act, works):
     activity = Activity(WINDOW_S)
     assert not activity.has_worked(0.0), "the window is not over"
     act()
@@ -52,7 +49,7 @@ def test_what_is_work(act: Callable[[], None], works: bool) -> None:
     assert activity.has_worked(0.0) is works
 
 
-def test_threads_that_do_not_count() -> None:
+def test_threads_that_do_not_count():
     """All of the CPU time is of such a thread."""
     activity, before_s = Activity(WINDOW_S), time.thread_time()
     activity.restart(before_s)
@@ -60,9 +57,7 @@ def test_threads_that_do_not_count() -> None:
     assert not activity.has_worked(time.thread_time())
 
 
-def test_a_child_counts_where_the_system_hides_other_processes_and_a_look_that_fails_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_counts_where_the_system_hides_other_processes_and_a_look_that_fails_ends_nothing(monkeypatch):
     """As /proc mounted with hidepid=1: psutil then lists no children at all. With an error, the thread that keeps the time would
     end, and the run would go on unwatched."""
     monkeypatch.setattr(psutil.Process, "children", Mock(side_effect=psutil.AccessDenied(pid=1)))

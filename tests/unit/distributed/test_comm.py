@@ -1,9 +1,6 @@
 """What ranks agree on."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,13 +11,13 @@ from toolkit.errors import UserError
 from toolkit.models.safetensors_index import ShardedReadUnsupported
 
 
-def test_ranks_agree_on_the_first_error_with_its_class_unless_only_one_of_them_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_first_error_with_its_class_unless_only_one_of_them_has_it(monkeypatch):
     """A user's file of rows, and a class in it, is loaded on one rank of a machine."""
 
     class OfTheirs(UserError):
         pass
 
-    def gather(value: Any) -> list[Any]:
+    def gather(value) -> list:
         return [None, pickle.loads(pickle.dumps(value)), UserError("b is 4")]
 
     monkeypatch.setattr(comm, "gather_objects", gather)

@@ -1,13 +1,9 @@
 """How a run's devices are described; the cores that a process may use, and the threads of a rank for work on the host."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from toolkit.launch import accelerator
 from toolkit.launch.accelerator import _num_threads
 
 
-def test_a_run_says_what_its_processes_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_what_its_processes_compute_on(monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_045_870_592)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(device, "available_cores", lambda: 12)
@@ -44,9 +40,7 @@ def test_a_run_says_what_its_processes_compute_on(monkeypatch: pytest.MonkeyPatc
         ("3:memory:/job", {}, math.inf, 12),
     ],
 )
-def test_affinity_and_the_smallest_quota_of_the_groups_around_limit_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], quota: float, cores: int
-) -> None:
+def test_affinity_and_the_smallest_quota_of_the_groups_around_limit_the_cores(tmp_path, monkeypatch, own, files, quota, cores):
     for name, text in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(f"{text}\n")
@@ -57,14 +51,14 @@ def test_affinity_and_the_smallest_quota_of_the_groups_around_limit_the_cores(
     assert available_cores() == cores
 
 
-def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(device, "gather_objects", lambda own: [own, 40 * 2**30])
     assert device.smallest_gpu_bytes(torch.device("cuda", 0)) == 40 * 2**30
     assert device.smallest_gpu_bytes(torch.device("cpu")) is None
 
 
-def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch):
     """accelerate gives rank 2 the GPU of rank 0 where there are two, and nccl fails later with words about the network."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
     monkeypatch.setattr(device, "gather_objects", lambda own: [own, "GPU-1"])
@@ -78,7 +72,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def twelve_cores(monkeypatch) -> Iterator[None]:
     """A machine of 12 cores and 4 ranks, as `accelerate launch` starts them; torch's threads are put back."""
     num_threads = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
@@ -100,15 +94,13 @@ MINE = {0, 1, 2}
         (CPU, set(range(12)), [], 1),  # a rehearsal keeps the launcher's number
     ],
 )
-def test_ranks_with_gpus_share_the_cores_of_their_node(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, own_cores: set[int], ranks: list[Any], num_threads: int
-) -> None:
+def test_ranks_with_gpus_share_the_cores_of_their_node(monkeypatch, device, own_cores, ranks, num_threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: own_cores)
     monkeypatch.setattr(accelerator, "gather_objects", lambda _: ranks)
     assert _num_threads(device) == num_threads
 
 
-def test_the_setting_overrides_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_overrides_the_launcher(monkeypatch):
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)

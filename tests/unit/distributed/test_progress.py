@@ -1,12 +1,9 @@
 """Steps and phases: their bars on a terminal, and their lines elsewhere."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
 import sys
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -16,7 +13,7 @@ from toolkit.distributed import progress as module
 from toolkit.distributed.progress import Phase, Progress
 
 SPEED = {"tokens_per_s": 12345.6, "tokens_per_s_per_rank": 12345.6}
-FIGURES: dict[str, Any] = {"loss": 2.5, "learning_rate": 1e-3, "speed": SPEED}
+FIGURES = {"loss": 2.5, "learning_rate": 1e-3, "speed": SPEED}
 
 
 @pytest.mark.parametrize(
@@ -28,9 +25,7 @@ FIGURES: dict[str, Any] = {"loss": 2.5, "learning_rate": 1e-3, "speed": SPEED}
         (6_000_000, "rows", ["reading: 3,000,000 of 6,000,000 rows, 12 s left", "reading: 6,000,000 of 6,000,000 rows"]),
     ],
 )
-def test_a_long_phase_has_a_line_every_ten_seconds_and_at_its_end(
-    total: int | None, unit: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_phase_has_a_line_every_ten_seconds_and_at_its_end(total, unit, lines, capsys, monkeypatch):
     now_s = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
     for rank, num, said in ((0, 6, lines), (0, 2, []), (1, 6, [])):  # a short phase and other ranks print nothing
@@ -52,9 +47,7 @@ def count(rows: dict[str, list]) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_tokenizing_reports_rows_of_all_processes(
-    num_workers: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizing_reports_rows_of_all_processes(num_workers, capfd, monkeypatch):
     monkeypatch.setattr(module, "LINE_INTERVAL_S", 0)
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     rows = Dataset.from_dict({"text": ["a"] * 4001})
@@ -65,9 +58,7 @@ def test_tokenizing_reports_rows_of_all_processes(
     assert err == ""
 
 
-def test_a_line_at_the_stated_steps_and_at_the_last_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_at_the_stated_steps_and_at_the_last_one(capsys, monkeypatch):
     now_s = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
     progress = Progress(num_steps=4003, start_step=1000, every_steps=1000)
@@ -93,7 +84,7 @@ def test_a_line_at_the_stated_steps_and_at_the_last_one(
         assert capsys.readouterr().out.endswith(said) and (rank == 0 or not said)
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "80")
@@ -111,7 +102,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out == "evaluated\n"
 
 
-def test_a_phase_that_counts_without_an_end_has_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_that_counts_without_an_end_has_a_bar_too(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setattr(module, "BAR_DELAY_S", 0)
     with Phase("reading the data", None, "rows") as phase:

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ def draw() -> list[float]:
     return [random.random(), np.random.random(), torch.rand(()).item()]
 
 
-def test_draws_within_are_not_seen_after_it_however_it_ends() -> None:
+def test_draws_within_are_not_seen_after_it_however_it_ends():
     for ends_by in (None, ValueError):
         random.seed(1), np.random.seed(2), torch.manual_seed(3)
         expected = draw()
@@ -29,9 +28,7 @@ def test_draws_within_are_not_seen_after_it_however_it_ends() -> None:
         assert draw() == expected
 
 
-def test_a_seed_reaches_every_generator_and_gpu_and_writes_no_stack_for_devices_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_seed_reaches_every_generator_and_gpu_and_writes_no_stack_for_devices_that_are_not_there(monkeypatch):
     drawn, seeds = [], []
     with monkeypatch.context() as patch:
         patch.setattr("traceback.format_stack", lambda *_: pytest.fail("a call for a device was put off"))
@@ -47,7 +44,7 @@ def test_a_seed_reaches_every_generator_and_gpu_and_writes_no_stack_for_devices_
     assert seeds == [rng.derive_seed("step", 1)]
 
 
-def test_each_rank_gets_its_own_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_gets_its_own_state_back(tmp_path, monkeypatch):
     monkeypatch.setattr(rng, "world_size", lambda: 2)
     monkeypatch.setattr(rng, "on_all_ranks", lambda work: work())
     drawn = []

@@ -1,12 +1,9 @@
 """Signals are noted, reported to all ranks at a step boundary, and known to all at the next one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -31,7 +28,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number: signal.Signals) -> None:
+def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number):
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequests() as stops:
         assert all(signal.getsignal(number) not in before for number in SIGNALS)
@@ -43,7 +40,7 @@ def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_only_changes_the_name() -> None:
+def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_only_changes_the_name():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequests() as stops:
         send(signal.SIGHUP)
@@ -56,7 +53,7 @@ def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_onl
         assert stops.agree() == Agreement("SIGTERM", False)
 
 
-def test_beside_the_main_thread_no_handler_is_set() -> None:
+def test_beside_the_main_thread_no_handler_is_set():
     """Python allows it nowhere else; training in a thread goes on without."""
     before, agreements = [signal.getsignal(number) for number in SIGNALS], []
 
@@ -71,7 +68,7 @@ def test_beside_the_main_thread_no_handler_is_set() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_ranks_agree_at_the_same_boundary() -> None:
+def test_ranks_agree_at_the_same_boundary():
     """Each rank gets other signals at other times, one's save fails, and another's fingerprint differs once."""
     sent = {1: {3: signal.SIGUSR1}, 0: {5: signal.SIGTERM}}
     failed = {0: {6}}
@@ -84,7 +81,7 @@ def test_ranks_agree_at_the_same_boundary() -> None:
     assert [agreement.differ for agreement in first] == [False] * 3 + [True] + [False] * 5
 
 
-def agree_often(sent: dict[int, dict[int, Any]], failed: dict[int, set[int]]) -> list[Agreement]:
+def agree_often(sent: dict[int, dict], failed: dict[int, set[int]]) -> list[Agreement]:
     """Nine boundaries; before boundary n this rank gets `sent[rank][n]`."""
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator

@@ -1,7 +1,5 @@
 """Who did not arrive, and when a watchdog bites; on real ranks: tests/faults/test_hangs.py."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -12,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -51,7 +48,7 @@ def place(step: int | None = 4, **num_collectives: int) -> Place:
         ([place()], set()),
     ],
 )  # fmt: skip
-def test_late_ranks(places: list[Place], late: set[int]) -> None:
+def test_late_ranks(places, late):
     assert late_ranks(dict(enumerate(places))) == late
 
 
@@ -82,7 +79,7 @@ def test_late_ranks(places: list[Place], late: set[int]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_sentence(places: dict[int, Place], silent: set[int], sentence: str) -> None:
+def test_the_sentence(places, silent, sentence):
     assert explain(places, silent, 30, Path("runs/a")) == f"{START}{sentence}{END}"
     any_name = explain(places, silent, 30, Path("runs/a\nb\udce9"))
     assert any_name.endswith(r" Stacks are in runs/a\nb\udce9/hang-rank-*.txt.") and any_name.encode()
@@ -108,7 +105,7 @@ class Clock:
         self.num_looks, self._watchdog, self._act = 0, watchdog, act
         clock = SimpleNamespace(monotonic=lambda: self.num_looks * watchdog.timeout_s / 10, thread_time=float, time_ns=int)
         monkeypatch.setattr("toolkit.distributed.watchdog.time", clock)
-        replaced: Any = {"_rank": 0, "_world_size": 1, "_stopped": self}
+        replaced = {"_rank": 0, "_world_size": 1, "_stopped": self}
         vars(watchdog).update(replaced)
 
     def wait(self, _: float) -> bool:
@@ -123,7 +120,7 @@ class Clock:
         return self.num_looks - 1
 
 
-def test_it_bites_only_once_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_bites_only_once_nothing_moves(tmp_path, monkeypatch):
     watchdog = Bitten(1.0, tmp_path)
 
     def move(look: int) -> None:
@@ -135,9 +132,7 @@ def test_it_bites_only_once_nothing_moves(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("counts_cpu", "bites_at"), [(True, 30), (False, 11)])
-def test_work_is_movement_only_in_a_phase_that_says_so(
-    counts_cpu: bool, bites_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_is_movement_only_in_a_phase_that_says_so(counts_cpu, bites_at, tmp_path, monkeypatch):
     """A host that waits for a GPU takes a whole core."""
     watchdog = Bitten(1.0, tmp_path)
 
@@ -146,13 +141,13 @@ def test_work_is_movement_only_in_a_phase_that_says_so(
             watchdog.enter_phase("evaluation", 3, counts_cpu=counts_cpu)
 
     clock = Clock(watchdog, monkeypatch, enter)
-    activity: Any = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: clock.num_looks <= 20)
+    activity = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: clock.num_looks <= 20)
     vars(watchdog)["_activity"] = activity
     assert bites_at <= clock.run() <= bites_at + 1
     assert "rank 0 stopped moving: in step 3, evaluation" in watchdog.sentence
 
 
-def test_after_its_end_it_is_quiet(tmp_path: Path) -> None:
+def test_after_its_end_it_is_quiet(tmp_path):
     before = threading.active_count()
     with Bitten(0.3, tmp_path) as watchdog:
         watchdog.enter_phase("update", 1)
@@ -176,7 +171,7 @@ def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, pat
     return None
 
 
-def test_a_job_in_which_one_rank_moves_does_not_hang() -> None:
+def test_a_job_in_which_one_rank_moves_does_not_hang():
     """One that has left is not waited for; one is silent only after as long a time as the patience: a library call may keep its
     threads from the GIL for a while."""
     still = {number: lambda _: place() for number in (0, 1)}
@@ -200,7 +195,7 @@ def three_ranks(*processes: str) -> list[Peers]:
     return ranks
 
 
-def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all(monkeypatch):
     with subprocess.Popen(["true"]) as ended:
         pass
     ranks = three_ranks("", f"{ended.pid} {_machine()}", "")
@@ -210,7 +205,7 @@ def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all(monkeypatch:
     assert [ranks[number].find_gone(patience_s=100) for number in (0, 2)] == [([1], True), ([1], False)]
 
 
-def test_a_rank_of_another_machine_is_gone_once_it_is_silent() -> None:
+def test_a_rank_of_another_machine_is_gone_once_it_is_silent():
     """Process ids of another machine say nothing here."""
     ranks = three_ranks("", f"{2**22} another", f"{os.getpid()} another")
     stopped = threading.Event()

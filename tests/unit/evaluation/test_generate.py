@@ -1,7 +1,5 @@
 """Texts that were cut off, are empty or repeat themselves are found; normal ones are not."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import pydoc
@@ -9,7 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -46,11 +43,11 @@ NORMAL = [
 ]
 
 
-def test_a_loop_at_the_end_is_found_and_none_in_a_normal_text() -> None:
+def test_a_loop_at_the_end_is_found_and_none_in_a_normal_text():
     assert [text for text in LOOPS + NORMAL if repeats_itself(text)] == LOOPS
 
 
-def test_texts_that_people_wrote_give_no_alarm() -> None:
+def test_texts_that_people_wrote_give_no_alarm():
     """Docstrings, long and short, and the pages of this repository with their tables and code."""
     modules = [json, inspect, pydoc, torch, torch.nn.functional, torch.optim]
     texts = [value.__doc__ for module in modules for value in (module, *vars(module).values()) if getattr(value, "__doc__", None)]
@@ -73,14 +70,12 @@ def test_texts_that_people_wrote_give_no_alarm() -> None:
         ([[5, 6, 7], [5, END, 0]], ["a " * 9, " \n"], END, None, [(CUT, REPEATING), (EMPTY,)]),
     ],
 )
-def test_a_text_without_an_end_token_was_cut_off_and_white_space_is_empty(
-    tokens: list[list[int]], texts: Sequence[str], eos: Any, forced: int | None, expected: list[tuple[str, ...]]
-) -> None:
-    model: Any = SimpleNamespace(generation_config=SimpleNamespace(forced_eos_token_id=forced))
+def test_a_text_without_an_end_token_was_cut_off_and_white_space_is_empty(tokens, texts, eos, forced, expected):
+    model = SimpleNamespace(generation_config=SimpleNamespace(forced_eos_token_id=forced))
     assert find_flaws(model, torch.tensor(tokens), list(texts), 3, eos) == expected
 
 
-def test_kinds_are_counted_apart_with_the_key_that_changes_them_and_nothing_is_said_of_sound_texts() -> None:
+def test_kinds_are_counted_apart_with_the_key_that_changes_them_and_nothing_is_said_of_sound_texts():
     sound = {"num_texts": 1234, CUT: 0, EMPTY: 0, REPEATING: 0}
     assert describe_flaws(sound) == describe_flaws({"loss": 1.0}) == ""
     assert describe_flaws(sound | {CUT: 1000, REPEATING: 1}) == (
@@ -95,16 +90,14 @@ def test_kinds_are_counted_apart_with_the_key_that_changes_them_and_nothing_is_s
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_an_evaluation_counts_what_it_generated(
-    family: str, batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_counts_what_it_generated(family, batch_size, tmp_path, monkeypatch):
     """The same in every batch size, although shorter texts of a batch are padded to its longest."""
-    model: Any = seq2seq_families.build_model(family)
+    model = seq2seq_families.build_model(family)
     data, end = rows_for(model), model.generation_config.eos_token_id
     written = {0: [7, end], 1: [], 2: [8, 9, 7, 5, 6], 3: [9, 9, 9, end]}
     places: list[int] = []
 
-    def generated(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    def generated(input_ids: torch.Tensor, **options) -> torch.Tensor:
         assert options["max_new_tokens"] == 5
         rows = [next(i for i, row in enumerate(data.rows["input_ids"]) if row == kept(ids)) for ids in input_ids.tolist()]
         places.extend(rows)
@@ -123,7 +116,7 @@ def test_an_evaluation_counts_what_it_generated(
     assert {name: figures[name] for name in ("num_texts", *FLAWS)} == {"num_texts": 4, CUT: 1, EMPTY: 1, REPEATING: 0}
 
 
-def test_the_texts_of_all_ranks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_texts_of_all_ranks_are_counted(tmp_path, monkeypatch):
     data = eval_rows([{"row_id": i, "target": "a", "prompt_length": 1} for i in range(3)])
     score = dict.fromkeys(generate.ROUGE_KEYS, 0.0)
     parts = [

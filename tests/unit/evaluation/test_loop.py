@@ -1,12 +1,9 @@
 """One encoder pass a batch; what figures are measured on; predictions that cannot be written."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,11 +26,11 @@ from toolkit.training.best_metric import build_best_metric
 ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target": f"text {i}"} for i in range(3)]
 
 
-def best_metric_of(rows: list[dict[str, Any]], **settings: Any) -> BestMetric:
+def best_metric_of(rows: list[dict], **settings) -> BestMetric:
     return build_best_metric(EvalConfig(**settings), eval_rows(rows))
 
 
-def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alike() -> None:
+def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alike():
     rouge = {"best_metric": "rougeL"}
     of_loss, of_texts = best_metric_of(ROWS), best_metric_of(ROWS, **rouge)
     assert not of_texts.changes(best_metric_of(ROWS, batch_size_rows=2, unshard="never", num_rows=3, **rouge).measured_on)
@@ -45,7 +42,7 @@ def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alik
         "num_beams",
         "no_repeat_ngram_size",
     ]
-    cells: list[dict[str, Any]] = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
+    cells = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
     for rows in (ROWS[:2], ROWS[1:], ROWS[::-1], *([{**ROWS[0], **cell}, *ROWS[1:]] for cell in cells)):
         assert of_loss.changes(best_metric_of(rows).measured_on) == ["rows"]
     assert not of_loss.changes(best_metric_of([{**row, "row_id": 9} for row in ROWS]).measured_on)
@@ -55,7 +52,7 @@ def rouge(value: float) -> dict[str, float]:
     return dict.fromkeys(generate.ROUGE_KEYS, value)
 
 
-def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot_be_written(tmp_path: Path) -> None:
+def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot_be_written(tmp_path):
     targets = [("without a prompt", 0), ("a b", 3), ("c", 3)]
     data = eval_rows([{"row_id": 6 + i, "target": t, "prompt_length": n} for i, (t, n) in enumerate(targets)])
     scores = [Score(2, " c\n", rouge(100.0)), Score(1, "a", rouge(50.0))]
@@ -71,14 +68,12 @@ def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *seq2seq_families.IN_PROCESS])
-def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(family, tmp_path, monkeypatch):
     model = seq2seq_families.build_model(family)
     sharded, data = wrap.shard_model(one_process(), model), rows_for(model)
     config = EvalConfig(max_new_tokens=5, batch_size_rows=2, num_beams=2 if family in ("t5", "bart") else 1)
     seen: list[torch.Tensor] = []
-    encoder: Any = model.get_encoder()
+    encoder = model.get_encoder()
     encoder.register_forward_hook(lambda module, args, outputs: seen.append(outputs[0].clone()))
 
     def run(path: Path) -> dict[str, float]:
@@ -95,7 +90,7 @@ def test_an_encoder_runs_once_a_batch_and_texts_are_those_of_two_runs(
     assert (tmp_path / "once.jsonl").read_bytes() == (tmp_path / "twice.jsonl").read_bytes()
 
 
-def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path, monkeypatch):
     model = seq2seq_families.build_model("t5")
     sharded = wrap.shard_model(one_process(), model)
     data = rows_for(model)
@@ -105,7 +100,7 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path: Path, 
     data = replace(data, rows=rows, inputs=((2, "a"), (1, "b"), (1, "a"), (9, "")))
     model.train()
 
-    def scores(predictions: list[str], references: list[str], tokenizer: Any) -> list[dict[str, float]]:
+    def scores(predictions: list[str], references: list[str], tokenizer) -> list[dict[str, float]]:
         assert tokenizer is data.rouge_tokenizer, "words are split as in all references, not as in a batch's"
         return [{name: float(place) for place, name in enumerate(generate.ROUGE_KEYS)}] * len(references)
 

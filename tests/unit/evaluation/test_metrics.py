@@ -1,11 +1,7 @@
 """Metrics of one's own: which may be named, what their figures are called, what fails in one sentence, what is compared."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -31,7 +27,7 @@ from toolkit.training.best_metric import build_best_metric, check_metric, check_
 SAME = "return {'share': sum(p == r for p, r in zip(predictions, references)) / len(references), 'parts': [1, 2]}"
 
 
-def test_numbers_of_a_script_are_figures_named_by_its_folder(tmp_path: Path) -> None:
+def test_numbers_of_a_script_are_figures_named_by_its_folder(tmp_path):
     (metric,) = load_text_metrics([str(write_metric(tmp_path / "same", SAME))])
     assert compute_figures([metric], ["a", "b", "c"], ["a", "x", "c"]) == {"same/share": 2 / 3}
     assert try_metrics([metric], ["a"] * 99) == ["same/share"]
@@ -42,16 +38,16 @@ def test_numbers_of_a_script_are_figures_named_by_its_folder(tmp_path: Path) -> 
     assert compute_figures([changed], ["a", "b", "c"], ["a", "x", "c"]) == {"same/share": 1 / 3}
 
 
-def test_numbers_of_a_function_are_figures_under_its_name() -> None:
+def test_numbers_of_a_function_are_figures_under_its_name():
     metrics = [own("plain", lambda *_: 3), own("several", lambda *_: {"a": 1, "b": "x"})]
     assert compute_figures(metrics, ["p"], ["r"]) == {"plain": 3.0, "several/a": 1.0}
     line = {"loss": 1.0, "plain": 3.0, "several/a": None, "several/a_is": "nan"}  # as metrics.jsonl has a figure that is NaN
     assert own_figures(metrics, line) == ["plain", "several/a"]
 
 
-def test_a_metric_on_rows_gets_the_rows_of_the_predictions_with_all_columns() -> None:
+def test_a_metric_on_rows_gets_the_rows_of_the_predictions_with_all_columns():
     @on_rows
-    def of_topic(predictions: list[str], rows: list[Any]) -> dict[str, bool]:
+    def of_topic(predictions: list[str], rows: list) -> dict[str, bool]:
         return {row["topic"]: prediction == row["answer"] for prediction, row in zip(predictions, rows, strict=True)}
 
     given = datasets.Dataset.from_list([{"topic": f"t{place}", "answer": f"a{place}"} for place in range(20)])
@@ -62,7 +58,7 @@ def test_a_metric_on_rows_gets_the_rows_of_the_predictions_with_all_columns() ->
         compute_figures([TextMetric("right", "", of_topic)], ["a"], ["r"], [0])
 
 
-def own(name: str, function: Any, code_hash: str = "") -> TextMetric:
+def own(name: str, function, code_hash: str = "") -> TextMetric:
     return TextMetric(name, code_hash, function)
 
 
@@ -75,14 +71,14 @@ def own(name: str, function: Any, code_hash: str = "") -> TextMetric:
         (None, r"cannot be loaded \(FileNotFoundError: "),
     ],
 )
-def test_a_script_that_fails_or_does_not_load_is_named_in_one_sentence(tmp_path: Path, body: str | None, sentence: str) -> None:
+def test_a_script_that_fails_or_does_not_load_is_named_in_one_sentence(tmp_path, body, sentence):
     if body is not None:
         write_metric(tmp_path / "broken", body)
     with pytest.raises(UserError, match=f"^eval.metrics .*broken {sentence}"):
         try_metrics(load_text_metrics([str(tmp_path / "broken")]), ["a"])
 
 
-def test_a_folder_with_the_name_of_a_hub_metric_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_the_name_of_a_hub_metric_does_not_run(tmp_path, monkeypatch):
     write_metric(tmp_path / "sacrebleu", f"open({str(tmp_path / 'ran')!r}, 'w'); return {{'score': 1}}")
     monkeypatch.chdir(tmp_path)
     sentence = "eval.metrics sacrebleu is a name on the hub, but also a path here: write ./sacrebleu for"
@@ -91,7 +87,7 @@ def test_a_folder_with_the_name_of_a_hub_metric_does_not_run(tmp_path: Path, mon
     assert try_metrics(load_text_metrics(["./sacrebleu"]), ["a"]) == ["sacrebleu/score"] and os.path.exists("ran")
 
 
-def test_figures_of_the_toolkit_are_not_overwritten() -> None:
+def test_figures_of_the_toolkit_are_not_overwritten():
     for names, sentence in ((["a", "b", "a"], "has two metrics named a: rename"), (["loss"], "has a metric named 'loss', which")):
         assert refusal(check_names, names).startswith(f"eval.metrics {sentence}")
     sentence = "eval.metrics rougeL is the name of a figure of the toolkit: rename the metric"
@@ -108,7 +104,7 @@ def test_figures_of_the_toolkit_are_not_overwritten() -> None:
         ("loss", True, "eval.higher_is_better is true, but of loss the other value is better"),
     ],
 )
-def test_the_best_metric_must_exist_and_have_a_direction(metric: str, is_higher_better: bool | None, sentence: str) -> None:
+def test_the_best_metric_must_exist_and_have_a_direction(metric, is_higher_better, sentence):
     of_topic = own("right", lambda predictions, references: dict.fromkeys(references, 1))
     data = rows_with(of_topic, targets=[f"t{place}" for place in range(20)])
     config = EvalConfig(best_metric=metric, higher_is_better=is_higher_better)
@@ -119,7 +115,7 @@ def test_the_best_metric_must_exist_and_have_a_direction(metric: str, is_higher_
     check_metric_on_rows(EvalConfig(best_metric="right/t19", higher_is_better=True), data)
 
 
-def test_figures_are_equals_only_where_their_code_is_the_same() -> None:
+def test_figures_are_equals_only_where_their_code_is_the_same():
     before, after = (rows_with(own("same", lambda *_: 1, code)) for code in ("1", "2"))
     of_loss, of_rouge, of_own = (goal(metric, before) for metric in ("loss", "rougeL", "same"))
     now = goal("same", after).measured_on

@@ -1,7 +1,5 @@
 """ROUGE rows and their mean."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

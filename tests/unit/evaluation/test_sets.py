@@ -1,10 +1,7 @@
 """Which held-out rows are evaluated and how they are cut into batches; sets of them, and their figures in tables."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,14 +23,14 @@ def make_rows(*counts: int) -> EvaluationRows:
 @pytest.mark.parametrize(
     ("num_rows", "of_each"), [(3, [1, 1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (40, [18, 18, 4]), (64, [30, 30, 4])]
 )
-def test_every_set_gives_as_many_rows_as_any_other_while_it_has_them(num_rows: int, of_each: list[int]) -> None:
+def test_every_set_gives_as_many_rows_as_any_other_while_it_has_them(num_rows, of_each):
     chosen = choose_rows(make_rows(30, 50, 4), num_rows)
     assert [len(rows.rows) for rows in chosen.sets.values()] == of_each
     first_row = {"a": 10, "b": 40, "c": 90}
     assert all(first_row[name] <= row_id for name, rows in chosen.sets.items() for row_id in rows.rows["row_id"][:])
 
 
-def test_more_rows_include_those_of_fewer_in_their_order_and_are_not_the_first() -> None:
+def test_more_rows_include_those_of_fewer_in_their_order_and_are_not_the_first():
     held_out = make_rows(30, 50, 4)
     chosen = [choose_rows(held_out, num_rows).rows["row_id"][:] for num_rows in range(1, 85)]
     assert all(set(fewer) < set(more) for fewer, more in zip(chosen, chosen[1:], strict=False))
@@ -46,7 +43,7 @@ def test_more_rows_include_those_of_fewer_in_their_order_and_are_not_the_first()
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_a_batch_holds_rows_of_one_set_and_every_row_comes_once(world_size: int) -> None:
+def test_a_batch_holds_rows_of_one_set_and_every_row_comes_once(world_size):
     data = make_rows(7, 9, 0, 1)
     batches = [plan_evaluation(data, 4, rank, world_size) for rank in range(world_size)]
     assert len({len(of_rank) for of_rank in batches}) == 1
@@ -62,7 +59,7 @@ def test_a_batch_holds_rows_of_one_set_and_every_row_comes_once(world_size: int)
     assert all(len({data.rows[row]["num_tokens"] > 10 for row in batch}) == 1 for batch in of_rope)
 
 
-def test_rows_without_a_name_and_names_without_rows_are_no_sets_and_pieces_of_a_text_are_of_its_set() -> None:
+def test_rows_without_a_name_and_names_without_rows_are_no_sets_and_pieces_of_a_text_are_of_its_set():
     data = make_rows(2, 3)
     unnamed = replace(data, inputs=((10, "train"), (2, ""), (3, "b"), (0, "c")))
     assert {name: len(rows.rows) for name, rows in unnamed.sets.items()} == {"b": 3}
@@ -74,17 +71,17 @@ def test_rows_without_a_name_and_names_without_rows_are_no_sets_and_pieces_of_a_
 SETS = {"news": "1", "mail": "2"}
 
 
-def test_a_figure_is_of_the_set_before_its_first_slash() -> None:
+def test_a_figure_is_of_the_set_before_its_first_slash():
     metrics = ("loss", "news/loss", "news/bleu/score", "bleu/score", "loss/news")
     split = [split_metric(metric, SETS) for metric in metrics]
     assert split == [("", "loss"), ("news", "loss"), ("news", "bleu/score"), ("", "bleu/score"), ("", "loss/news")]
 
 
-def test_a_table_has_each_set_below_all_rows_without_figures_of_other_rows() -> None:
+def test_a_table_has_each_set_below_all_rows_without_figures_of_other_rows():
     of_now = {"loss": 2.0, "news/loss": 3.0, "mail/loss": 1.0, "measured_on": {"rows": "0", "sets": SETS}}
     renamed = {**of_now, "measured_on": {"rows": "0", "sets": {"news": "1", "mail": "3"}}}
     older = {"loss": 4.0, "measured_on": {"rows": "0"}}
-    lines: dict[str, Any] = {"lead": {"rougeL": 5.0, "mail/rougeL": 6.0}, "old": older, "renamed": renamed, "now": of_now}
+    lines = {"lead": {"rougeL": 5.0, "mail/rougeL": 6.0}, "old": older, "renamed": renamed, "now": of_now}
     listed = list_by_set(lines, SETS)
     for figures in listed.values():
         figures.pop("measured_on", None)
@@ -100,7 +97,7 @@ def make_data(*inputs: tuple[int, str], prompt_lengths: tuple[int, ...] = (1, 1,
     return eval_rows(rows, inputs=inputs)
 
 
-def test_a_goal_of_a_set_compares_where_the_sets_have_the_same_rows() -> None:
+def test_a_goal_of_a_set_compares_where_the_sets_have_the_same_rows():
     data = make_data((2, "news"), (1, "mail"))
     of_loss, of_rouge = (EvalConfig(best_metric=metric) for metric in ("mail/loss", "mail/rougeL"))
     best_metric = build_best_metric(of_loss, data)
@@ -121,11 +118,11 @@ def test_a_goal_of_a_set_compares_where_the_sets_have_the_same_rows() -> None:
         ({"best_metric": "news/loss", "higher_is_better": True}, "eval.higher_is_better is true, but of loss the other value"),
     ],
 )
-def test_a_name_that_no_evaluation_has_is_refused(settings: dict[str, Any], trouble: str) -> None:
+def test_a_name_that_no_evaluation_has_is_refused(settings, trouble):
     assert trouble in refusal(check_metric, EvalConfig(**settings), ["bleu"], ["news", "mail"])
 
 
-def test_a_set_without_rows_or_prompts_is_no_goal() -> None:
+def test_a_set_without_rows_or_prompts_is_no_goal():
     data = make_data((2, "news"), (1, "mail"), (0, "post"))
     for metric in ("news/rougeL", "mail/loss", "news/loss"):
         check_metric_on_rows(EvalConfig(best_metric=metric), data)

@@ -1,11 +1,8 @@
 """The model card has the hub's fields, figures beside their baselines, and no licence that nobody stated."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -18,7 +15,7 @@ from toolkit.export.usage import write_python
 from toolkit.objectives import built_in
 
 ROWS = {"rows": "a", "num_beams": 1}
-LINES: list[dict[str, Any]] = [
+LINES = [
     {"kind": "eval", "step": 0, "loss": 6.0, "rougeL": 1.5, "num_rows": 8, "measured_on": ROWS},
     {"kind": "train", "step": 1, "loss": 5.0},
     {"kind": "eval", "step": 2, "loss": 4.25, "rougeL": 31.257, "mine/x": 2, "num_rows": 8, "measured_on": ROWS},
@@ -31,9 +28,7 @@ DATA = RunData(
 )
 
 
-def card(
-    folder: Path, recipe: Any, model_config: Any = None, step: int = 2, kind: Any = "model", lines: Any = LINES, **settings: Any
-) -> ModelCard:
+def card(folder: Path, recipe, model_config=None, step: int = 2, kind="model", lines=LINES, **settings) -> ModelCard:
     required = {"data.source": "csv", "data.files": ["/home/me/rows.csv"], "train.max_steps": 4, "run.name": "my_run"}
     config = load_config(recipe, overrides=required | {key.replace("__", "."): value for key, value in settings.items()})
     origin = Origin(step, "bfloat16", 2, DATA, lines)
@@ -44,7 +39,7 @@ def card(
     return ModelCard.load(folder / CARD_FILE)
 
 
-def test_figures_stand_beside_their_baselines(tmp_path: Path) -> None:
+def test_figures_stand_beside_their_baselines(tmp_path):
     written = card(tmp_path, "t5", model__name_or_path="google/flan-t5-base", data__prefix="sum: ", optim__lr=3e-4)
     expected = {"license": "unknown", "library_name": "transformers", "pipeline_tag": "summarization"}
     assert written.data.to_dict() == expected | {"base_model": "google/flan-t5-base", "base_model_relation": "finetune"}
@@ -110,12 +105,12 @@ On 8 held-out rows.
     assert "| held-out rows | 60 (files of their own), of which 8 are evaluated |" in other
     later = card(tmp_path, "t5", step=3, model__name_or_path="google/flan-t5-base")
     assert "| step 2; these weights were not evaluated | 4.25 | 31.26 | 2 |\n" in later.text
-    none: Any = SimpleNamespace()
+    none = SimpleNamespace()
     save_card(tmp_path, load_config("t5", overrides=PLAIN), none, Origin(), "model", "float32", "", None)
     assert "\nNo evaluation.\n" in (tmp_path / CARD_FILE).read_text()
 
 
-def test_what_decides_the_loss_of_pairs_is_named(tmp_path: Path) -> None:
+def test_what_decides_the_loss_of_pairs_is_named(tmp_path):
     given = {"preference__reference": "/home/me/sft", "preference__label_smoothing": 0.1}
     of_pairs = card(tmp_path, "dpo", model__name_or_path="google/gemma-3-1b-it", **given).text
     assert "| preference.loss | sigmoid |\n| preference.beta | 0.1 |\n" in of_pairs
@@ -143,9 +138,7 @@ def save_base(folder: Path, text: str) -> Path:
         ("---\n- {broken\n---\n", {}, "unknown", "not stated: the card and "),
     ],
 )
-def test_a_licence_is_the_bases_or_not_stated(
-    tmp_path: Path, text: str, model_config: dict[str, Any], licence: str, sentence: str
-) -> None:
+def test_a_licence_is_the_bases_or_not_stated(tmp_path, text, model_config, licence, sentence):
     base = save_base(tmp_path / "base", text)
     written = card(tmp_path, "llm", SimpleNamespace(**model_config), model__name_or_path=str(base))
     assert written.data.license == licence and f"\nLicence: {sentence}" in written.text
@@ -167,7 +160,7 @@ def test_a_licence_is_the_bases_or_not_stated(
         ("https://a.example/) [x](javascript:1", False),
     ],
 )
-def test_the_link_of_a_base_is_a_link_or_left_out(tmp_path: Path, link: str, kept: bool) -> None:
+def test_the_link_of_a_base_is_a_link_or_left_out(tmp_path, link, kept):
     name = r"own\n---\n# Licence: mine\e[2J"
     text = f'---\nlicense: other\nlicense_name: "{name}"\nlicense_link: "{link}"\n---\n'
     written = card(tmp_path, "llm", SimpleNamespace(), model__name_or_path=str(save_base(tmp_path / "base", text)))
@@ -176,7 +169,7 @@ def test_the_link_of_a_base_is_a_link_or_left_out(tmp_path: Path, link: str, kep
     assert not re.search("^# Licence: mine", written.text, re.MULTILINE)
 
 
-def test_adapters_and_hub_datasets_are_named_as_the_hub_names_them(tmp_path: Path) -> None:
+def test_adapters_and_hub_datasets_are_named_as_the_hub_names_them(tmp_path):
     adapter = {"model__name_or_path": "org/base", "model__revision": "v1", "adapter__method": "dora", "adapter__rank": 8}
     written = card(tmp_path, "llm", kind="adapter", data__source="org/rows", data__files=None, **adapter)
     fields = {"library_name": "peft", "base_model_relation": "adapter", "tags": ["lora"], "datasets": ["org/rows"]}
@@ -190,7 +183,7 @@ def test_adapters_and_hub_datasets_are_named_as_the_hub_names_them(tmp_path: Pat
     assert card(tmp_path, "t5", data__target_language="fra_Latn", model__name_or_path="x/y").data.pipeline_tag == "translation"
 
 
-def test_hostile_texts_stay_in_their_cells(tmp_path: Path) -> None:
+def test_hostile_texts_stay_in_their_cells(tmp_path):
     hostile = {"data__prefix": "a | b\n```\n## `<script>` \x1b[31m", "run__name": "<b>`n`", "model__revision": "<b>`v`"}
     written = card(tmp_path, "t5", model__name_or_path="x/y", **hostile)
     assert "# &lt;b>\\`n\\`\n" in written.text and " at revision &lt;b>\\`v\\`, fine-tuned" in written.text

@@ -1,11 +1,8 @@
 """An exported adapter is what plain peft gives back; the merged model is what plain transformers does."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -50,7 +47,7 @@ from toolkit.parallel.wrap import shard_model
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 
-CASES: list[tuple[str, dict[str, Any]]] = [
+CASES = [
     ("llama_tied", {}),
     ("llama_tied", {"method": "dora", "modules_to_save": ["embed_tokens"]}),
     ("llama_tied", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "input_layernorm"]}),
@@ -65,11 +62,11 @@ IDS = [f"{name}-{settings.get('method', 'lora')}-{'-'.join(settings.get('modules
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bases(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("bases")
 
 
-def trained(bases: Path, name: str, settings: dict[str, Any]) -> tuple[PreTrainedModel, Tensors, Tensors]:
+def trained(bases: Path, name: str, settings: dict) -> tuple[PreTrainedModel, Tensors, Tensors]:
     """A model with a trained adapter, a forward's inputs with its logits, and its weights by name."""
     model = adapted(save_base(bases / name, name), name, **settings)
     randomize(model)
@@ -100,9 +97,7 @@ def own(model: PreTrainedModel, weights: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=IDS)
-def test_plain_peft_and_for_the_merged_model_plain_transformers_give_the_trained_model_back(
-    bases: Path, tmp_path: Path, name: str, settings: dict[str, Any]
-) -> None:
+def test_plain_peft_and_for_the_merged_model_plain_transformers_give_the_trained_model_back(bases, tmp_path, name, settings):
     model, check, weights = trained(bases, name, settings)
     skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), hash_base(model))
@@ -115,28 +110,28 @@ def test_plain_peft_and_for_the_merged_model_plain_transformers_give_the_trained
     assert written["base_model_name_or_path"] == str(bases / name)
     # Sets have another order in every process, and a resumed run must not write another file.
     assert all(found is None or found == sorted(found) for found in (written["target_modules"], written["modules_to_save"]))
-    auto: Any = AutoPeftModelForSeq2SeqLM if name == "t5" else AutoPeftModelForCausalLM
+    auto = AutoPeftModelForSeq2SeqLM if name == "t5" else AutoPeftModelForCausalLM
     torch.testing.assert_close(logits(auto.from_pretrained(str(tmp_path)), forward_inputs(model)), check["logits"])
     # Merged.
     (folder := tmp_path / "merged").mkdir()
     merged = write_merged(folder, model, weights)
     compare_logits(check, reload(merged, folder, CPU), folder, torch.float32, "")
-    plain: Any = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    plain = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     whole, report = plain.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert type(whole) is type(load_base(bases / name, name))
     torch.testing.assert_close(logits(whole, forward_inputs(model)), check["logits"], rtol=1e-4, atol=1e-5)
 
 
-def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path) -> None:
+def test_the_merged_model_has_the_dtype_of_the_base(bases, tmp_path):
     model, check, weights = trained(bases, "llama", {"modules_to_save": ["lm_head"]})
     in_bf16 = {n: w if n in own(model, weights) else w.to(torch.bfloat16) for n, w in weights.items()}
     for name, parameter in model.named_parameters():
         parameter.data = in_bf16[name]
     # It is added in fp32, and rounded once.
-    layer: Any = model.get_submodule(name := "model.layers.0.mlp.up_proj")
+    layer = model.get_submodule(name := "model.layers.0.mlp.up_proj")
     base_weight, lora_a, lora_b = (parameter.detach() for parameter in layer.parameters())
-    one: Any = Merge(copy_on_meta(model), own(model, weights)).merged(f"{name}.base_layer.weight", base_weight)
+    one = Merge(copy_on_meta(model), own(model, weights)).merged(f"{name}.base_layer.weight", base_weight)
     torch.testing.assert_close(one[1], base_weight.float() + 2 * lora_b @ lora_a, rtol=1e-6, atol=1e-7)
     merged = write_merged(tmp_path, model, in_bf16)
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
@@ -147,7 +142,7 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases: Path, tmp_path: Path)
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def export(bases: Path, model: PreTrainedModel, places: ExportPaths, tokenizer: Any = None, **origin: Any) -> None:
+def export(bases: Path, model: PreTrainedModel, places: ExportPaths, tokenizer=None, **origin) -> None:
     """`export_model` of an adapted "llama"."""
     overrides = {"model.name_or_path": str(bases / "llama"), "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
     rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
@@ -155,9 +150,7 @@ def export(bases: Path, model: PreTrainedModel, places: ExportPaths, tokenizer: 
     export_model(load_config("llm", overrides=overrides), shard_model(one_process(), model), data, Origin(**origin), places)
 
 
-def test_an_adapter_in_another_dtype_is_compared_as_coarsely(
-    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_in_another_dtype_is_compared_as_coarsely(bases, tmp_path, capsys):
     """Of a run in fp32: by its tolerance, weights that were rounded would count as wrong."""
     model, _, weights = trained(bases, "llama", {})
     export(bases, model, ExportPaths(adapter=tmp_path / "export", dtype=torch.bfloat16))
@@ -167,7 +160,7 @@ def test_an_adapter_in_another_dtype_is_compared_as_coarsely(
     assert "rounded " in captured.out and "differ" not in captured.out + captured.err
 
 
-def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bases: Path, tmp_path: Path) -> None:
+def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bases, tmp_path):
     model, _, weights = trained(bases, "llama", {"modules_to_save": ["lm_head"]})
     expected = hash_base(model)
     cast_frozen(model, torch.bfloat16)
@@ -186,7 +179,7 @@ def test_the_base_that_a_run_has_hashed_is_neither_gathered_nor_hashed_again(bas
     assert sum(gathered) == sum(weight.nbytes for weight in (*own(model, weights).values(), in_fp32.weight))
 
 
-def test_an_export_whose_tokenizer_does_not_load_is_refused(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_whose_tokenizer_does_not_load_is_refused(bases, tmp_path, monkeypatch):
     model, _, _ = trained(bases, "llama", {})
     tokenizer = _build_tokenizer(("<pad>", "</s>"))
     save = tokenizer.save_pretrained
@@ -201,7 +194,7 @@ def test_an_export_whose_tokenizer_does_not_load_is_refused(bases: Path, tmp_pat
     assert not any(tmp_path.iterdir())
 
 
-def test_what_was_not_written_right_is_found(bases: Path, tmp_path: Path) -> None:
+def test_what_was_not_written_right_is_found(bases, tmp_path):
     model, check, weights = trained(bases, "llama", {"target_modules": ["q_proj"]})
     skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), {})

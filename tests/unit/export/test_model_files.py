@@ -1,11 +1,8 @@
 """A model's folder, written one tensor at a time, is byte for byte what `save_pretrained` writes."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ def build_mixture(family: str) -> hf.PreTrainedModel:
     return hf.AutoModelForCausalLM.from_config(getattr(hf, config_class)(vocab_size=64, **sizes))
 
 
-MODELS: dict[str, Any] = {
+MODELS = {
     "t5": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     ),
@@ -65,9 +62,7 @@ def write(folder: Path, model: hf.PreTrainedModel, max_shard_size: str, order: i
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "max_shard_size"), [(torch.float32, "5KB"), (torch.bfloat16, "5GB")], ids=["fp32", "bf16"])
-def test_files_are_those_of_save_pretrained(
-    tmp_path: Path, name: str, dtype: torch.dtype, max_shard_size: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_those_of_save_pretrained(tmp_path, name, dtype, max_shard_size, capsys):
     model = build(name, dtype)
     model.save_pretrained(tmp_path / "plain", max_shard_size=max_shard_size)
     write(tmp_path / "ours", model, max_shard_size, order=-1)
@@ -82,7 +77,7 @@ def test_files_are_those_of_save_pretrained(
 @pytest.mark.parametrize(
     ("kind", "auto_class"), [("qwen2_moe", hf.AutoModelForCausalLM), ("kimi_k25", hf.AutoModelForImageTextToText)]
 )
-def test_a_model_loaded_from_other_names_keeps_them(tmp_path: Path, kind: str, auto_class: Any) -> None:
+def test_a_model_loaded_from_other_names_keeps_them(tmp_path, kind, auto_class):
     """transformers notes at loading which conversions it made, and reverts those. Names of Kimi-K2.5's tower change in groups,
     one to another's: each alone would have been written in another's place."""
     auto_class.from_config(tiny_config(kind)).save_pretrained(tmp_path / "first")
@@ -94,7 +89,7 @@ def test_a_model_loaded_from_other_names_keeps_them(tmp_path: Path, kind: str, a
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
-def test_no_weight_is_kept(tmp_path: Path, name: str) -> None:
+def test_no_weight_is_kept(tmp_path, name):
     """Rank 0's host memory holds one weight at a time."""
     model = build(name, torch.float32)
     files = ModelFiles(tmp_path, copy_on_meta(model), "5GB")
@@ -107,7 +102,7 @@ def test_no_weight_is_kept(tmp_path: Path, name: str) -> None:
         assert storage() is None
 
 
-def test_what_does_not_stand_in_the_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_stand_in_the_files_is_found(tmp_path, monkeypatch):
     model = build("llama", torch.float32)
     # A weight that is never gathered.
     files = ModelFiles(tmp_path, copy_on_meta(model), "5GB")
@@ -125,7 +120,7 @@ def test_what_does_not_stand_in_the_files_is_found(tmp_path: Path, monkeypatch: 
         files.add(name, model.get_parameter(name))
 
 
-def test_a_name_that_plain_transformers_does_not_know_or_misses_is_found(tmp_path: Path) -> None:
+def test_a_name_that_plain_transformers_does_not_know_or_misses_is_found(tmp_path):
     files, path = write(tmp_path / "folder", build("llama", torch.float32), "5GB"), tmp_path / "folder" / "model.safetensors"
     tensors = load_file(path)
     for lost, sentence in (([], "unexpected keys other"), (["lm_head.weight", "other"], "missing keys lm_head.weight")):
@@ -135,7 +130,7 @@ def test_a_name_that_plain_transformers_does_not_know_or_misses_is_found(tmp_pat
             files.finish()
 
 
-def test_what_was_rounded_is_counted_over_all_weights_and_one_beyond_the_range_is_refused() -> None:
+def test_what_was_rounded_is_counted_over_all_weights_and_one_beyond_the_range_is_refused():
     cast = Cast({"first": torch.bfloat16, "second": torch.bfloat16, "exact": torch.float32})
     assert cast("first", torch.tensor([1.0, 1.0 + 2**-10])).tolist() == [1.0, 1.0]
     assert cast("second", torch.tensor([0.5 + 2**-12, torch.inf])).tolist() == [0.5, torch.inf]

@@ -1,10 +1,6 @@
 """An export also says what transformers 4 reads; tests/other_tools/test_transformers4.py reads it with that version."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ UNTIED = f"Its head is untied and its logits are scaled: {ONE_FLAG}"
 NO_SPELLING = "Its rope_parameters have no older spelling: transformers 4, and tools that read as it does, miss them."
 SCALED = "CTranslate2 scales its logits as if its head were tied"
 # Of the class and its config → what `config.json` says, and how the sentence begins that a reader needs.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+CASES = {
     "theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6}, ""),
     "scaling": ("Llama", {"rope_parameters": LINEAR | {"rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": LINEAR}, ""),
     "longrope": (
@@ -48,14 +44,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_config_says_both_and_version_5_reads_the_same(tmp_path: Path, name: str) -> None:
+def test_a_config_says_both_and_version_5_reads_the_same(tmp_path, name):
     kind, settings, says, sentence = CASES[name]
     is_t5 = kind == "T5"
     config_class = getattr(hf, f"{kind}{'Text' * (kind == 'Gemma3')}Config")
     model_class = getattr(hf, f"{kind}{'ForConditionalGeneration' if is_t5 else 'ForCausalLM'}")
     settings = ({} if is_t5 else GROUPED) | settings
     is_untied = settings.pop("untied", False)
-    model: Any = model_class(config_class(vocab_size=64, **settings)).eval()
+    model = model_class(config_class(vocab_size=64, **settings)).eval()
     if is_untied:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.all_tied_weights_keys.clear()
@@ -68,20 +64,20 @@ def test_a_config_says_both_and_version_5_reads_the_same(tmp_path: Path, name: s
     if sentence == NO_SPELLING:
         assert {key for key in written if "rope" in key} == {key for key in before if "rope" in key}
     ids_BT = torch.tensor([[5, 9, 33, 2, 41, 17, 8]])
-    inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False} | ({"decoder_input_ids": ids_BT} if is_t5 else {})
+    inputs = {"input_ids": ids_BT, "use_cache": False} | ({"decoder_input_ids": ids_BT} if is_t5 else {})
     with torch.no_grad():
         assert torch.equal(model_class.from_pretrained(tmp_path).eval()(**inputs).logits, model(**inputs).logits)
 
 
-def test_a_config_that_refuses_its_old_spelling_keeps_its_own(tmp_path: Path) -> None:
+def test_a_config_that_refuses_its_old_spelling_keeps_its_own(tmp_path):
     """Gemma 4's full attention has proportional positions."""
-    model: Any = hf.AutoModelForCausalLM.from_config(tiny_config("gemma4_text"))
+    model = hf.AutoModelForCausalLM.from_config(tiny_config("gemma4_text"))
     model.save_pretrained(tmp_path)
     assert any(remark.startswith(NO_SPELLING) for remark in spell_config(tmp_path, model))
     assert hf.AutoConfig.from_pretrained(tmp_path).rope_parameters == model.config.rope_parameters
 
 
-def test_a_tokenizer_has_the_names_of_version_4(tmp_path: Path) -> None:
+def test_a_tokenizer_has_the_names_of_version_4(tmp_path):
     tokenizer = _build_tokenizer(("<pad>", "</s>"))
     tokenizer.add_special_tokens({"extra_special_tokens": ["<tag>"]})
     tokenizer.save_pretrained(tmp_path)
@@ -93,7 +89,7 @@ def test_a_tokenizer_has_the_names_of_version_4(tmp_path: Path) -> None:
     assert read("alpha <tag> beta")["input_ids"] == tokenizer("alpha <tag> beta")["input_ids"]
 
 
-def test_a_tokenizer_that_version_5_reads_as_its_models_usual_one_has_names_of_version_4_and_a_remark(tmp_path: Path) -> None:
+def test_a_tokenizer_that_version_5_reads_as_its_models_usual_one_has_names_of_version_4_and_a_remark(tmp_path):
     hf.Qwen2Config().save_pretrained(tmp_path)
     (tokenizer := _build_tokenizer(("<pad>", "</s>"))).save_pretrained(tmp_path)
     sentence = "AutoTokenizer of transformers 5 reads its tokenizer as Qwen2Tokenizer, which splits texts otherwise: "

@@ -1,10 +1,5 @@
 """`trainer_state.json`: what transformers reads of it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from transformers import TrainerState
 from transformers.modelcard import parse_log_history
@@ -12,7 +7,7 @@ from transformers.modelcard import parse_log_history
 from toolkit.export.run_data import save_trainer_state
 
 
-def train(step: int, loss: float | None, **figures: Any) -> dict[str, Any]:
+def train(step: int, loss: float | None, **figures) -> dict:
     line = {"kind": "train", "step": step, "epoch": 0, "loss": loss, "learning_rate": 0.1 / step, "grad_norm": 4.0, "num_rows": 5}
     return line | {"num_tokens": 100, "step_time_s": 0.5} | figures
 
@@ -28,12 +23,12 @@ LINES = [
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> TrainerState:
+def state(tmp_path) -> TrainerState:
     save_trainer_state(tmp_path, LINES, step=2, num_training_rows=10)
     return TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
 
 
-def test_transformers_reads_the_figures_up_to_the_exported_step(state: TrainerState) -> None:
+def test_transformers_reads_the_figures_up_to_the_exported_step(state):
     assert (state.global_step, state.epoch, state.num_input_tokens_seen) == (2, 0.8, 160)
     first, second = {"epoch": 0.5, "num_input_tokens_seen": 100}, {"epoch": 0.8, "num_input_tokens_seen": 160}
     evaluated = {"eval_num_rows": 3, "eval_samples_per_second": 6.0, "eval_runtime": 0.5, "eval_loss": 2.0, "eval_rougeL": 50.0}
@@ -45,7 +40,7 @@ def test_transformers_reads_the_figures_up_to_the_exported_step(state: TrainerSt
     assert state.log_history[0]["epoch"] == 0 and len(state.log_history) == 5
 
 
-def test_its_model_card_finds_the_training_and_the_evaluations(state: TrainerState) -> None:
+def test_its_model_card_finds_the_training_and_the_evaluations(state):
     summary, lines, figures = parse_log_history(state.log_history)
     assert summary["train_runtime"] == 1.0 and summary["train_loss"] == 2.5 and summary["train_samples_per_second"] == 8
     assert [(line["Step"], line["Epoch"], line["Validation Loss"]) for line in lines] == [(0, 0, 3.0), (2, 0.8, 2.0)]
@@ -59,9 +54,7 @@ def test_its_model_card_finds_the_training_and_the_evaluations(state: TrainerSta
         ([train(21, 2.0, epoch=2), train(22, 1.0, epoch=2)], 10, 2, 200),  # the first lines are lost
     ],
 )
-def test_where_rows_cannot_be_counted_an_epoch_is_that_of_the_line(
-    tmp_path: Path, lines: list[dict[str, Any]], num_rows: int | None, epoch: int, num_tokens: int
-) -> None:
+def test_where_rows_cannot_be_counted_an_epoch_is_that_of_the_line(tmp_path, lines, num_rows, epoch, num_tokens):
     save_trainer_state(tmp_path, lines, step=22, num_training_rows=num_rows)
     state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert (state.epoch, state.num_input_tokens_seen) == (epoch, num_tokens)

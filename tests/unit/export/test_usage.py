@@ -1,7 +1,5 @@
 """What an export keeps of a run so that others can use the model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -10,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from peft import LoraConfig
@@ -33,9 +30,9 @@ REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1}
 
 
 @pytest.mark.parametrize(("own", "ends"), [(2, [2, 5]), ([2, 3], [2, 3, 5]), (None, 5)])
-def test_an_evaluation_and_an_export_end_texts_at_tokens_of_model_and_rows(tmp_path: Path, own: Any, ends: Any) -> None:
-    model: Any = SimpleNamespace(config=GPT2Config(), generation_config=GenerationConfig(eos_token_id=own))
-    data: Any = SimpleNamespace(stop_token_ids=(5,))
+def test_an_evaluation_and_an_export_end_texts_at_tokens_of_model_and_rows(tmp_path, own, ends):
+    model = SimpleNamespace(config=GPT2Config(), generation_config=GenerationConfig(eos_token_id=own))
+    data = SimpleNamespace(stop_token_ids=(5,))
     assert list_end_ids(model, data.stop_token_ids) == (ends if isinstance(ends, list) else [ends])
     set_generation(model, (5,), 0)
     model.generation_config.save_pretrained(tmp_path)
@@ -43,7 +40,7 @@ def test_an_evaluation_and_an_export_end_texts_at_tokens_of_model_and_rows(tmp_p
     assert (saved["eos_token_id"], saved["pad_token_id"]) == (ends, 0)
 
 
-def test_pipelines_of_transformers_4_get_the_runs_settings_in_place_of_the_bases() -> None:
+def test_pipelines_of_transformers_4_get_the_runs_settings_in_place_of_the_bases():
     base = {"summarization": {"prefix": "summarize: ", "min_length": 30}, "translation_en_to_fr": {"num_beams": 4}}
     config = load_config("t5", overrides=REQUIRED | {"eval.num_beams": 2, "data.prefix": "sum: "})
     t5 = SimpleNamespace(config=T5Config(task_specific_params=base), generation_config=GenerationConfig())
@@ -57,21 +54,21 @@ def test_pipelines_of_transformers_4_get_the_runs_settings_in_place_of_the_bases
     assert "task_specific_params" not in gpt2.config.to_diff_dict()
 
 
-def test_what_makes_tokens_of_texts_comes_back(tmp_path: Path) -> None:
+def test_what_makes_tokens_of_texts_comes_back(tmp_path):
     assert load_usage(tmp_path) is None
     of_t5 = {"eval.batch_size_rows": 3, "data.prefix": "sum: ", "data.source_column": "body"}
     save_usage(load_config("t5", overrides=REQUIRED | of_t5), tmp_path, dtype="bfloat16")
     usage = load_usage(tmp_path)
-    assert usage is not None and (usage.prefix, usage.source_column, usage.max_source_length_tokens) == ("sum: ", "body", 512)
+    assert (usage.prefix, usage.source_column, usage.max_source_length_tokens) == ("sum: ", "body", 512)
     assert (usage.batch_size_rows, usage.dtype) == (3, "bfloat16")
     save_usage(load_config("llm", overrides=REQUIRED), tmp_path, step=7)
     usage = load_usage(tmp_path)
-    assert usage is not None and (usage.prefix, usage.max_source_length_tokens, usage.step) == ("", None, 7)
+    assert (usage.prefix, usage.max_source_length_tokens, usage.step) == ("", None, 7)
     (tmp_path / "toolkit.json").write_text('{"prefixes": 1}')
     assert "toolkit.json is not what an export writes" in refusal(load_usage, tmp_path)
 
 
-FACTS: dict[str, Any] = {"num_training_rows": 1, "num_held_out_rows": 1, "num_evaluated_rows": 1}
+FACTS = {"num_training_rows": 1, "num_held_out_rows": 1, "num_evaluated_rows": 1}
 DATA = RunData(fingerprint="f", stop_token_ids=[], check_rows=[], **FACTS)
 TOKENIZER = _build_tokenizer(("<pad>", "</s>"))
 AGAIN = "start the run once more, which writes them again"
@@ -80,7 +77,6 @@ AGAIN = "start the run once more, which writes them again"
 def flip_digit(path: Path) -> None:
     text = path.read_text()
     digit = re.search(r"\d", text)
-    assert digit is not None
     path.write_text(f"{text[: digit.start()]}{(int(digit[0]) + 1) % 10}{text[digit.end() :]}")
 
 
@@ -96,7 +92,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_a_run_kept_is_not_used_when_damaged_and_its_command_repairs_it(name: str, tmp_path: Path) -> None:
+def test_what_a_run_kept_is_not_used_when_damaged_and_its_command_repairs_it(name, tmp_path):
     save_run_data(tmp_path, DATA, TOKENIZER)
     assert dataclasses.replace(load_run_data(tmp_path, "f")[0], tokenizer_files={}) == DATA
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
@@ -112,8 +108,8 @@ PAIRS = dataclasses.replace(DATA, has_chats=False)
 
 
 def commands(
-    recipe: Any, places: ExportPaths, lora: LoraConfig | None = None, run_name: str = "my_run", model_type: str = "t5",
-    chat_template: str | None = None, takes_images: bool = False, **model: Any,
+    recipe, places: ExportPaths, lora: LoraConfig | None = None, run_name: str = "my_run", model_type: str = "t5",
+    chat_template: str | None = None, takes_images: bool = False, **model,
 ) -> list[str]:  # fmt: skip
     """The lines but those of Python, which must be where they belong."""
     required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": run_name}
@@ -121,7 +117,7 @@ def commands(
     objective = built_in(config.data.objective)
     model_config = SimpleNamespace(is_encoder_decoder=recipe == "t5", model_type=model_type)
     modalities = ("image", "text") if takes_images else "text"
-    skeleton: Any = SimpleNamespace(peft_config={"default": lora}, config=model_config, input_modalities=modalities)
+    skeleton = SimpleNamespace(peft_config={"default": lora}, config=model_config, input_modalities=modalities)
     tokenizer, origin = _build_tokenizer(("<pad>", "</s>")), Origin(data=PAIRS)
     tokenizer.chat_template = chat_template
     use, in_python, *lines = list_commands(objective, config, skeleton, tokenizer, origin, places)
@@ -131,7 +127,7 @@ def commands(
     return [use, *lines[python.count("\n") + 1 :]]
 
 
-def test_each_kind_of_model_has_the_tools_that_take_it(tmp_path: Path) -> None:
+def test_each_kind_of_model_has_the_tools_that_take_it(tmp_path):
     places = ExportPaths(model=Path("my runs/export"))
     use = "use it: python -m toolkit generate 'my runs/export' --file FILE.csv --output OUT.jsonl"
     convert = "convert it: ct2-transformers-converter --model 'my runs/export' --output_dir 'my runs/export-ct2'"
@@ -150,7 +146,7 @@ def test_each_kind_of_model_has_the_tools_that_take_it(tmp_path: Path) -> None:
     assert "serve it: vllm serve runs/a/merged" in commands("llm", both, LoraConfig(r=4))
 
 
-def test_an_adapter_is_given_on_its_base() -> None:
+def test_an_adapter_is_given_on_its_base():
     places = ExportPaths(adapter=Path("runs/a/export"))
     lora = commands("llm", places, LoraConfig(r=16), revision="v1")
     assert lora[1:3] == [
@@ -163,6 +159,6 @@ def test_an_adapter_is_given_on_its_base() -> None:
     [*_, share] = commands("llm", places, LoraConfig(r=16), name_or_path="./base")
     assert share == "share it: export it with --merge first, as its base ./base is a folder here"
     assert commands("llm", places, LoraConfig(r=8, rank_pattern={"q_proj": 33}))[1].endswith(" --max-lora-rank 64")
-    settings: list[Any] = [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"r": 1024}]
+    settings = [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"r": 1024}]
     for refused in (*settings, {"trainable_token_indices": {"embed_tokens": [7]}}):
         assert not any("vllm" in line for line in commands("llm", places, LoraConfig(**refused))), refused

@@ -1,7 +1,5 @@
 """An export is held against the trained weights before it counts."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -42,15 +40,13 @@ def trained() -> Trained:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
+def folder(tmp_path_factory, trained: Trained) -> Path:
     folder = tmp_path_factory.mktemp("export")
     trained[0].save_pretrained(folder)
     return folder
 
 
-def test_other_logits_are_an_error_in_fp32_and_a_remark_in_bf16(
-    trained: Trained, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_logits_are_an_error_in_fp32_and_a_remark_in_bf16(trained, folder, capsys):
     model, check = trained
     model.set_attn_implementation("eager")
     reloaded = reload(model, folder, CPU)
@@ -64,9 +60,7 @@ def test_other_logits_are_an_error_in_fp32_and_a_remark_in_bf16(
     assert "differ by 1.67e-01 of the largest, more than 0.05; that is why" in capsys.readouterr().err
 
 
-def test_logits_are_bounded_in_bytes_and_seconds(
-    trained: Trained, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logits_are_bounded_in_bytes_and_seconds(trained, folder, monkeypatch, capsys):
     """A model of 70 billion parameters on a host with 600 GiB free, and 20 GiB on its GPU; then 7 and 1 billion."""
     free = {"cpu": 600 * 2**30, "cuda": 20 * 2**30}
     monkeypatch.setattr(compare, "free_memory_bytes", lambda device: free[device.type])
@@ -92,9 +86,7 @@ def test_logits_are_bounded_in_bytes_and_seconds(
     assert f"{folder} stands; its logits are not compared: in fp32" in capsys.readouterr().out
 
 
-def test_a_device_without_room_after_all_leaves_the_logits_out_and_a_base_that_has_gone_is_one_sentence(
-    trained: Trained, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_without_room_after_all_leaves_the_logits_out_and_a_base_that_has_gone_is_one_sentence(trained, folder, capsys):
     """The folder stands, and the other ranks wait for this one: the run must not end by it."""
 
     def load(device: torch.device) -> torch.nn.Module:
@@ -107,19 +99,19 @@ def test_a_device_without_room_after_all_leaves_the_logits_out_and_a_base_that_h
         check_logits(folder, model, lambda device: reload(model, folder / "gone", device), check, CPU, torch.float32, "")
 
 
-def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained: Trained) -> None:
+def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained):
     """Tokens of the check are in the vocabulary, also where the padding is its last one, and few."""
     sharded = shard_model(one_process(), copy.deepcopy(trained[0]))
     collator = SummarizationCollator(pad_token_id=63, decoder_start_token_id=0)
     for rows, shape in (([], (1, 4)), ([{"input_ids": [2] * 50, "labels": [3] * 50}] * 5, (4, 12))):
         check = _trained_logits(
             sharded, EvaluationRows(rows=Dataset.from_list(rows), tokenizer=None, collator=collator, objective=Seq2Seq())
-        )  # type: ignore[arg-type]
+        )
         assert check["input_ids"].shape == check["decoder_input_ids"].shape == shape and check["logits"].isfinite().all()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Exception("disk full (os error 28)")])  # a tokenizer's
-def test_an_older_export_stands_until_the_new_one_is_proven(tmp_path: Path, error: Exception) -> None:
+def test_an_older_export_stands_until_the_new_one_is_proven(tmp_path, error):
     folder = tmp_path / "export"
     folder.mkdir()
     (folder / "old").touch()
@@ -139,7 +131,7 @@ def test_an_older_export_stands_until_the_new_one_is_proven(tmp_path: Path, erro
 
 
 @pytest.mark.parametrize("name", ["export", "merged"])
-def test_a_link_or_file_in_the_place_of_an_export_is_refused_before_the_run(tmp_path: Path, name: str) -> None:
+def test_a_link_or_file_in_the_place_of_an_export_is_refused_before_the_run(tmp_path, name):
     config = SummarizationConfig(
         model=ModelConfig(name_or_path="model"),
         data=DataConfig(source="jsonl"),

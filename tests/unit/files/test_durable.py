@@ -1,12 +1,9 @@
 """File systems that cannot sync a folder: one warning, and the save goes on. The rest is in the tests of caches and saves."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +25,7 @@ def refuse_folders(monkeypatch: pytest.MonkeyPatch, number: int, kind: int = sta
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
-def test_a_folder_that_cannot_be_synced_is_one_warning(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_synced_is_one_warning(number, tmp_path, monkeypatch, caplog):
     refuse_folders(monkeypatch, number)
     (tmp_path / "a" / "b").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "toolkit"):
@@ -43,7 +38,7 @@ def test_a_folder_that_cannot_be_synced_is_one_warning(
     )
 
 
-def test_a_folder_whose_sync_fails_otherwise_and_a_file_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_whose_sync_fails_otherwise_and_a_file_are_errors(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with monkeypatch.context() as one:
         refuse_folders(one, errno.EIO)
@@ -54,7 +49,7 @@ def test_a_folder_whose_sync_fails_otherwise_and_a_file_are_errors(tmp_path: Pat
         fsync_path(tmp_path / "file")
 
 
-def test_half_a_file_goes_and_what_stood_stands(tmp_path: Path) -> None:
+def test_half_a_file_goes_and_what_stood_stands(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("before")
     with pytest.raises(OSError), written_beside(path) as beside:

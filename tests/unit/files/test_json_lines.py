@@ -1,9 +1,6 @@
 """JSON lines hold any text, stay whole for other readers, and a broken one is named."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from toolkit.files.json_lines import encode_json_line, load_json_lines, read_jso
 EVERY_CHARACTER = [chr(i) for i in range(sys.maxunicode + 1)]
 
 
-def test_every_character_comes_back_and_no_reader_splits_a_line(tmp_path: Path) -> None:
+def test_every_character_comes_back_and_no_reader_splits_a_line(tmp_path):
     text = "".join(reversed(EVERY_CHARACTER))  # half surrogates too, of which no two make a pair
     path = tmp_path / "rows.jsonl"
     save_json_lines(path, [{text: text}, text])
@@ -21,13 +18,13 @@ def test_every_character_comes_back_and_no_reader_splits_a_line(tmp_path: Path) 
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
 
 
-def test_text_in_any_script_stays_readable() -> None:
+def test_text_in_any_script_stays_readable():
     assert encode_json_line({"text": "Zürich 北京\u2028"}) == '{"text": "Zürich 北京\\u2028"}\n'.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode_json_line(float("nan"))
 
 
-def test_foreign_files(tmp_path: Path) -> None:
+def test_foreign_files(tmp_path):
     """A byte order mark, three kinds of line ends, blank lines, raw line separators in strings."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"a": 1}\r\n\n{"a": "x\u2028\x85y"}\r  \r[2]\n3'.encode())
@@ -35,7 +32,7 @@ def test_foreign_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"a": 1', b'"\xe2\x80', b"3", b'{"a": \n'])
-def test_a_torn_end_is_left_out_on_demand(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_end_is_left_out_on_demand(tmp_path, torn):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 0}\n' + torn)
     assert load_json_lines(path, skip_torn_end=True) == [{"a": 0}]
@@ -50,7 +47,7 @@ def test_a_torn_end_is_left_out_on_demand(tmp_path: Path, torn: bytes) -> None:
     ],
 )
 @pytest.mark.parametrize("skip_torn_end", [False, True])
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes, reason: str, skip_torn_end: bool) -> None:
+def test_a_broken_line_is_named(tmp_path, line, reason, skip_torn_end):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"1\n\n" + line + b"\n2\n")
     sentence = refusal(load_json_lines, path, skip_torn_end=skip_torn_end)

@@ -1,11 +1,8 @@
 """The lock of run folders, caches and outputs: one process at a time, with locks of the file system and without."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from filelock import SoftFileLock
@@ -15,7 +12,7 @@ from toolkit.errors import UserError
 from toolkit.files.lock import holds_lock, release_lock, take_lock
 
 
-def test_one_process_holds_it_and_a_kill_releases_it(tmp_path: Path) -> None:
+def test_one_process_holds_it_and_a_kill_releases_it(tmp_path):
     path = tmp_path / "lock"
     with lock_held(path), pytest.raises(UserError, match="^in use$"):
         take_lock(path, "in use")
@@ -26,7 +23,7 @@ def test_one_process_holds_it_and_a_kill_releases_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["lock"] and not path.stat().st_size
 
 
-def test_without_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_too(tmp_path, monkeypatch):
     """Both processes used to go on."""
     path, holder = tmp_path / "lock", tmp_path / "lock.holder"
     path.touch()  # as a lock of the file system leaves it: the same folder may be mounted in two ways
@@ -43,9 +40,7 @@ def test_without_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert os.listdir(tmp_path) == ["lock"]
 
 
-def test_where_no_lock_works_a_warning_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_lock_works_a_warning_says_so(tmp_path, monkeypatch, capsys):
     without_locks(monkeypatch)
     monkeypatch.setattr(SoftFileLock, "_acquire", refuse_locks)
     path = tmp_path / "lock"
@@ -55,7 +50,7 @@ def test_where_no_lock_works_a_warning_says_so(
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_children_do_not_inherit_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
+def test_children_do_not_inherit_it(tmp_path, monkeypatch, has_locks):
     """A worker that outlives a killed run must not keep the next one out."""
     path = tmp_path / "lock"
     if not has_locks:
@@ -80,7 +75,7 @@ def test_children_do_not_inherit_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         process.kill()
 
 
-def test_a_removed_file_is_noticed_and_locked_again(tmp_path: Path) -> None:
+def test_a_removed_file_is_noticed_and_locked_again(tmp_path):
     path = tmp_path / "folder" / "lock"
     take_lock(path, "in use")
     shutil.rmtree(path.parent)

@@ -1,18 +1,15 @@
 """Who may read what a run writes, and what is said where a file may not be read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import huggingface_hub.file_download  # noqa: F401  (another user may not be able to import)
@@ -75,14 +72,14 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, umask_002: None) -> None:
+def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path, umask_002):
     tensors = {"a": torch.zeros(2)}
 
     with replaced(tmp_path / "export") as folder:
         (folder / "inner").mkdir()
         save_file(tensors, folder / "inner" / "model.safetensors")
-        tokenizer: Any = SimpleNamespace(chat_template="x", save_pretrained=lambda folder: None)
-        skeleton: Any = SimpleNamespace(
+        tokenizer = SimpleNamespace(chat_template="x", save_pretrained=lambda folder: None)
+        skeleton = SimpleNamespace(
             generation_config=tokenizer,
             config=SimpleNamespace(is_encoder_decoder=True),
             can_generate=lambda: True,
@@ -91,8 +88,8 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
         config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
         places = ExportPaths(check_file=tmp_path / "export_check.safetensors")
         with patch("transformers.AutoTokenizer.from_pretrained"):  # reads what this tokenizer does not write
-            sharded: Any = SimpleNamespace(skeleton=skeleton)
-            data: Any = SimpleNamespace(objective=Causal(), tokenizer=tokenizer)
+            sharded = SimpleNamespace(skeleton=skeleton)
+            data = SimpleNamespace(objective=Causal(), tokenizer=tokenizer)
             under_way = _Export(config, sharded, data, tensors, Origin(), places)
             under_way._write_rest(folder, "model", torch.float32)
     name = save_random_state(capture_random_state(), tmp_path)
@@ -112,7 +109,7 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path: Path, uma
     assert mode(files[0]) == 0o600
 
 
-def test_a_file_system_without_modes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_modes_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
 
     def refuse(path: Path, mode: int) -> None:
@@ -126,7 +123,7 @@ DENIAL = "cannot be read (Permission denied): ask its owner, or chmod"
 
 
 @pytest.mark.parametrize("closed", ["rng-00000.safetensors", "manifest.json", "state", ""])
-def test_a_newest_checkpoint_that_may_not_be_read_stops_the_resume(shared: Path, closed: str) -> None:
+def test_a_newest_checkpoint_that_may_not_be_read_stops_the_resume(shared, closed):
     make_checkpoint(shared, 3)
     newest = make_checkpoint(shared, 6)
     (newest / closed).chmod(0)
@@ -136,7 +133,7 @@ def test_a_newest_checkpoint_that_may_not_be_read_stops_the_resume(shared: Path,
     assert names(shared) == ["step-00000003", "step-00000006"]
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(shared, capsys):
     make_checkpoint(shared, 3)
     folder = make_checkpoint(shared, 6)
     (folder / "rng-00000.safetensors").chmod(0)
@@ -147,7 +144,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(shared: Path, c
     assert f"NOT READ: rng-00000.safetensors {DENIAL}" in capsys.readouterr().out
 
 
-def test_checkpoints_that_may_not_be_listed_are_not_none(shared: Path) -> None:
+def test_checkpoints_that_may_not_be_listed_are_not_none(shared):
     newest = make_checkpoint(shared, 6)
     folder = checkpoints_folder(shared)
     folder.chmod(0)
@@ -160,7 +157,7 @@ def test_checkpoints_that_may_not_be_listed_are_not_none(shared: Path) -> None:
         folder.chmod(0o755)
 
 
-def test_an_export_that_may_not_be_read_is_not_said_to_be_absent(shared: Path) -> None:
+def test_an_export_that_may_not_be_read_is_not_said_to_be_absent(shared):
     for name in ("config.json", "model.safetensors"):
         (shared / name).write_text("{}")
     (shared / "model.safetensors").chmod(0)
@@ -180,7 +177,7 @@ def write_rows(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("closed", ["train/data.arrow", "train", ""])
-def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared: Path, closed: str) -> None:
+def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared, closed):
     folder = shared / "cache" / "tokens"
     find_or_build("the token cache", folder, write_rows)
     folder.parent.chmod(0o777)
@@ -194,7 +191,7 @@ def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared: Path, clo
     assert sentence.startswith(f"data.cache_dir: {folder}") and "ask its owner, or" in sentence
 
 
-def test_a_damaged_cache_of_another_user_is_one_sentence(shared: Path) -> None:
+def test_a_damaged_cache_of_another_user_is_one_sentence(shared):
     folder = shared / "cache" / "a"
     find_or_build("the cache", folder, write_rows)
     (folder / "train" / "data.arrow").write_text("test")
@@ -212,15 +209,15 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\ns
 INDEX = json.dumps({"metadata": {}, "weight_map": {"a": "one.safetensors"}})
 
 
-def rows(path: Path) -> Any:
+def rows(path: Path):
     return load_rows(LLMDataConfig(files=str(path)))
 
 
-def folder_of_rows(path: Path) -> Any:
+def folder_of_rows(path: Path):
     return load_rows(LLMDataConfig(source=str(path.parent)))
 
 
-def model(path: Path) -> Any:
+def model(path: Path):
     return load_model_config(ModelConfig(name_or_path=str(path.parent), from_scratch=path.name == "config.json"), Causal())
 
 
@@ -228,7 +225,7 @@ def checkpoint(path: Path) -> None:
     check_files(path.parent, {"world_size": 1, "files": {name: {} for name in (path.name, "state/.metadata")}})
 
 
-OPENED: dict[str, tuple[Callable[[Path], Any], dict[str, str]]] = {
+OPENED = {
     **{f"rows.{ending}": (rows, {}) for ending in ("txt", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "csv.gz")},
     "train.txt": (folder_of_rows, {}),
     "train.parquet": (
@@ -248,7 +245,7 @@ OPENED: dict[str, tuple[Callable[[Path], Any], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", OPENED)
-def test_a_pointer_is_named_where_it_is_opened(tmp_path: Path, name: str) -> None:
+def test_a_pointer_is_named_where_it_is_opened(tmp_path, name):
     load, beside = OPENED[name]
     for file, content in {name: POINTER, **beside}.items():
         (tmp_path / file).write_text(content)
@@ -256,7 +253,7 @@ def test_a_pointer_is_named_where_it_is_opened(tmp_path: Path, name: str) -> Non
     assert refusal(load, tmp_path / name) == sentence
 
 
-def test_files_that_are_not_opened_may_be_pointers(tmp_path: Path) -> None:
+def test_files_that_are_not_opened_may_be_pointers(tmp_path):
     from tests.support.tokenizer_kinds import build_byte_level
 
     build_byte_level().save_pretrained(tmp_path)
@@ -266,7 +263,7 @@ def test_files_that_are_not_opened_may_be_pointers(tmp_path: Path) -> None:
     check_weight_files(tmp_path, "it")
 
 
-def test_a_manifest_that_is_one_is_a_reason(tmp_path: Path) -> None:
+def test_a_manifest_that_is_one_is_a_reason(tmp_path):
     (tmp_path / "manifest.json").write_text(POINTER)
     with pytest.raises(ValueError, match="manifest.json cannot be read .*type git lfs pull where it was cloned"):
         partial(read_manifest, tmp_path)()

@@ -1,9 +1,6 @@
 """The strict reading of the accelerate YAML: each mistake sees its sentence; the presets are in order."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,34 +15,34 @@ PRESETS = sorted((Path(__file__).resolve().parents[3] / "accelerate_configs").gl
 WRAPPED = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
-def ddp(**top_level: Any) -> dict[str, Any]:
+def ddp(**top_level) -> dict:
     return {"distributed_type": "MULTI_GPU", "num_processes": 2, **top_level}
 
 
-def fsdp(**section: Any) -> dict[str, Any]:
+def fsdp(**section) -> dict:
     return {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": section}
 
 
-def fsdp1(**section: Any) -> dict[str, Any]:
+def fsdp1(**section) -> dict:
     return fsdp(**{"fsdp_version": 1, **WRAPPED, **section})
 
 
-def fsdp2(**section: Any) -> dict[str, Any]:
+def fsdp2(**section) -> dict:
     return fsdp(**{"fsdp_version": 2, **WRAPPED, **section})
 
 
-def fp8(**section: Any) -> dict[str, Any]:
+def fp8(**section) -> dict:
     return {"mixed_precision": "fp8", "fp8_config": section}
 
 
-def mesh(**sizes: int) -> dict[str, Any]:
+def mesh(**sizes: int) -> dict:
     return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
 
 
 ON_CPU = {"use_cpu": True}
-ONE: dict[str, Any] = {"distributed_type": "NO", "num_processes": 1}
+ONE = {"distributed_type": "NO", "num_processes": 1}
 ONLY_FSDP2 = "works with distributed_type FSDP and fsdp_version 2 only"
-BROKEN: list[tuple[dict[str, Any], str]] = [
+BROKEN = [
     # unknown keys
     (ddp(num_proceses=2), "unknown key num_proceses: did you mean num_processes?"),
     (fsdp2(fsdp_versoin=2), "unknown key fsdp_config.fsdp_versoin: did you mean fsdp_version?"),
@@ -140,14 +137,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def write(folder: Path, mapping: dict[str, Any]) -> Path:
+def write(folder: Path, mapping: dict) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(mapping))
     return path
 
 
 @pytest.mark.parametrize(("mapping", "sentence"), BROKEN, ids=[sentence[:60] for _, sentence in BROKEN])
-def test_each_mistake_sees_its_sentence(tmp_path: Path, mapping: dict[str, Any], sentence: str) -> None:
+def test_each_mistake_sees_its_sentence(tmp_path, mapping, sentence):
     message = refusal(check_accelerate_yaml, path := write(tmp_path, mapping))
     assert message.startswith(f"{path}: ") and sentence in message
 
@@ -162,7 +159,7 @@ def test_each_mistake_sees_its_sentence(tmp_path: Path, mapping: dict[str, Any],
         (b"use_cpu: \xff\n", "line 1: not valid UTF-8"),
     ],
 )
-def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path, content, sentence):
     path = tmp_path / "config.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -183,12 +180,12 @@ def test_a_file_that_is_no_mapping_sees_its_sentence(tmp_path: Path, content: by
         fsdp2() | {"num_processes": 4} | mesh(dp_replicate_size=2, dp_shard_size=2),
     ],
 )
-def test_what_works_passes_and_comes_back_as_written(tmp_path: Path, mapping: dict[str, Any]) -> None:
+def test_what_works_passes_and_comes_back_as_written(tmp_path, mapping):
     assert check_accelerate_yaml(write(tmp_path, mapping)) == mapping
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_passes_and_has_its_header(path: Path) -> None:
+def test_every_preset_passes_and_has_its_header(path):
     check_accelerate_yaml(path)
     usage, quiet = preset_header(path)["Usage"], "--quiet " if path.stem.startswith("single") else ""
     assert usage.startswith(f"accelerate launch {quiet}--config_file accelerate_configs/{path.name} recipes/")
@@ -207,7 +204,7 @@ def test_every_preset_passes_and_has_its_header(path: Path) -> None:
         ([], None),
     ],
 )
-def test_the_launchers_arguments_are_read_from_its_command_line(command: list[str], arguments: list[str] | None) -> None:
+def test_the_launchers_arguments_are_read_from_its_command_line(command, arguments):
     assert launch_arguments(command) == arguments
 
 
@@ -220,9 +217,7 @@ def test_the_launchers_arguments_are_read_from_its_command_line(command: list[st
         (["--cpu", "t5.py"], None),
     ],
 )
-def test_the_file_is_the_launchers_and_not_the_scripts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str | None
-) -> None:
+def test_the_file_is_the_launchers_and_not_the_scripts(tmp_path, monkeypatch, arguments, expected):
     """The whole way, with real processes, is in test_launch.py."""
     default = tmp_path / "default_config.yaml"
     default.touch()
@@ -232,7 +227,7 @@ def test_the_file_is_the_launchers_and_not_the_scripts(
     assert _config_file(["t5.py"], tmp_path) is None
 
 
-def test_the_variable_names_the_file_where_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_names_the_file_where_there_is_no_launcher(monkeypatch):
     monkeypatch.delenv("TOOLKIT_ACCELERATE_YAML", raising=False)
     assert find_accelerate_yaml() is None
     monkeypatch.setenv("TOOLKIT_ACCELERATE_YAML", "/some/config.yaml")

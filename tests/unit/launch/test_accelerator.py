@@ -1,14 +1,10 @@
 """What flags of `accelerate launch` put into the environment, and no YAML shows; what the kind of device decides."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -49,7 +45,7 @@ MESH = [
         (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision is 'fp16': write bf16"),
     ],
 )
-def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], sentence: str) -> None:
+def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch, flags, sentence):
     command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     for name, value in {**launched_environment(command), "WORLD_SIZE": "2"}.items():
@@ -66,9 +62,7 @@ def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch: pytest.Monke
         ({"ACCELERATE_USE_CPU": "true"}, []),
     ],
 )
-def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: list[str]
-) -> None:
+def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(monkeypatch, given, expected):
     """Set before the ranks connect, which is before any allocation; this machine's torch reads it back."""
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **given})
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
@@ -84,7 +78,7 @@ def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(
         torch._C._accelerator_setAllocatorSettings(before)
 
 
-def test_products_of_fp32_stay_in_fp32_whoever_has_allowed_tf32() -> None:
+def test_products_of_fp32_stay_in_fp32_whoever_has_allowed_tf32():
     """NVIDIA's images set the variable, which torch reads at its start; accelerate allows TF32 to compiled runs in fp32."""
     script = """
 import logging, sys, accelerate, torch
@@ -107,9 +101,9 @@ print(*found())
     assert said.startswith("products of fp32 tensors stay in fp32: TF32 is off, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
-def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch):
     """nccl would hold one more communicator, over every rank of a large job."""
-    reduced: list[Any] = []
+    reduced = []
     monkeypatch.setattr(accelerator, "world_size", lambda: 4)
     monkeypatch.setattr(accelerator.dist, "all_reduce", lambda tensor, group: reduced.append((tensor.device.type, group)))
     mesh = MagicMock(get_all_groups=lambda: ["replicas", "shards"])
@@ -120,9 +114,7 @@ def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("seen", "is_refused"), [(1, True), (8, False)])
-def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(
-    monkeypatch: pytest.MonkeyPatch, seen: int, is_refused: bool
-) -> None:
+def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(monkeypatch, seen, is_refused):
     """SLURM can bind one GPU to each task. FSDP1 would then replicate the full model, and say nothing."""
     launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_WORLD_SIZE": "8"}
     wrap = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "WORLD_SIZE": "16"}
@@ -149,7 +141,7 @@ GPU_PRESETS = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("
 
 
 @pytest.mark.parametrize("path", [path for path in GPU_PRESETS if "single" not in path.stem], ids=lambda path: path.stem)
-def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch, path):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -181,8 +173,8 @@ WHEEL = "take its wheel for CUDA {0} (pip install torch==2.13.0+{1} --index-url 
     ],
 )
 def test_gpus_that_torch_cannot_use_are_named_with_their_driver_and_the_wheel_to_take(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None, version: str, text: str, driver: str, helps: str
-) -> None:
+    monkeypatch, tmp_path, built, version, text, driver, helps
+):
     """`single` trained on the CPU in silence, and `make gpu` ended with a traceback."""
     for number in range(8):
         (tmp_path / f"nvidia{number}").touch()
@@ -219,9 +211,7 @@ def test_gpus_that_torch_cannot_use_are_named_with_their_driver_and_the_wheel_to
         ({"avx512_bf16": True}, False, False),  # oneDNN is kept from it
     ],
 )
-def test_a_cpu_has_bf16_or_a_line_says_that_it_does_not(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], onednn: bool, has: bool
-) -> None:
+def test_a_cpu_has_bf16_or_a_line_says_that_it_does_not(monkeypatch, capabilities, onednn, has):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     slow = environment.slow_bf16({"mixed_precision": "bf16", "use_cpu": True, "distributed_type": "FSDP"})
@@ -237,16 +227,14 @@ CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 @pytest.mark.parametrize(
     ("num_shapes", "capacity"), [(1, "128"), (4, "128"), (5, "150"), (34, "1020"), (35, "128"), (3000, "128")]
 )
-def test_capacity_follows_the_shapes_unless_the_user_has_set_it(
-    monkeypatch: pytest.MonkeyPatch, num_shapes: int, capacity: str
-) -> None:
+def test_capacity_follows_the_shapes_unless_the_user_has_set_it(monkeypatch, num_shapes, capacity):
     for own, expected in (({}, capacity), ({CAPACITY: "7"}, "7")):
         monkeypatch.setattr(os, "environ", {**own})
         bound_primitive_cache(num_shapes)
         assert os.environ == {CAPACITY: expected}
 
 
-def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches_and_packs_in_one_row_have_that_of_their_sum() -> None:
+def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches_and_packs_in_one_row_have_that_of_their_sum():
     train = TrainConfig(global_batch_size_rows=4, micro_batch_size_rows=2, max_steps=9)
     for lengths, shapes in ((np.full(40, 9), {(2, 9, 1)}), (np.repeat([5, 9], 20), {(2, 5, 1), (2, 9, 1)})):
         plan = BatchPlan(lengths, np.ones(40, int), train, world_size=1)
@@ -259,7 +247,7 @@ def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches_and_packs_in_one
     assert max(map(len, packs)) > 2 and {*plan.shapes((lengths, lengths - 1), 1, 0, one_row=True)} == sums
 
 
-def test_onednn_keeps_no_more_though_torch_is_imported_before() -> None:
+def test_onednn_keeps_no_more_though_torch_is_imported_before():
     """200 shapes twice: in a cache of 128, which drops the oldest, none is there the second time; in oneDNN's own, all are."""
     script = (
         "import torch\n"

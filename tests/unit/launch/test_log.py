@@ -1,7 +1,5 @@
 """The log of a program and of a library, its level, its ranks, and its lines beside a progress bar."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging
@@ -9,7 +7,6 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +31,7 @@ def log_three() -> None:
         ("1", "ERROR", "", ""),
     ],
 )
-def test_rank_and_level_decide_what_is_printed(
-    rank: str | None, level: str | None, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_and_level_decide_what_is_printed(rank, level, out, err, monkeypatch, capsys):
     for name, value in (("RANK", rank), ("TOOLKIT_LOG_LEVEL", level)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     start_logging()
@@ -44,9 +39,7 @@ def test_rank_and_level_decide_what_is_printed(
     assert capsys.readouterr() == (out, err)
 
 
-def test_handlers_of_the_program_get_the_records_instead(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_handlers_of_the_program_get_the_records_instead(monkeypatch, capsys, caplog):
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.NOTSET)
@@ -59,20 +52,20 @@ def test_handlers_of_the_program_get_the_records_instead(
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_import_changes_nothing() -> None:
+def test_an_import_changes_nothing():
     code = "import logging; before = logging.getLogger('toolkit').__dict__.copy(); import toolkit.launch.log; "
     code += "assert vars(logging.getLogger('toolkit')) == before and not logging.root.handlers"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
-def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setenv("TOOLKIT_LOG_LEVEL", "LOUD")
     done = subprocess.run([sys.executable, "-m", "toolkit", "check", "x.yaml"], capture_output=True, text=True, timeout=600)
     sentence = "error: TOOLKIT_LOG_LEVEL is LOUD, which is not a level: set one of INFO, WARNING, ERROR, or unset it\n"
     assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, sentence)
 
 
-def test_an_output_whose_reader_is_slow_is_not_lost() -> None:
+def test_an_output_whose_reader_is_slow_is_not_lost():
     """Of a pipe or terminal that another program has made non-blocking, which it is for all that share it."""
     reader, writer = os.pipe()
     for descriptor in (reader, writer):
@@ -124,7 +117,7 @@ open(sys.argv[1], "w").write(repr(lost_outputs()))
     ],
 )
 @pytest.mark.parametrize("options", [[], ["-u"]])
-def test_an_output_that_fails_ends_no_program(tmp_path: Path, change: str, lost: dict[str, str], options: list[str]) -> None:
+def test_an_output_that_fails_ends_no_program(tmp_path, change, lost, options):
     (script := tmp_path / "script.py").write_text(PRINTS.format(change=change))
     command = [sys.executable, *options, str(script), str(tmp_path / "lost")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -132,7 +125,7 @@ def test_an_output_that_fails_ends_no_program(tmp_path: Path, change: str, lost:
     assert "Error" not in done.stderr
 
 
-def test_streams_that_are_no_files_are_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_are_no_files_are_lost_too(monkeypatch):
     class Tee:
         num_calls = 0
 
@@ -158,7 +151,7 @@ def test_streams_that_are_no_files_are_lost_too(monkeypatch: pytest.MonkeyPatch)
         ("utf-8", r"café 还 \udce9 \ud800"),
     ],
 )
-def test_what_an_encoding_lacks_is_printed_as_escapes(monkeypatch: pytest.MonkeyPatch, encoding: str, printed: str) -> None:
+def test_what_an_encoding_lacks_is_printed_as_escapes(monkeypatch, encoding, printed):
     monkeypatch.setattr(sys, "stdout", Output(io.TextIOWrapper(content := io.BytesIO(), encoding)))
     print("café 还 \udce9 \ud800")
     logger.info("café 还 \udce9 \ud800")

@@ -1,13 +1,10 @@
 """What a run changes in its process and in libraries is put back at its end, also after an error."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os
 import sys
 import warnings
-from typing import Any
 
 import datasets
 import pytest
@@ -36,7 +33,7 @@ def change_everything() -> None:
     sys.excepthook = lambda *_: None
 
 
-def test_a_program_finds_its_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_finds_its_process_as_it_was(monkeypatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     with process_state_kept():
         logging.getLogger("toolkit").filters.clear()
@@ -61,8 +58,8 @@ def test_a_program_finds_its_process_as_it_was(monkeypatch: pytest.MonkeyPatch) 
         "torch.backends.fp32_precision = 'tf32'", "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
     ],
 )  # fmt: skip
-def test_the_precision_of_products_is_put_back_whichever_way_set_it(allow: str) -> None:
-    backends: Any = torch.backends
+def test_the_precision_of_products_is_put_back_whichever_way_set_it(allow):
+    backends = torch.backends
     with process_state_kept():
         exec(allow)
         before = {name: value for name, value in state_of_the_process().items() if name.startswith("fp32")}
@@ -81,7 +78,7 @@ def test_the_precision_of_products_is_put_back_whichever_way_set_it(allow: str) 
         ("max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:False"),
     ],
 )
-def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
+def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch, before, after):
     settings = [before]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])

@@ -1,7 +1,5 @@
 """The folder of a run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -27,7 +25,7 @@ def config(output_dir: Path | str, name: str = "run", files: str | list[str] | N
     return SummarizationConfig(model=ModelConfig(name_or_path="model"), data=DataConfig(source="jsonl", files=files), run=run)
 
 
-def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path, monkeypatch):
     write = run_folder._write_probe
     monkeypatch.setattr(run_folder, "PROBE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(run_folder, "_write_probe", lambda folder, probe, _, *rest: write(folder, probe, "old", *rest))
@@ -37,7 +35,7 @@ def test_what_another_wrote_under_the_name_of_the_probe_does_not_pass(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../b", "/x", "linked", "linked/x"])
-def test_a_name_that_leads_out_is_refused_and_nothing_written(tmp_path: Path, name: str) -> None:
+def test_a_name_that_leads_out_is_refused_and_nothing_written(tmp_path, name):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/linked").symlink_to(tmp_path)
     with pytest.raises(UserError, match=f"^run.name {name} leads to /.*, out of run.output_dir {tmp_path}/runs: give that"):
@@ -45,7 +43,7 @@ def test_a_name_that_leads_out_is_refused_and_nothing_written(tmp_path: Path, na
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["linked", "runs"]
 
 
-def test_links_that_stay_inside_or_are_above_are_followed_and_a_new_folder_is_left_empty(tmp_path: Path) -> None:
+def test_links_that_stay_inside_or_are_above_are_followed_and_a_new_folder_is_left_empty(tmp_path):
     (tmp_path / "disk/old").mkdir(parents=True)
     (tmp_path / "disk/run").symlink_to("old")
     (tmp_path / "runs").symlink_to("disk")
@@ -64,7 +62,7 @@ def test_links_that_stay_inside_or_are_above_are_followed_and_a_new_folder_is_le
         ("abfs://container@account.host/rows.jsonl", False),
     ],
 )
-def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path: Path, files: str | list[str], is_secret: bool) -> None:
+def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path, files, is_secret):
     if not is_secret:
         assert open_run_folder(config(tmp_path, files=files))
         return
@@ -73,7 +71,7 @@ def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path: Path, files: 
     assert "secret" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
-def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.3)
     sentence = f"another run is writing into {tmp_path}: wait for its end, or take another run.name"
     with lock_held(tmp_path / ".lock"):
@@ -87,7 +85,7 @@ def test_a_second_run_is_kept_out_until_the_first_has_ended(tmp_path: Path, monk
     assert refusal(lock_run_folder, tmp_path).startswith(f"{tmp_path}/.lock cannot be opened (Permission denied): fix that, or ")
 
 
-def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path):
     folder = open_run_folder(config(tmp_path))
     lock_run_folder(folder)
     save_run_config(config(tmp_path), folder)
@@ -100,7 +98,7 @@ def test_a_folder_that_was_removed_is_made_again_with_lock_and_config(tmp_path: 
     assert "BlockingIOError" in another.stderr
 
 
-def test_a_lock_whose_file_another_node_removed_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_whose_file_another_node_removed_is_taken_again(tmp_path, monkeypatch):
     """A network file system answers ESTALE for a file that another node has removed."""
     folder = tmp_path / "run"
     folder.mkdir()

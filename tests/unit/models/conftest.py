@@ -1,7 +1,5 @@
 """What the tests of models share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from tests.support.adapter_models import BASES, save_base
 
 
 @pytest.fixture(scope="session")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bases(tmp_path_factory) -> Path:
     """A folder with each of `BASES`; nobody changes it."""
     folder = tmp_path_factory.mktemp("bases")
     for name in BASES:

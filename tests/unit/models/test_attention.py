@@ -1,9 +1,6 @@
 """Which models attend to packed rows by document, on which device, and what a run says of its attention."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ BY_DOCUMENT = "sdpa, and packed rows document by document ({}): no mask, and no 
 
 
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_every_family_with_sdpa_attends_by_document(family: str) -> None:
+def test_every_family_with_sdpa_attends_by_document(family):
     for device_type, settings in (("cpu", {}), ("cuda", {"attn_pdrop": 0.0} if family == "gpt2" else {})):
         model = causal_skeleton(family, **settings)
         why = choose_packed_attention(model, None, device_type, torch.bfloat16)
@@ -45,11 +42,9 @@ def test_every_family_with_sdpa_attends_by_document(family: str) -> None:
         ("deepseek_v3", {"v_head_dim": 4}, {}, ""),
     ],
 )
-def test_other_packed_rows_get_a_dense_mask_and_the_reason_is_said(
-    family: str, settings: dict[str, Any], changed: dict[str, Any], reason: str
-) -> None:
+def test_other_packed_rows_get_a_dense_mask_and_the_reason_is_said(family, settings, changed, reason):
     model = causal_skeleton(family, **settings)
-    asked: dict[str, Any] = {"named": None, "dtype": torch.bfloat16, "is_one_graph": False} | changed
+    asked = {"named": None, "dtype": torch.bfloat16, "is_one_graph": False} | changed
     why = choose_packed_attention(model, asked["named"], "cuda", asked["dtype"], is_one_graph=asked["is_one_graph"])
     assert why and reason in why
     assert not attends_by_document(model)
@@ -57,9 +52,7 @@ def test_other_packed_rows_get_a_dense_mask_and_the_reason_is_said(
 
 
 @pytest.mark.parametrize(("capability", "head_dim", "reason"), [((8, 0), 256, ""), ((7, 5), 64, "Ampere generation or later")])
-def test_the_kernel_takes_its_oldest_gpu_and_its_largest_head(
-    capability: tuple[int, int], head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_takes_its_oldest_gpu_and_its_largest_head(capability, head_dim, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     why = choose_packed_attention(causal_skeleton("llama", head_dim=head_dim), None, "cuda", torch.float16)
@@ -77,10 +70,8 @@ def test_the_kernel_takes_its_oldest_gpu_and_its_largest_head(
         ("documents", False, True, torch.bfloat16, *map(BY_DOCUMENT.format, ("torch's varlen kernel", "one causal sdpa each"))),
     ],
 )
-def test_a_run_says_which_attention_kernel_runs(
-    name: str, is_encoder_decoder: bool, packing: bool, dtype: torch.dtype, on_gpu: str, on_cpu: str
-) -> None:
-    model: Any = torch.nn.Module()
+def test_a_run_says_which_attention_kernel_runs(name, is_encoder_decoder, packing, dtype, on_gpu, on_cpu):
+    model = torch.nn.Module()
     model.config = SimpleNamespace(_attn_implementation=name, is_encoder_decoder=is_encoder_decoder)
     with cudnn_attention(False):
         assert describe_attention(model, GPU, dtype, packing=packing) == on_gpu

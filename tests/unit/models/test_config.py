@@ -1,11 +1,7 @@
 """What is read from a model's config before its weights, and the positions that rows and texts may fill."""
 
-from __future__ import annotations
-
 import json
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +31,7 @@ DROPOUT_RATES: dict[str, tuple[Objective, list[str]]] = {
 
 
 @pytest.mark.parametrize("family", DROPOUT_RATES)
-def test_dropout_is_that_of_every_rate(tmp_path: Path, family: str) -> None:
+def test_dropout_is_that_of_every_rate(tmp_path, family):
     task, names = DROPOUT_RATES[family]
     getattr(transformers, family)(decoder_start_token_id=0).save_pretrained(tmp_path)
     own, changed = (load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=p), task) for p in (None, 0.25))
@@ -43,7 +39,7 @@ def test_dropout_is_that_of_every_rate(tmp_path: Path, family: str) -> None:
     assert all(attrgetter(name)(own) != 0.25 for name in names)
 
 
-def test_a_rate_that_is_declared_a_whole_number_stays_one(tmp_path: Path) -> None:
+def test_a_rate_that_is_declared_a_whole_number_stays_one(tmp_path):
     """MPT's `attn_pdrop`: as 0.0 it ended every run, and with another rate its export could not be read again."""
     transformers.MptConfig().save_pretrained(tmp_path)
     config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.0), Causal())
@@ -52,7 +48,7 @@ def test_a_rate_that_is_declared_a_whole_number_stays_one(tmp_path: Path) -> Non
     assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal()) == sentence
 
 
-def test_layers_are_never_dropped_and_outputs_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_are_never_dropped_and_outputs_have_names(tmp_path, capsys):
     """Losses, checks and the export read `logits` by its name."""
     transformers.OPTConfig(layerdrop=0.1, return_dict=False).save_pretrained(tmp_path)
     config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal())
@@ -69,7 +65,7 @@ def test_layers_are_never_dropped_and_outputs_have_names(tmp_path: Path, capsys:
         *(("BartConfig", {}, "bart"), ("GPTNeoXConfig", {"is_decoder": False}, "")),  # a decoder that does not say so
     ],
 )
-def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, family: str, settings: dict[str, Any], name: str) -> None:
+def test_a_model_with_an_encoder_is_no_causal_one(tmp_path, family, settings, name):
     getattr(transformers, family)(**settings).save_pretrained(tmp_path)
     model = ModelConfig(name_or_path=str(tmp_path))
     if not name:
@@ -80,7 +76,7 @@ def test_a_model_with_an_encoder_is_no_causal_one(tmp_path: Path, family: str, s
 
 
 @pytest.mark.parametrize("longest", [10, 11])
-def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest: int) -> None:
+def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest):
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     config = transformers.Phi3Config(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
@@ -88,18 +84,18 @@ def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest: int) 
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors,
     )  # fmt: skip
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     rows_BT = torch.randint(1, 64, (2, longest))
     together, alone = model(rows_BT).logits[0, :6], model(rows_BT[:1, :6]).logits[0]
     warning = warn_of_shared_rope(config, longest)
     assert torch.allclose(together, alone, atol=1e-4) == (warning is None)
     if longest > 10:
-        assert warning is not None and "the longest row has 11 tokens: beyond 10 the model's longrope rope has" in warning
+        assert "the longest row has 11 tokens: beyond 10 the model's longrope rope has" in warning
     assert warn_of_shared_rope(transformers.LlamaConfig(), 100_000) is None
 
 
 @pytest.mark.parametrize("named", ["user/kernel", {"text_config": "user/kernel"}])
-def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(tmp_path: Path, named: Any) -> None:
+def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(tmp_path, named):
     (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
     sentence = f"the config.json of {tmp_path} names the attention user/kernel, which is code of the hub: set "
     assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()).startswith(sentence)
@@ -115,7 +111,7 @@ def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(
         (("model-1-of-1.safetensors",), ""),
     ],
 )
-def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path: Path, files: tuple[str, ...], sentence: str) -> None:
+def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path, files, sentence):
     for file in files:
         (tmp_path / file).touch()
     index = {"weight_map": {"lm_head.weight": "model-1-of-1.safetensors"}}  # it may be older than model.safetensors
@@ -127,7 +123,7 @@ def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path: Path, files: tup
     assert sentence in said
 
 
-def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_models_files_are_of_one_commit(tmp_path, monkeypatch):
     """A branch may move while a run loads; and an adapter says at which commit it was trained."""
     commit, asked = "0123456789abcdef" * 2 + "01234567", []
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
@@ -143,7 +139,7 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("transformers.utils.cached_file", has_no_index)
     base = ModelConfig(name_or_path="user/tiny")
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(load_model_config(base, Causal()))
+        model = transformers.AutoModelForCausalLM.from_config(load_model_config(base, Causal()))
     add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base)
     assert asked == [commit]
     assert model.peft_config["default"].revision == commit
@@ -153,17 +149,17 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path: Path, monkeypatch: pytes
     assert hub_commit(base) is None
 
 
-def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path: Path) -> None:
+def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path):
     """In its config, or in its generation config alone."""
     transformers.T5Config(bos_token_id=3).save_pretrained(tmp_path)
     model = ModelConfig(name_or_path=str(tmp_path))
     assert "has no decoder_start_token_id: add it" in refusal(load_model_config, model, Seq2Seq())
     (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 0}')
-    config: Any = load_model_config(model, Seq2Seq())
+    config = load_model_config(model, Seq2Seq())
     assert config.decoder_start_token_id == 0
 
 
-def test_rows_share_a_forward_only_where_their_rope_is_the_same_as_alone() -> None:
+def test_rows_share_a_forward_only_where_their_rope_is_the_same_as_alone():
     def group(kind: str, *lengths: int) -> tuple[int, ...]:
         return group_by_rope([(kind, 10)], *lengths)
 
@@ -187,13 +183,13 @@ TOGETHER = "a prompt has up to 25 tokens and eval.max_new_tokens is 8, together 
         (BART, {"source": 9, "target": 32}, {"source": 9, "target": 33}, "", "data.max_target_length_tokens"),
     ],
 )
-def test_a_limit_is_the_last_length_that_fits(config: Any, fits: Any, longer: Any, what: str, setting: str) -> None:
+def test_a_limit_is_the_last_length_that_fits(config, fits, longer, what, setting):
     check_positions(config, "tiny", fits, EvalConfig(max_new_tokens=8))
     with pytest.raises(UserError, match=f"{what} tokens, but tiny has only 32 positions: set .*{setting} to at most 32$"):
         check_positions(config, "tiny", longer, EvalConfig(max_new_tokens=8))
 
 
-def test_what_is_not_generated_takes_no_position() -> None:
+def test_what_is_not_generated_takes_no_position():
     for evaluation, prompt in ((EvalConfig(max_new_tokens=33, generate=False), 9), (EvalConfig(max_new_tokens=33), 0)):
         check_positions(LLAMA, "tiny", {"row": 9, "prompt": prompt}, evaluation)
     check_positions(BART, "tiny", {"source": 9, "target": 9}, EvalConfig(max_new_tokens=33, generate=False))

@@ -1,13 +1,10 @@
 """Quantized weights in files: slices of them are bit for bit what the libraries make of them; other formats are named."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -45,18 +42,18 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype == torch.bfloat16 and torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load(folder: Path, dtype: torch.dtype = torch.float32):
     """The model as a run loads it, whose configs do not name its codes."""
     config = ModelConfig(name_or_path=str(folder))
     model_config = load_model_config(config, Causal())
-    model: Any = load_model(config, model_config, Causal(), 0, dtype)
+    model = load_model(config, model_config, Causal(), 0, dtype)
     assert not any("quantization" in str(settings) for settings in (model_config.to_dict(), model.config.to_dict()))
     return model
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("kind", ["bnb_nested", "bnb_plain"])
-def test_nf4_by_rows_is_what_bitsandbytes_makes_of_it(kind: str, rows: int) -> None:
+def test_nf4_by_rows_is_what_bitsandbytes_makes_of_it(kind, rows):
     files = open_files([QUANTIZED / kind / "model.safetensors"], "it")
     hashes = json.loads((QUANTIZED / kind / "hashes_of_values.json").read_text())
     assert files.keys() == hashes.keys()
@@ -70,7 +67,7 @@ def test_nf4_by_rows_is_what_bitsandbytes_makes_of_it(kind: str, rows: int) -> N
 
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 @pytest.mark.parametrize("shape", [(256, 384), (200, 130), (64, 32)])
-def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path: Path, shape: tuple[int, int], scales_dtype: torch.dtype) -> None:
+def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path, shape, scales_dtype):
     torch.manual_seed(0)
     codes, scales = quantize_fp8(torch.randn(shape) * torch.arange(1, shape[1] + 1), scales_dtype)
     save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
@@ -84,7 +81,7 @@ def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path: Path, shape: tup
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
-def test_mxfp4_by_experts_is_what_transformers_makes_of_it(tmp_path: Path, num_experts: int) -> None:
+def test_mxfp4_by_experts_is_what_transformers_makes_of_it(tmp_path, num_experts):
     """In the files of a gpt-oss; every code and exponent is met."""
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
@@ -110,7 +107,7 @@ def test_mxfp4_by_experts_is_what_transformers_makes_of_it(tmp_path: Path, num_e
         assert same_bits(reader.read((slice(1, 2), slice(5, 40), slice(0, 9))).contiguous(), values[1:2, 5:40, :9].contiguous())
 
 
-def test_a_slice_reads_its_own_codes_and_scales(tmp_path: Path) -> None:
+def test_a_slice_reads_its_own_codes_and_scales(tmp_path):
     """Half the rows take half the bytes; NF4's blocks and fp8's may reach over the edge."""
     codes, scales = quantize_fp8(torch.randn(512, 256), torch.float32)
     save_file({"some.weight": codes, "some.weight_scale_inv": scales}, tmp_path / "model.safetensors")
@@ -121,7 +118,7 @@ def test_a_slice_reads_its_own_codes_and_scales(tmp_path: Path) -> None:
     read: list[int] = []
     preadv = os.preadv
 
-    def count(file: int, buffers: Any, place: int) -> int:
+    def count(file: int, buffers, place: int) -> int:
         read.append(preadv(file, buffers, place))
         return read[-1]
 
@@ -133,9 +130,9 @@ def test_a_slice_reads_its_own_codes_and_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_quantized_model_loads_as_a_plain_one(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_quantized_model_loads_as_a_plain_one(tmp_path, dtype):
     about = transformers.FineGrainedFP8Config(dequantize=True)
-    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
         save_fp8_model(tmp_path / "fp8"), dtype=torch.bfloat16, quantization_config=about
     )
     values = {"fp8": {name: digest(tensor) for name, tensor in plain.state_dict().items()}}
@@ -154,7 +151,7 @@ def test_a_quantized_model_loads_as_a_plain_one(tmp_path: Path, dtype: torch.dty
         assert {name: digest(tensor.bfloat16()) for name, tensor in again.state_dict().items()} == expected
 
 
-FORMATS: dict[str, dict[str, Any]] = {
+FORMATS = {
     **{name: {"quant_method": name} for name in ("gptq", "awq", "hqq", "compressed-tensors", "torchao")},
     "bitsandbytes int8": {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "fp4"},
     "bitsandbytes fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
@@ -163,7 +160,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def gemma3_in_fp8(folder: Path, about: dict[str, Any]) -> tuple[str, torch.Tensor]:
+def gemma3_in_fp8(folder: Path, about: dict) -> tuple[str, torch.Tensor]:
     """Save a tiny Gemma 3, whose `text_config` says how a weight is quantized; returns the weight's name and values."""
     torch.manual_seed(0)
     text = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32}
@@ -181,7 +178,7 @@ def gemma3_in_fp8(folder: Path, about: dict[str, Any]) -> tuple[str, torch.Tenso
     return name, _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).bfloat16()
 
 
-def test_a_nested_config_may_say_that_weights_are_quantized(tmp_path: Path) -> None:
+def test_a_nested_config_may_say_that_weights_are_quantized(tmp_path):
     name, expected = gemma3_in_fp8(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     model = load(tmp_path, torch.bfloat16)
     loaded = next(p for key, p in model.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight") and "vision" not in key)
@@ -191,7 +188,7 @@ def test_a_nested_config_may_say_that_weights_are_quantized(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_format_that_is_not_read_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_format_that_is_not_read_is_named(tmp_path, kind):
     settings = json.loads((QUANTIZED / "bnb_plain" / "config.json").read_text()) | {"quantization_config": FORMATS[kind]}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()) == (
@@ -200,7 +197,7 @@ def test_a_format_that_is_not_read_is_named(tmp_path: Path, kind: str) -> None:
     )
 
 
-def test_codes_whose_scales_are_missing_or_of_other_blocks_are_refused(tmp_path: Path) -> None:
+def test_codes_whose_scales_are_missing_or_of_other_blocks_are_refused(tmp_path):
     folder = save_fp8_model(tmp_path / "fp8")
     name, tensors = "model.layers.0.mlp.down_proj.weight", load_file(folder / "model.safetensors")
     del tensors[f"{name}_scale_inv"]
@@ -213,7 +210,7 @@ def test_codes_whose_scales_are_missing_or_of_other_blocks_are_refused(tmp_path:
 
 
 @pytest.mark.parametrize("ending", [".nested_absmax", ".nested_quant_map", ".absmax", ".quant_map"])
-def test_a_missing_tensor_of_a_4_bit_weight_is_named(tmp_path: Path, ending: str) -> None:
+def test_a_missing_tensor_of_a_4_bit_weight_is_named(tmp_path, ending):
     """Without their own scales, codes of scales would be read as plain scales."""
     tensors = load_file(QUANTIZED / "bnb_nested" / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"

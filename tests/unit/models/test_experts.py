@@ -1,11 +1,7 @@
 """Experts: found by a model's structure, and adapters on them, whose names and values are peft's."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import pytest
@@ -43,7 +39,7 @@ LONGCAT = LLAMA_SIZES | {
 }  # fmt: skip
 
 
-def on_meta(config: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
+def on_meta(config, auto_class=AutoModelForCausalLM):
     with torch.device("meta"):
         return auto_class.from_config(config)
 
@@ -58,8 +54,8 @@ def on_meta(config: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
         ({"num_experts": None, "n_routed_experts": 0}, set()),
     ],
 )
-def test_experts_are_counted_in_nested_configs_too(settings: dict[str, Any], expected: set[int]) -> None:
-    model: Any = nn.Module()
+def test_experts_are_counted_in_nested_configs_too(settings, expected):
+    model = nn.Module()
     model.config = transformers.PreTrainedConfig(**settings)
     assert expert_counts(model) == expected
 
@@ -71,7 +67,7 @@ def test_experts_are_counted_in_nested_configs_too(settings: dict[str, Any], exp
         (transformers.NllbMoeConfig(**NLLB), "model.encoder.layers.1.ffn.experts"),
     ],
 )
-def test_experts_that_are_modules_are_refused(config: Any, path: str) -> None:
+def test_experts_that_are_modules_are_refused(config, path):
     sentence = f"model.name_or_path here has 4 experts as separate modules ({path}): a rank runs only those that its tokens "
     assert refusal(check_experts, on_meta(config, AutoModelForSeq2SeqLM), "here").startswith(sentence)
 
@@ -85,7 +81,7 @@ def test_experts_that_are_modules_are_refused(config: Any, path: str) -> None:
         transformers.LlamaConfig(**LLAMA_SIZES),
     ],
 )
-def test_lists_of_modules_that_are_not_experts_are_taken(config: Any) -> None:
+def test_lists_of_modules_that_are_not_experts_are_taken(config):
     check_experts(on_meta(config), "here")
 
 
@@ -98,7 +94,7 @@ ALL_LINEAR: dict[str, set[str]] = dict.fromkeys(MIXTURES, ATTENTION) | {
 INPUTS = {"input_ids": torch.arange(2, 36).view(2, 17)}
 
 
-def adapt(model: Any, **settings: Any) -> Any:
+def adapt(model, **settings):
     return with_adapter(model, adapter_config(**settings))
 
 
@@ -110,7 +106,7 @@ def adapted_parameters(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_all_linear_leaves_experts_and_routers_out_unless_asked(family: str, experts: bool) -> None:
+def test_all_linear_leaves_experts_and_routers_out_unless_asked(family, experts):
     plain, model = build_causal(family), adapt(build_causal(family), experts=experts)
     adapted = adapted_parameters(model)
     own = {name for name in adapted if name.endswith(".weight")}
@@ -123,7 +119,7 @@ def test_all_linear_leaves_experts_and_routers_out_unless_asked(family: str, exp
 
 @pytest.mark.parametrize("rank", [3, 8])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_the_low_rank_beside_the_products_is_pefts(family: str, rank: int) -> None:
+def test_the_low_rank_beside_the_products_is_pefts(family, rank):
     model = adapt(build_causal(family), rank=rank, experts=True)
     randomize(model)
     folded = build_causal(family)
@@ -135,7 +131,7 @@ def test_the_low_rank_beside_the_products_is_pefts(family: str, rank: int) -> No
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         expected = folded.get_parameter(name).grad
-        assert (parameter.grad - expected).norm() <= 1e-5 * expected.norm(), name  # type: ignore[operator]
+        assert (parameter.grad - expected).norm() <= 1e-5 * expected.norm(), name
     expected = logits(folded, INPUTS)
     torch.testing.assert_close(logits(model, INPUTS), expected)
     with experts_by_token(model):
@@ -147,7 +143,7 @@ def test_the_low_rank_beside_the_products_is_pefts(family: str, rank: int) -> No
 
 
 @pytest.mark.parametrize("kind", [modeling_nemotron_h.NemotronHExperts, modeling_muse_spark.MuseSparkExperts])
-def test_experts_without_a_gate_and_with_a_norm_behind_them_have_adapters_too(kind: Any) -> None:
+def test_experts_without_a_gate_and_with_a_norm_behind_them_have_adapters_too(kind):
     sizes = dict.fromkeys(("n_routed_experts", "num_local_experts"), 4) | {"moe_latent_size": None, "post_norm_eps": 1e-6}
     sizes |= dict.fromkeys(("hidden_size", "moe_hidden_size", "moe_intermediate_size"), 16)
     config = SimpleNamespace(**sizes, mlp_hidden_act="relu2", hidden_act="silu", _experts_implementation="grouped_mm")
@@ -157,7 +153,7 @@ def test_experts_without_a_gate_and_with_a_norm_behind_them_have_adapters_too(ki
         nn.init.normal_(parameter, std=0.2)
     names = [f"experts.{weight}" for weight in weights_of(model["experts"])]
     inject_adapter_in_model(LoraConfig(r=4, target_modules=[], target_parameters=names), model)
-    randomize(cast("Any", model))
+    randomize(model)
     hidden, chosen, weights = torch.randn(9, 16), torch.randint(4, (9, 2)), torch.rand(9, 2)
     config._experts_implementation = "eager"
     expected = model["experts"](hidden, chosen, weights)
@@ -166,7 +162,7 @@ def test_experts_without_a_gate_and_with_a_norm_behind_them_have_adapters_too(ki
     torch.testing.assert_close(model["experts"](hidden, chosen, weights), expected)
 
 
-def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not() -> None:
+def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not():
     """The weight that products stand for, found from many of them, holds A·B, a thousandth of it, or does not."""
     model = adapt(build_causal("qwen3_moe", torch.bfloat16, hidden_size=64), rank=8, experts=True, target_modules=[])
     randomize(model)
@@ -188,7 +184,7 @@ def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not() -> None:
     assert lost.pop(ParamWrapper) > 0.6 and all(share < 0.2 for share in lost.values()), lost
 
 
-def test_what_cannot_be_adapted_is_refused() -> None:
+def test_what_cannot_be_adapted_is_refused():
     llama = transformers.LlamaConfig(**SMALL_EXPERTS, vocab_size=256)
     sentence = "adapter.experts is true, but LlamaForCausalLM has no experts that transformers computes by groups of tokens"
     assert refusal(adapt, transformers.LlamaForCausalLM(llama), experts=True).startswith(sentence)
@@ -201,7 +197,7 @@ def test_what_cannot_be_adapted_is_refused() -> None:
         assert refusal(check_adapter_config, config).startswith(sentence)
 
 
-def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_path: Path) -> None:
+def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_path):
     for name, parameters in {"router": ["gate.weight"], "down": ["experts.down_proj"]}.items():
         lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
         get_peft_model(build_causal("mixtral"), lora).save_pretrained(tmp_path / name)
@@ -215,25 +211,25 @@ def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_pat
 
 
 @pytest.mark.parametrize("min_num_params", [1, 2000, 20000])
-def test_by_size_no_part_of_an_adapter_of_experts_is_a_unit(min_num_params: int) -> None:
+def test_by_size_no_part_of_an_adapter_of_experts_is_a_unit(min_num_params):
     """It reads the parameters of its parts, and does not call these."""
     model = adapt(build_causal("mixtral"), experts=True)
-    plugin: Any = SimpleNamespace(auto_wrap_policy=size_based_auto_wrap_policy, min_num_params=min_num_params)
+    plugin = SimpleNamespace(auto_wrap_policy=size_based_auto_wrap_policy, min_num_params=min_num_params)
     blocks = find_blocks(plugin, model)
     assert any("experts" in name or name.endswith("mlp") for name in blocks) or min_num_params == 20000
     assert not [name for name in blocks if ".experts." in name]
 
 
-def test_experts_inside_an_adapter_are_refused_as_a_wrap_class() -> None:
+def test_experts_inside_an_adapter_are_refused_as_a_wrap_class():
     names = ["MixtralDecoderLayer", "MixtralExperts"]
-    plugin: Any = SimpleNamespace(auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=names)
+    plugin = SimpleNamespace(auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=names)
     find_blocks(plugin, build_causal("mixtral"))  # inside of a layer
     del names[0]
     sentence = "names MixtralExperts, which an adapter of experts reads from outside: name"
     assert sentence in refusal(find_blocks, plugin, adapt(build_causal("mixtral"), experts=True))
 
 
-def test_nested_configs_keep_their_own_choice_of_products() -> None:
+def test_nested_configs_keep_their_own_choice_of_products():
     """Aria's tower for images could not be built again with the choice of its texts' part."""
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(tiny_config("aria"))

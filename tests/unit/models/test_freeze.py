@@ -1,7 +1,5 @@
 """What a loss does not reach is found without weights, and is what real weights get no gradient for."""
 
-from __future__ import annotations
-
 import hashlib
 from unittest.mock import patch
 
@@ -32,7 +30,7 @@ from toolkit.models.freeze import find_uncalled, find_unreached, hash_tensor
         ("bart", ""),
     ],
 )
-def test_unreached_parameters_are_those_without_a_gradient(kind: str, part: str) -> None:
+def test_unreached_parameters_are_those_without_a_gradient(kind, part):
     auto, config = getattr(transformers, kinds()[kind]), tiny_config(kind)
     with torch.device("meta"):
         found = find_unreached(auto.from_config(config))
@@ -45,21 +43,21 @@ def test_unreached_parameters_are_those_without_a_gradient(kind: str, part: str)
     assert any(part in name for name in found) if part else not found
 
 
-def test_what_a_models_own_code_freezes_gets_no_adapter() -> None:
+def test_what_a_models_own_code_freezes_gets_no_adapter():
     with torch.device("meta"):
         found = find_unreached(transformers.AutoModelForCausalLM.from_config(tiny_config("blt")))
     assert found and all(name.startswith("model.patcher.") for name in found)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("blip", "'pixel_values'"), ("diffusion_gemma", "its forward takes no labels")])
-def test_a_model_that_needs_images_is_refused_before_its_weights_load(kind: str, reason: str) -> None:
+def test_a_model_that_needs_images_is_refused_before_its_weights_load(kind, reason):
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(tiny_config(kind))
     said = refusal(find_unreached, model)
     assert f"is a {kind} model, which continues no text without images (" in said and reason in said
 
 
-def test_a_forward_that_fails_without_weights_finds_nothing() -> None:
+def test_a_forward_that_fails_without_weights_finds_nothing():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(tiny_config("llama"))
     with patch.object(type(model), "forward", side_effect=RuntimeError):
@@ -81,19 +79,19 @@ def test_a_forward_that_fails_without_weights_finds_nothing() -> None:
         ("t5", ""),
     ],
 )
-def test_linear_layers_whose_weight_is_read_without_a_call_are_found(kind: str, weight: str) -> None:
+def test_linear_layers_whose_weight_is_read_without_a_call_are_found(kind, weight):
     with torch.device("meta"):
         found = find_uncalled(getattr(transformers, kinds()[kind]).from_config(tiny_config(kind)))
     assert all(name.endswith(weight) for name in found) and bool(found) == bool(weight)
 
 
-def test_a_class_of_an_interactive_session_is_searched_by_its_calls_alone() -> None:
+def test_a_class_of_an_interactive_session_is_searched_by_its_calls_alone():
     own = type("LlamaOfASession", (transformers.LlamaForCausalLM,), {"__module__": __name__})
     with torch.device("meta"):
         assert find_uncalled(own(tiny_config("llama"))) == []
 
 
-def test_a_buffer_without_dimensions_is_hashed() -> None:
+def test_a_buffer_without_dimensions_is_hashed():
     """The scale of Gemma 3's embedding: `verify` ended on it."""
     content = b"torch.float32 ()" + torch.tensor([8.0]).numpy().tobytes()
     assert hash_tensor(torch.tensor(8.0), torch.float32) == hashlib.sha256(content).hexdigest()

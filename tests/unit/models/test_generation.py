@@ -1,11 +1,8 @@
 """The generation config of a run: what its YAML sets, then what is valid of the base's."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ from toolkit.errors import UserError
 from toolkit.models.generation import choose_generation
 
 
-def as_said(settings: dict[str, Any]) -> list[str]:
+def as_said(settings: dict) -> list[str]:
     return [f"{key} {json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -35,7 +32,7 @@ SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "min_p": 0.1, "
 LENGTHS = {"max_length": 142, "min_length": 56, "max_time": 1.0}
 OUTPUT = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_attentions", "output_hidden_states"), True)
 # Of the base → what of it is left out, beside the settings of the run.
-BASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+BASES = {
     "beams": (BEAMS | {"no_repeat_ngram_size": 3}, {}, []),
     "beams, greedy": (BEAMS | {"num_return_sequences": 1}, GREEDY, ["num_beams 4", "early_stopping true", "length_penalty 2.0"]),
     "groups of beams": (BEAMS | GROUPS, {}, as_said(GROUPS)),
@@ -65,20 +62,18 @@ def bart() -> PreTrainedModel:
     return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", vocab_size=32, **BART_SIZES, **BART_TOKENS)).eval()
 
 
-def choose(model: PreTrainedModel, folder: Path, given: dict[str, Any], file: str = "generation_config.json") -> EvalConfig:
+def choose(model: PreTrainedModel, folder: Path, given: dict, file: str = "generation_config.json") -> EvalConfig:
     (folder / file).write_text(json.dumps(given))
     return choose_generation(EvalConfig(max_new_tokens=8), model, ModelConfig(name_or_path=str(folder)))
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_what_the_yaml_leaves_unset_is_the_bases_where_it_is_valid(
-    bart: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_what_the_yaml_leaves_unset_is_the_bases_where_it_is_valid(bart, tmp_path, capsys, name):
     theirs, ours, left_out = BASES[name]
     (tmp_path / "generation_config.json").write_text(json.dumps(theirs | {"decoder_start_token_id": 2, "eos_token_id": 2}))
     base = ModelConfig(name_or_path=str(tmp_path))
     config = choose_generation(EvalConfig(max_new_tokens=8, **ours), bart, base)
-    made: Any = bart.generation_config
+    made = bart.generation_config
     made.validate(strict=True)
     made.save_pretrained(tmp_path / "export")
     read = GenerationConfig.from_pretrained(tmp_path / "export")
@@ -89,11 +84,11 @@ def test_what_the_yaml_leaves_unset_is_the_bases_where_it_is_valid(
     assert (config.num_beams, read.num_beams) == (ours.get("num_beams", theirs.get("num_beams", 1)),) * 2
     printed = capsys.readouterr().out
     assert re.findall(r"^(.+) of the generation config of \S+ is left out: .", printed, re.MULTILINE) == left_out
-    tokens = bart.generate(input_ids=torch.tensor([[5, 6, 2], [7, 2, 1]]), pad_token_id=1)  # type: ignore[operator]
+    tokens = bart.generate(input_ids=torch.tensor([[5, 6, 2], [7, 2, 1]]), pad_token_id=1)
     assert isinstance(tokens, torch.Tensor) and len(tokens) == 2 and tokens.shape[1] <= 9
 
 
-def test_an_old_config_has_the_settings_itself(bart: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_config_has_the_settings_itself(bart, tmp_path, capsys):
     """As facebook/bart-large-cnn's, which has no `generation_config.json`."""
     given = bart.config.to_dict() | {"num_beams": 4, "early_stopping": True, "min_length": 3, "num_return_sequences": 2}
     config = choose(bart, tmp_path, given, "config.json")
@@ -105,12 +100,12 @@ def test_an_old_config_has_the_settings_itself(bart: PreTrainedModel, tmp_path: 
 
 
 @pytest.mark.parametrize("given", [{"num_beams": "4"}, {"num_beams": 4.0}, {"eos_token_id": ["1"]}, [1]])
-def test_settings_of_a_wrong_type_are_refused(bart: PreTrainedModel, tmp_path: Path, given: Any) -> None:
+def test_settings_of_a_wrong_type_are_refused(bart, tmp_path, given):
     with pytest.raises(UserError, match=rf"of {re.escape(str(tmp_path))} cannot be read \(.+\): correct or remove it$"):
         choose(bart, tmp_path, given)
 
 
-def test_a_model_for_which_transformers_can_build_no_cache_generates_without(tmp_path: Path) -> None:
+def test_a_model_for_which_transformers_can_build_no_cache_generates_without(tmp_path):
     blt = AutoModelForCausalLM.from_config(tiny_config("blt")).eval()
     choose(blt, tmp_path, {})
     assert blt.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2, pad_token_id=0).shape == (1, 5)

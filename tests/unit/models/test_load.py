@@ -1,10 +1,7 @@
 """Which parameters are frozen, in what dtype they are stored, and a class or a built model that Python code gives to a run."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.seq2seq import Seq2Seq
 
 
-def test_frozen_weights_are_cast_but_for_layer_norms_and_what_trains_is_fp32() -> None:
+def test_frozen_weights_are_cast_but_for_layer_norms_and_what_trains_is_fp32():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2, dtype=torch.bfloat16))
     model[0].requires_grad_(False)
     model[1].requires_grad_(False)
@@ -35,7 +32,7 @@ def test_frozen_weights_are_cast_but_for_layer_norms_and_what_trains_is_fp32() -
     assert [module.weight.dtype for module in model] == [torch.bfloat16, torch.float32, torch.float32]
 
 
-def test_a_pattern_freezes_by_every_name_that_it_matches_in_full() -> None:
+def test_a_pattern_freezes_by_every_name_that_it_matches_in_full():
     def build() -> nn.ModuleDict:
         model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("body", "body_head", "head")})
         model["head"].weight = model["body"].weight
@@ -48,7 +45,7 @@ def test_a_pattern_freezes_by_every_name_that_it_matches_in_full() -> None:
         assert [name for name, p in one.named_parameters() if not p.requires_grad] == ["body.weight", "body_head.weight"]
 
 
-def test_a_new_head_is_drawn_from_the_seed_where_the_objective_allows_it(tmp_path: Path) -> None:
+def test_a_new_head_is_drawn_from_the_seed_where_the_objective_allows_it(tmp_path):
     """Each rank draws it for itself, so the seed alone decides; backbone and an objective's own head must be in the files."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     base = transformers.BertModel(transformers.BertConfig(**sizes))
@@ -65,7 +62,7 @@ def test_a_new_head_is_drawn_from_the_seed_where_the_objective_allows_it(tmp_pat
     heads = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(heads))  # what was drawn before does not matter
-        model: Any = load_model(config, model_config, new, seed)
+        model = load_model(config, model_config, new, seed)
         assert torch.equal(model.bert.encoder.layer[0].output.dense.weight, base.encoder.layer[0].output.dense.weight)
         heads.append(model.classifier.weight)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
@@ -78,7 +75,7 @@ def test_a_new_head_is_drawn_from_the_seed_where_the_objective_allows_it(tmp_pat
 
 
 @pytest.mark.parametrize("is_equal", [False, True])
-def test_two_values_of_one_parameter_are_refused_on_all_paths(tmp_path: Path, is_equal: bool) -> None:
+def test_two_values_of_one_parameter_are_refused_on_all_paths(tmp_path, is_equal):
     config = transformers.GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, eos_token_id=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -95,16 +92,16 @@ def test_two_values_of_one_parameter_are_refused_on_all_paths(tmp_path: Path, is
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory) -> str:
     return str(build_model_folders(tmp_path_factory.mktemp("models"), ["t5"])["t5"])
 
 
-def build(seed: int = 0) -> Any:
+def build(seed: int = 0):
     torch.manual_seed(seed)
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=256, **FAMILIES["t5"][1]))
 
 
-def test_a_class_is_loaded_for_its_kind_of_config_until_the_run_ends(folder: str) -> None:
+def test_a_class_is_loaded_for_its_kind_of_config_until_the_run_ends(folder):
     own, auto = make_class("t5"), transformers.AutoModelForSeq2SeqLM
     with own_class(own, ModelConfig(name_or_path=folder), Seq2Seq()):
         assert type(auto.from_pretrained(folder)) is own
@@ -113,8 +110,8 @@ def test_a_class_is_loaded_for_its_kind_of_config_until_the_run_ends(folder: str
     assert type(auto.from_pretrained(folder)) is transformers.T5ForConditionalGeneration
 
 
-def test_what_fits_neither_the_task_nor_the_config_is_refused(folder: str) -> None:
-    mistakes: list[tuple[Any, dict[str, Any], Any, str]] = [
+def test_what_fits_neither_the_task_nor_the_config_is_refused(folder):
+    mistakes = [
         (folder, {}, Seq2Seq(), "model is a str, not an encoder-decoder that generates text: take one such as T5"),
         (torch.nn.Linear(2, 2), {}, Seq2Seq(), "model is a Linear, not an encoder-decoder"),
         (transformers.T5EncoderModel, {}, Seq2Seq(), "model is a T5EncoderModel, not an encoder-decoder"),
@@ -133,11 +130,11 @@ def test_what_fits_neither_the_task_nor_the_config_is_refused(folder: str) -> No
         assert refusal(enter).startswith(sentence)
 
 
-def test_a_built_model_becomes_a_folder_named_by_its_contents(folder: str, tmp_path: Path) -> None:
+def test_a_built_model_becomes_a_folder_named_by_its_contents(folder, tmp_path):
     config = ModelConfig(name_or_path=folder, revision="main")
     saved = save_built(build(), config, tmp_path)
     assert saved.revision is None and Path(saved.name_or_path).parent == tmp_path / "models"
-    loaded: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved.name_or_path)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved.name_or_path)
     expected = build().state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, saved.name_or_path))
@@ -146,7 +143,7 @@ def test_a_built_model_becomes_a_folder_named_by_its_contents(folder: str, tmp_p
     assert save_built(build(seed=1), config, tmp_path) != saved
 
 
-def test_what_a_folder_would_not_bring_back_is_refused(folder: str, tmp_path: Path) -> None:
+def test_what_a_folder_would_not_bring_back_is_refused(folder, tmp_path):
     model = build()
     model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
     sentence = refusal(save_built, model, ModelConfig(name_or_path=folder), tmp_path)
@@ -157,11 +154,11 @@ def test_what_a_folder_would_not_bring_back_is_refused(folder: str, tmp_path: Pa
     assert sentence.startswith("model has frozen shared.weight, which a run does not see: name what is frozen in ")
 
 
-def test_a_built_model_follows_the_tokenizer_of_the_folder(folder: str, tmp_path: Path) -> None:
+def test_a_built_model_follows_the_tokenizer_of_the_folder(folder, tmp_path):
     base = Path(shutil.copytree(folder, tmp_path / "base"))
     config = ModelConfig(name_or_path=str(base))
     first = save_built(build(), config, tmp_path)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(base)
     second = save_built(build(), config, tmp_path)
@@ -171,7 +168,7 @@ def test_a_built_model_follows_the_tokenizer_of_the_folder(folder: str, tmp_path
     assert refusal(save_built, build(), config, tmp_path).startswith(f"the tokenizer of {base} could not be read ")
 
 
-def test_a_built_model_without_a_tokenizer_gets_one_only_if_asked(folder: str, tmp_path: Path) -> None:
+def test_a_built_model_without_a_tokenizer_gets_one_only_if_asked(folder, tmp_path):
     base = Path(shutil.copytree(folder, tmp_path / "base"))
     for file in base.glob("tokenizer*"):
         file.unlink()
@@ -185,7 +182,7 @@ def test_a_built_model_without_a_tokenizer_gets_one_only_if_asked(folder: str, t
     assert named.tokenizer is None and (Path(named.name_or_path) / "tokenizer.json").is_file()
 
 
-def test_a_model_with_a_scalar_parameter_grows(folder: str) -> None:
+def test_a_model_with_a_scalar_parameter_grows(folder):
     model = build().to("meta")
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     grown = grow_vocabulary(model, ModelConfig(name_or_path=folder, add_tokens=[f"<|{n}|>" for n in range(256)]))
@@ -193,7 +190,7 @@ def test_a_model_with_a_scalar_parameter_grows(folder: str) -> None:
 
 
 @pytest.mark.parametrize("pad", [None, 0])
-def test_a_model_whose_weights_are_set_anew_after_they_are_loaded_is_refused(pad: int | None) -> None:
+def test_a_model_whose_weights_are_set_anew_after_they_are_loaded_is_refused(pad):
     config = tiny_config("youtu")
     config.pad_token_id = pad
     with torch.device("meta"):

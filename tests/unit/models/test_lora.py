@@ -1,10 +1,6 @@
 """Adapters in place on tiny models: what trains, what stays as it was, and every sentence of a refusal."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +28,7 @@ METHODS = ("lora", "rslora", "dora")
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", list(BASES))
-def test_a_new_adapter_changes_nothing_but_what_trains(bases: Path, name: str, method: str) -> None:
+def test_a_new_adapter_changes_nothing_but_what_trains(bases, name, method):
     base = load_base(bases / name, name)
     expected, original = logits(base, inputs := forward_inputs(base)), dict(base.named_parameters())
     model = adapted(bases / name, name, method=method)
@@ -43,7 +39,7 @@ def test_a_new_adapter_changes_nothing_but_what_trains(bases: Path, name: str, m
     frozen = {base_name(n): p for n, p in model.named_parameters() if not p.requires_grad}
     assert frozen.keys() == original.keys()
     assert all(torch.equal(frozen[n], original[n]) for n in original)
-    kinds = {re.search(r"lora_[A-Za-z_]+", n).group() for n, p in model.named_parameters() if p.requires_grad}  # type: ignore[union-attr]
+    kinds = {re.search(r"lora_[A-Za-z_]+", n).group() for n, p in model.named_parameters() if p.requires_grad}
     assert kinds == {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if method == "dora" else set())
     assert not torch.allclose(logits(model, inputs), expected, atol=1e-3)
 
@@ -61,9 +57,7 @@ ATTENTION, TWO = {f"{name}_proj" for name in "qkvo"}, {"exclude_modules": ["mlp.
         (TWO, [r".*layers\.1\..*"], {"0"}, ATTENTION - {"q_proj"} | {"gate_proj", "down_proj"}),
     ],
 )
-def test_the_part_that_texts_pass_is_adapted_but_what_is_excluded_or_frozen(
-    settings: dict[str, Any], freeze: list[str], layers: set[str], ends: set[str]
-) -> None:
+def test_the_part_that_texts_pass_is_adapted_but_what_is_excluded_or_frozen(settings, freeze, layers, ends):
     """The others get no gradient from texts, which was found out after the weights had loaded."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {**sizes, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64}
@@ -76,7 +70,7 @@ def test_the_part_that_texts_pass_is_adapted_but_what_is_excluded_or_frozen(
     assert ({name[3] for name in names}, {name[-1] for name in names}) == (layers, ends)
 
 
-def test_alpha_and_dropout_are_those_of_the_config(bases: Path) -> None:
+def test_alpha_and_dropout_are_those_of_the_config(bases):
     model = adapted(bases / "llama", "llama", alpha=2.5, dropout=0.5)
     assert model.get_submodule("model.layers.0.self_attn.q_proj").scaling == {"default": 2.5 / 4}
     randomize(model)
@@ -84,7 +78,7 @@ def test_alpha_and_dropout_are_those_of_the_config(bases: Path) -> None:
     assert not torch.allclose(model.train()(**inputs).logits, expected, atol=1e-3), "nothing is dropped"
 
 
-def test_what_trains_is_fp32_on_a_bf16_base(bases: Path) -> None:
+def test_what_trains_is_fp32_on_a_bf16_base(bases):
     base = load_base(bases / "gpt2", "gpt2").to(torch.bfloat16)
     norms = base.transformer.h[0].attn.c_attn.weight.detach().float().norm(dim=0)
     model = with_adapter(base, adapter_config(method="dora", modules_to_save=["ln_f"]))
@@ -94,7 +88,7 @@ def test_what_trains_is_fp32_on_a_bf16_base(bases: Path) -> None:
     torch.testing.assert_close(magnitudes.detach(), norms, rtol=1e-6, atol=0)
 
 
-def test_modules_to_save_are_matched_at_a_dot(bases: Path) -> None:
+def test_modules_to_save_are_matched_at_a_dot(bases):
     """peft alone would take `norm` for an end of `input_layernorm` too."""
     model = adapted(bases / "llama", "llama", target_modules=["q_proj"], modules_to_save=["norm"])
     assert [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n] == [
@@ -103,7 +97,7 @@ def test_modules_to_save_are_matched_at_a_dot(bases: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "module"), [("llama_tied", "embed_tokens"), ("llama_tied", "lm_head"), ("gpt2", "wte")])
-def test_tied_modules_to_save_stay_tied(bases: Path, name: str, module: str) -> None:
+def test_tied_modules_to_save_stay_tied(bases, name, module):
     model = adapted(bases / name, name, modules_to_save=[module])
     copies = [p for n, p in model.named_parameters(remove_duplicate=False) if ".modules_to_save." in n]
     assert len(copies) == 2 and copies[0] is copies[1]
@@ -113,7 +107,7 @@ def test_tied_modules_to_save_stay_tied(bases: Path, name: str, module: str) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", list(BASES))
-def test_go_on_from_an_exported_adapter(bases: Path, tmp_path: Path, name: str, method: str) -> None:
+def test_go_on_from_an_exported_adapter(bases, tmp_path, name, method):
     settings = {"method": method, "rank": 3, "alpha": 5.0, "modules_to_save": [] if name == "t5" else ["lm_head"]}
     model = adapted(bases / name, name, **settings)
     randomize(model)
@@ -128,7 +122,7 @@ def test_go_on_from_an_exported_adapter(bases: Path, tmp_path: Path, name: str, 
         assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
 
 
-def test_go_on_from_an_adapter_of_plain_peft(bases: Path, tmp_path: Path) -> None:
+def test_go_on_from_an_adapter_of_plain_peft(bases, tmp_path):
     config = LoraConfig(r=2, target_modules=r".*\.[01]\..*(q|v)_proj", rank_pattern={"v_proj": 5}, init_lora_weights=False)
     theirs = get_peft_model(load_base(bases / "llama", "llama"), config)
     theirs.save_pretrained(str(tmp_path))
@@ -137,7 +131,7 @@ def test_go_on_from_an_adapter_of_plain_peft(bases: Path, tmp_path: Path) -> Non
     assert ours.get_submodule("model.layers.0.self_attn.v_proj.lora_dropout.default").p == 0.1
 
 
-def test_the_base_is_known_again_in_any_dtype(bases: Path, tmp_path: Path) -> None:
+def test_the_base_is_known_again_in_any_dtype(bases, tmp_path):
     folder = export_adapter(tmp_path / "adapter", adapted(bases / "gpt2", "gpt2", modules_to_save=["lm_head"]))
     base = load_base(bases / "gpt2", "gpt2")
     for dtype in (torch.float32, torch.bfloat16):
@@ -148,7 +142,7 @@ def test_the_base_is_known_again_in_any_dtype(bases: Path, tmp_path: Path) -> No
         with_adapter(base, adapter_config(name_or_path=str(folder)))
 
 
-def test_a_new_adapter_is_drawn_as_peft_draws_it_but_each_tensor_by_its_name(bases: Path) -> None:
+def test_a_new_adapter_is_drawn_as_peft_draws_it_but_each_tensor_by_its_name(bases):
     model = adapted(bases / "llama", "llama", seed=3, target_modules=["q_proj", "embed_tokens"])
     drawn = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in drawn.items() if ".lora_A." in name}

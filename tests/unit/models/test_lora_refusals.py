@@ -1,12 +1,9 @@
 """Every sentence with which an adapter is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +20,14 @@ from toolkit.models.lora_files import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
 
 
 @pytest.fixture(scope="module")
-def exported(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(bases: Path, tmp_path_factory) -> Path:
     """A trained adapter of the untied Llama."""
     model = adapted(bases / "llama", "llama", rank=3, alpha=5.0, target_modules=["q_proj", "down_proj"])
     randomize(model)
     return export_adapter(tmp_path_factory.mktemp("adapters") / "llama", model)
 
 
-def rewritten(exported: Path, folder: Path, *, weights: Any = None, **settings: Any) -> Path:
+def rewritten(exported: Path, folder: Path, *, weights=None, **settings) -> Path:
     """A copy of an adapter's folder with other settings, or with `weights` done to its tensors; without a recorded base."""
     folder.mkdir()
     config = json.loads((exported / CONFIG_FILE).read_text())
@@ -78,15 +75,15 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
          "trains encoder.embed_tokens.weight, which is one tied weight with shared.weight"),
     ],
 )  # fmt: skip
-def test_new_adapters_that_are_refused(bases: Path, name: str, settings: dict[str, Any], sentence: str) -> None:
+def test_new_adapters_that_are_refused(bases, name, settings, sentence):
     assert sentence in refusal(adapted, bases / name, name, **settings)
 
 
-def without_tensor(end: str) -> Any:
+def without_tensor(end: str):
     return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(end)}
 
 
-def with_tensor(name: str, *shape: int) -> Any:
+def with_tensor(name: str, *shape: int):
     return lambda tensors: tensors | {f"base_model.model.{name}": torch.zeros(shape)}
 
 
@@ -112,20 +109,18 @@ def with_tensor(name: str, *shape: int) -> Any:
          "trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only"),
     ],
 )  # fmt: skip
-def test_folders_that_are_refused(
-    bases: Path, exported: Path, tmp_path: Path, name: str, changes: dict[str, Any], settings: dict[str, Any], sentence: str
-) -> None:
+def test_folders_that_are_refused(bases, exported, tmp_path, name, changes, settings, sentence):
     folder = rewritten(exported, tmp_path / "adapter", **changes)
     said = refusal(adapted, bases / name, name, name_or_path=str(folder), **settings)
     assert f"adapter.name_or_path {folder} " + sentence.format(base=bases / name) in said
 
 
-def without(name: str) -> Any:
+def without(name: str):
     """With its bytes under the name of pickled weights."""
     return lambda folder: (folder / name).rename(folder / "adapter_model.bin")
 
 
-def with_bytes(name: str) -> Any:
+def with_bytes(name: str):
     return lambda folder: (folder / name).write_bytes(b"\x80{")
 
 
@@ -141,16 +136,14 @@ NO_FILE = GIVEN + " cannot be read ({folder} does not appear to have a file name
         (lambda _: None, {"layers_pattern": "h"}, f"peft refuses the {CONFIG_FILE} of {GIVEN}: When `layers_pattern`"),
     ],
 )
-def test_files_that_are_missing_or_cannot_be_read(
-    bases: Path, exported: Path, tmp_path: Path, change: Any, settings: dict[str, Any], sentence: str
-) -> None:
+def test_files_that_are_missing_or_cannot_be_read(bases, exported, tmp_path, change, settings, sentence):
     folder = rewritten(exported, tmp_path / "adapter", **settings)
     change(folder)
     said = refusal(adapted, bases / "llama", "llama", name_or_path=str(folder))
     assert said.startswith(sentence.format(folder=folder))
 
 
-def test_neither_a_folder_nor_on_the_hub(bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_a_folder_nor_on_the_hub(bases, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refusal(adapted, bases / "llama", "llama", name_or_path="no/such")
     assert said.startswith("adapter.name_or_path no/such cannot be read ") and "give an adapter's folder, or a hub id" in said
@@ -178,15 +171,15 @@ NOT_THE_WEIGHTS = (
         ({"modules_to_save": ["b"]}, {"freeze": ["a"]}, False, f"model.freeze is ['a'] and {SAVED} ['b']: give one of them"),
     ],
 )
-def test_settings_that_exclude_each_other(adapter: dict, model: dict, merge: bool, sentence: str) -> None:
+def test_settings_that_exclude_each_other(adapter, model, merge, sentence):
     model_config = ModelConfig(name_or_path="m", **model)
     config = SimpleNamespace(adapter=adapter_config(**adapter), model=model_config, export=ExportConfig(merge=merge))
     assert refusal(check_adapter_config, config) == sentence
 
 
-def test_fsdp1_keeps_no_frozen_weights_in_bf16() -> None:
+def test_fsdp1_keeps_no_frozen_weights_in_bf16():
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
-    of_fsdp1: Any = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state)
+    of_fsdp1 = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state)
     sentence = "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters"
     assert refusal(frozen_dtype, of_fsdp1, "bfloat16", has_adapter=True).startswith(sentence)
 
@@ -202,9 +195,9 @@ def test_fsdp1_keeps_no_frozen_weights_in_bf16() -> None:
         ("FSDP", 2, "no", ""),
     ],
 )
-def test_where_trained_weights_are_kept_in_bf16(kind: str, version: int | None, precision: str, reason: str) -> None:
+def test_where_trained_weights_are_kept_in_bf16(kind, version, precision, reason):
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
-    accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), state=state, mixed_precision=precision)
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), state=state, mixed_precision=precision)
     check_trained_dtype(accelerator, "float32")
     if not reason:
         return check_trained_dtype(accelerator, "bfloat16_stochastic")
@@ -212,7 +205,7 @@ def test_where_trained_weights_are_kept_in_bf16(kind: str, version: int | None, 
     assert refusal(check_trained_dtype, accelerator, "bfloat16_stochastic").startswith(sentence)
 
 
-def test_layers_that_peft_would_not_read_again_are_refused_until_they_are_left_out() -> None:
+def test_layers_that_peft_would_not_read_again_are_refused_until_they_are_left_out():
     """transformers renames `mlp.shared_expert.` in old Lagunas, as an expression that also finds the new name."""
     with torch.device("meta"):
         model = LagunaForCausalLM(tiny_config("laguna"))

@@ -1,14 +1,10 @@
 """Quantized bases: codes and values of bitsandbytes, and layers that compute what plain ones do on the dequantized weight."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +30,7 @@ from toolkit.parallel.compute_copies import ComputeCopies
 KINDS = ("nf4", "int8")
 
 
-def test_nf4_is_that_of_bitsandbytes_bit_for_bit() -> None:
+def test_nf4_is_that_of_bitsandbytes_bit_for_bit():
     golden, weight = json.loads(GOLDEN.read_text()), build_weight()
     codes, scales = quantize(weight, "nf4"), find_scales(weight)
     assert golden["bitsandbytes"] == "0.50.2"
@@ -47,13 +43,11 @@ def test_nf4_is_that_of_bitsandbytes_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same(
-    is_exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same(is_exact, monkeypatch):
     """With the CPU in the GPU's place, and for the kernel what it computes (bitsandbytes 0.50.2, csrc/kernels.cu:519)."""
     calls = []
 
-    def kernel(codes: Any, scales: Any, block_size: int, kind: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    def kernel(codes, scales, block_size: int, kind: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         calls.append((scales.dtype, scales.ndim, block_size, kind))
         values = NF4_VALUES[torch.stack((codes >> 4, codes & 15), dim=-1).flatten().int()].view(-1, block_size)
         scales = scales if is_exact else scales.to(dtype)
@@ -75,7 +69,7 @@ def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same
     assert calls == [(torch.float32, 1, 64, "nf4")] * (2 if is_exact else 0)
 
 
-def test_without_bitsandbytes_torch_dequantizes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bitsandbytes_torch_dequantizes_on_a_gpu(monkeypatch):
     monkeypatch.setattr(quantized, "KERNEL_DEVICE", "cpu")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert choose_kernel(torch.device("cpu")) == "torch (import of bitsandbytes halted; None in sys.modules)"
@@ -85,7 +79,7 @@ def encoded(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor
     return quantize(weight, kind), find_scales(weight)
 
 
-def test_int8_is_off_by_half_a_step_at_most() -> None:
+def test_int8_is_off_by_half_a_step_at_most():
     weight = build_weight()
     codes, scales = encoded(weight, "int8")
     assert codes.dtype == torch.int8 and int(codes.abs().max()) == 127
@@ -95,7 +89,7 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
     assert bool((dequantize(codes, scales)[1, :64] == 0).all())
 
 
-def test_a_large_weight_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_weight_is_dequantized_in_parts(monkeypatch):
     both = [encoded(build_weight(), kind) for kind in KINDS]
     whole = [dequantize(*of_kind) for of_kind in both]
     monkeypatch.setattr(quantized, "WEIGHTS_AT_ONCE", 3 * 192)
@@ -105,7 +99,7 @@ def test_a_large_weight_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_adapted_layers_compute_what_plain_peft_does_on_the_dequantized_base(kind: str, dtype: Any, use_dora: bool) -> None:
+def test_adapted_layers_compute_what_plain_peft_does_on_the_dequantized_base(kind, dtype, use_dora):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(192, 128, bias=False), nn.GELU(), nn.Linear(128, 64))
     for layer in (plain[0], plain[2]):
@@ -124,7 +118,7 @@ def test_adapted_layers_compute_what_plain_peft_does_on_the_dequantized_base(kin
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_the_backward_keeps_codes_and_no_weight() -> None:
+def test_the_backward_keeps_codes_and_no_weight():
     layer, kept = quantized_as(nn.Linear(192, 128), "nf4"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(torch.randn(3, 192, requires_grad=True))
@@ -145,7 +139,7 @@ def quantized_as(linear: nn.Linear, kind: str) -> QuantizedLinear:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name: str, kind: str) -> None:
+def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name, kind):
     model = wide(name, kind, modules_to_save=["lm_head"] if name == "llama" else [])
     cast_frozen(model, torch.bfloat16)
     held = {n: p.dtype for n, p in model.named_parameters() if not p.requires_grad}
@@ -158,7 +152,7 @@ def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name: str, 
     assert {n for n in others if ".base_layer." in n} == {n for n in others if any(end in n for end in narrow)} != set()
     # Names and numbers of weights are those of the plain model.
     with torch.device("meta"):
-        plain: Any = model_of(name)
+        plain = model_of(name)
     numbers: dict[str, int] = {}
     for n, p in model.named_parameters():
         if (own := base_name(n)) is not None:
@@ -166,10 +160,10 @@ def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name: str, 
     assert numbers == {n: p.numel() for n, p in plain.named_parameters()}
 
 
-def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same() -> None:
+def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same():
     config = FalconConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
     with torch.device("meta"):
-        model: Any = FalconForCausalLM(config)
+        model = FalconForCausalLM(config)
     add_adapter(model, adapter_config(base_dtype="nf4"), ModelConfig(name_or_path="not/read", revision="1"))
     found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     ends = {"dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h"}
@@ -180,23 +174,23 @@ def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same() -> None
     torch.testing.assert_close(own(inputs), nn.functional.linear(inputs, weight, bias))
 
 
-def test_a_base_without_a_layer_to_quantize_is_refused(bases: Path) -> None:
+def test_a_base_without_a_layer_to_quantize_is_refused(bases):
     with torch.device("meta"):
-        model: Any = BASES["llama"][0](BASES["llama"][1])
+        model = BASES["llama"][0](BASES["llama"][1])
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"]
     config = adapter_config(base_dtype="nf4", target_modules=names)
     with pytest.raises(UserError, match="adapter.base_dtype is nf4, but none of the 12 linear layers that the adapter takes"):
         add_adapter(model, config, ModelConfig(name_or_path=str(bases / "llama")))
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str):
     """A model whose rows are 64 long, except those of the layer after the activation."""
     model_class, config = BASES[name]
     wide = {"t5": {"d_model": 64, "d_kv": 32, "d_ff": 96}, "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}}
     return model_class(type(config)(**config.to_dict() | wide[name]))
 
 
-def wide(name: str, kind: str, **settings: Any) -> Any:
+def wide(name: str, kind: str, **settings):
     """The model on the meta device, adapted and quantized."""
     with torch.device("meta"):
         model = model_of(name)
@@ -205,7 +199,7 @@ def wide(name: str, kind: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind, monkeypatch):
     weight, read = build_weight().repeat(4, 1), []
     monkeypatch.setattr("toolkit.models.tensor_reader.PIECE_BYTES", 3 * 192 * 4)
     of_files = TensorReader(tuple(weight.shape), lambda box: read.append(box) or weight[box])
@@ -217,8 +211,8 @@ def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind: str, monkeypatch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_host_reads_nothing_of_a_step(kind: str) -> None:
-    layer, reads = quantized_as(nn.Linear(192, 128), kind), Counter()  # type: ignore[var-annotated]
+def test_the_host_reads_nothing_of_a_step(kind):
+    layer, reads = quantized_as(nn.Linear(192, 128), kind), Counter()
     with recorded(reads):
         layer(torch.randn(3, 192, requires_grad=True)).sum().backward()
     assert not reads

@@ -1,13 +1,10 @@
 """Parts of tensors out of safetensors files, and which tensor of a file is which of a model's."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -38,7 +35,7 @@ from toolkit.objectives.seq2seq import Seq2Seq
 SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
-def test_any_part_of_any_tensor_is_read(tmp_path: Path) -> None:
+def test_any_part_of_any_tensor_is_read(tmp_path):
     kept = [dtype for dtype in DTYPES.values() if dtype not in (torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu)]
     tensors = {f"{dtype}": (torch.arange(120).view(6, 5, 4) - 7).to(dtype) for dtype in kept}
     tensors |= {"bools": torch.tensor([True, False, True]), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
@@ -59,7 +56,7 @@ def test_any_part_of_any_tensor_is_read(tmp_path: Path) -> None:
     assert torch.equal(halves, tensors["torch.float32"][box].bfloat16())
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"\xff" * 64)
     sentence = refusal(open_files, [path], "the model")
@@ -75,7 +72,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         open_files([path], "the model")
 
 
-def test_one_file_is_taken_before_an_index(tmp_path: Path) -> None:
+def test_one_file_is_taken_before_an_index(tmp_path):
     with pytest.raises(ShardedReadUnsupported, match=r"has no model.safetensors or model.safetensors.index.json"):
         find_weight_files(str(tmp_path), None)
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES))
@@ -88,7 +85,7 @@ def test_one_file_is_taken_before_an_index(tmp_path: Path) -> None:
     assert len(find_weight_files(str(tmp_path), None, "model.safetensors.index.json")) == len(parts)
 
 
-def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
+def test_names_are_matched_as_transformers_does(tmp_path):
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES))
     tensors = {name.removeprefix("transformer."): p.detach() for name, p in model.named_parameters()}
     tensors["more"] = tensors.pop("wpe.weight")
@@ -99,7 +96,7 @@ def test_names_are_matched_as_transformers_does(tmp_path: Path) -> None:
     assert (match.missing, match.unknown, match.other_shapes) == (["transformer.wpe.weight"], ["more"], {})
 
 
-def test_layers_that_transformers_leaves_out_are_named_and_remains_of_old_files_are_not(tmp_path: Path, caplog: Any) -> None:
+def test_layers_that_transformers_leaves_out_are_named_and_remains_of_old_files_are_not(tmp_path, caplog):
     """Layers that predict further tokens; T5's bias that no layer reads and GPT-2's masks are in every such file."""
     nothing = torch.zeros
     cases = {
@@ -108,7 +105,7 @@ def test_layers_that_transformers_leaves_out_are_named_and_remains_of_old_files_
         "gpt2": {"transformer.h.0.attn.bias": nothing(1, 1, 128, 128)},
     }
     for kind, more in cases.items():
-        objective: Any = Seq2Seq() if kind == "t5" else Causal()
+        objective = Seq2Seq() if kind == "t5" else Causal()
         model = objective.loader(config := tiny_config(kind)).from_config(config)
         model.save_pretrained(tmp_path / kind)
         save_file(load_file(path := tmp_path / kind / "model.safetensors") | more, path)
@@ -120,21 +117,21 @@ def test_layers_that_transformers_leaves_out_are_named_and_remains_of_old_files_
     assert line == f"{what} exported: mtp.layers.0.fc.weight, mtp.norm.weight"
 
 
-def test_tensors_that_are_put_together_are_not_guessed(tmp_path: Path) -> None:
+def test_tensors_that_are_put_together_are_not_guessed(tmp_path):
     model = hf.HrmTextForCausalLM(hf.HrmTextConfig(**LLAMA_SIZES))
     model.save_pretrained(tmp_path)
     with pytest.raises(ShardedReadUnsupported, match="transformers makes .* out of tensors of another form"):
         match_names(model, open_files(find_weight_files(str(tmp_path), None), "it"))
 
 
-def save_mixtral(folder: Path, num_experts: int) -> Any:
+def save_mixtral(folder: Path, num_experts: int):
     model = hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA_SIZES, num_local_experts=num_experts))
     model.save_pretrained(folder, max_shard_size="40kB" if num_experts > 2 else "5GB")
     return model
 
 
 @pytest.mark.parametrize("num_experts", [2, 11])
-def test_experts_are_read_in_any_part_as_transformers_merges_them(tmp_path: Path, num_experts: int) -> None:
+def test_experts_are_read_in_any_part_as_transformers_merges_them(tmp_path, num_experts):
     """Expert 10 comes after 9."""
     model = save_mixtral(tmp_path, num_experts)
     files = open_files(find_weight_files(str(tmp_path), None), "it")
@@ -150,7 +147,7 @@ def test_experts_are_read_in_any_part_as_transformers_merges_them(tmp_path: Path
                 assert torch.equal(source.read(box), weight[box])
 
 
-def test_an_expert_that_is_not_there_is_missing(tmp_path: Path) -> None:
+def test_an_expert_that_is_not_there_is_missing(tmp_path):
     model = save_mixtral(tmp_path, num_experts=2)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[next(name for name in tensors if name.endswith("experts.1.w3.weight"))]
@@ -160,7 +157,7 @@ def test_an_expert_that_is_not_there_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (100, 3), (2, 1000), (5, 4, 3), (2, 9, 5)])
-def test_pieces_make_up_a_tensor(shape: tuple[int, ...]) -> None:
+def test_pieces_make_up_a_tensor(shape):
     values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     with patch.object(tensor_reader, "PIECE_BYTES", 64):
         boxes = list(pieces(shape))
@@ -169,7 +166,7 @@ def test_pieces_make_up_a_tensor(shape: tuple[int, ...]) -> None:
     assert all(row.numel() <= 16 or row.numel() == row.shape[-1] for row in rows)
 
 
-def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path):
     model: nn.Module = hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES)).bfloat16()
     named = dict(model.named_parameters())
     save_file({name: p.detach() for name, p in named.items()}, tmp_path / "model.safetensors")
@@ -181,7 +178,7 @@ def test_hashes_of_files_are_those_of_the_loaded_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored_as", ["shared", "encoder.embed_tokens", "decoder.embed_tokens"])
-def test_a_head_of_its_own_is_untied_under_whichever_name_the_embedding_is_stored(tmp_path: Path, stored_as: str) -> None:
+def test_a_head_of_its_own_is_untied_under_whichever_name_the_embedding_is_stored(tmp_path, stored_as):
     config = hf.T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2)
     hf.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -195,7 +192,7 @@ def test_a_head_of_its_own_is_untied_under_whichever_name_the_embedding_is_store
     assert ["lm_head.weight"] in aliases(model).values()
 
 
-def test_what_is_read_once_is_hashed_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_once_is_hashed_as_it_is_read(monkeypatch):
     monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 1024)
     model = nn.Sequential(nn.Linear(300, 20), nn.Linear(20, 3)).bfloat16()
     model[0].requires_grad_(False)
@@ -203,7 +200,7 @@ def test_what_is_read_once_is_hashed_as_it_is_read(monkeypatch: pytest.MonkeyPat
     for parameter in empty.parameters():
         parameter.data.zero_()
 
-    def read(reader: TensorReader, box: Any) -> torch.Tensor:
+    def read(reader: TensorReader, box) -> torch.Tensor:
         num_read.append(reader.read(box).numel())
         return reader.read(box)
 

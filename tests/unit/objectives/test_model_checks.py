@@ -1,9 +1,6 @@
 """What a run tries on its causal model before it trains."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from toolkit.parallel import float8
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(monkeypatch):
     """A tiny Llama, as if it were sharded."""
     model = build_causal("llama")
     chunked_loss.install(model)
@@ -26,19 +23,19 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def check(model: Any, collator: Any = None, packing: bool = True, mixed_precision: str = "no") -> None:
+def check(model, collator=None, packing: bool = True, mixed_precision: str = "no") -> None:
     accelerator = type("Accelerator", (), {"device": torch.device("cpu"), "mixed_precision": mixed_precision})
-    sharded: Any = type("Sharded", (), {"unwrapped": model, "accelerator": accelerator})
+    sharded = type("Sharded", (), {"unwrapped": model, "accelerator": accelerator})
     model_checks.check_causal_model(sharded, collator or CausalCollator(0), packing=packing)
 
 
-def test_a_good_model_passes_in_rows_and_in_one_row(model: Any) -> None:
+def test_a_good_model_passes_in_rows_and_in_one_row(model):
     check(model)
     check(model, CausalCollator(0, one_row=True))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_model_that_trains_in_float8_is_checked_exactly(monkeypatch: pytest.MonkeyPatch, model: Any, seed: int) -> None:
+def test_a_model_that_trains_in_float8_is_checked_exactly(monkeypatch, model, seed):
     """One scale is taken over all tokens: with another last token the products of the first ones change in their last bits."""
     from torchao.float8 import Float8LinearConfig
 
@@ -56,11 +53,11 @@ def test_a_model_that_trains_in_float8_is_checked_exactly(monkeypatch: pytest.Mo
     assert torch.equal(model(input_ids=ids).logits, again)
 
 
-def test_packs_that_leak_only_where_a_micro_batch_has_several_are_found(model: Any) -> None:
+def test_packs_that_leak_only_where_a_micro_batch_has_several_are_found(model):
     class Forgetful(CausalCollator):
         """As flash attention: positions of several rows go unheard."""
 
-        def collate(self, packs: Any, *, is_dummy: bool = False) -> Any:
+        def collate(self, packs, *, is_dummy: bool = False):
             batch = super().collate(packs, is_dummy=is_dummy)
             if len(packs) > 1:
                 batch.pop("position_ids", None)
@@ -70,7 +67,7 @@ def test_packs_that_leak_only_where_a_micro_batch_has_several_are_found(model: A
     check(model, Forgetful(0), packing=False)
 
 
-def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
+def test_a_model_whose_tokens_see_later_ones_is_refused(model):
     for layer in model.model.layers:
         forward = layer.self_attn.forward
         layer.self_attn.is_causal = False
@@ -78,8 +75,8 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
     assert "its tokens see later ones" in refusal(check, model)
 
 
-def test_a_good_model_is_gathered_three_times_and_one_of_nan_is_named_for_that(model: Any) -> None:
-    calls: list[Any] = []
+def test_a_good_model_is_gathered_three_times_and_one_of_nan_is_named_for_that(model):
+    calls = []
     model.model.register_forward_hook(lambda *_: calls.append(1))
     for packing in (True, False):
         calls.clear()
@@ -89,11 +86,11 @@ def test_a_good_model_is_gathered_three_times_and_one_of_nan_is_named_for_that(m
     assert "its loss by hidden states is nan, by its logits nan" in refusal(check, model)
 
 
-def test_packed_rows_that_are_not_single_ones_are_found(model: Any) -> None:
+def test_packed_rows_that_are_not_single_ones_are_found(model):
     """No leak: the second text of a pack stands at other positions than alone."""
 
     class Shifted(CausalCollator):
-        def collate(self, packs: Any, *, is_dummy: bool = False) -> Any:
+        def collate(self, packs, *, is_dummy: bool = False):
             batch = super().collate(packs, is_dummy=is_dummy)
             if "position_ids" in batch:
                 batch["position_ids"] = batch["position_ids"] * 2
@@ -102,14 +99,14 @@ def test_packed_rows_that_are_not_single_ones_are_found(model: Any) -> None:
     assert "(packed: try data.packing false)" in refusal(check, model, Shifted(0))
 
 
-def test_the_tolerance_follows_what_the_model_computes_in(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tolerance_follows_what_the_model_computes_in(model, monkeypatch):
     """Whatever the dtype of the logits: a good model in bf16 was held to fp32's tolerance."""
     monkeypatch.setattr(chunked_loss, "_logits", lambda model, heads, hidden_nD: 1.1 * heads["lm_head"].forward(hidden_nD))
     check(model, mixed_precision="bf16")
     assert "its loss by hidden states is" in refusal(check, model)
 
 
-def test_a_rank_that_died_during_the_trial_is_no_fault_of_the_model() -> None:
+def test_a_rank_that_died_during_the_trial_is_no_fault_of_the_model():
     """It was reported as a model that cannot be trained, with advice on precision."""
     gone = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4242")
     with pytest.raises(RuntimeError, match="closed by peer") as raised, model_checks._failing_as("T5 cannot be trained here", ""):

@@ -1,7 +1,5 @@
 """What differs between objectives stands in `toolkit/objectives/`, so that another one is one file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -27,14 +25,14 @@ ASKING = ["config/python.py"]
 """Files that ask which objective it is: the recipes by name."""
 
 
-def test_no_code_asks_which_objective_it_has() -> None:
+def test_no_code_asks_which_objective_it_has():
     core = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py")) if not {"tools", "objectives"} & {*path.parts}]
     assert len(core) > 100
     assert [str(path) for path in core if QUESTION.search((PACKAGE / path).read_text(encoding="utf-8"))] == ASKING
 
 
 @pytest.mark.parametrize("recipe", ["t5", "llm", "dpo", "dpo_t5"])
-def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(recipe: str) -> None:
+def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(recipe):
     config = load_config(recipe, overrides=REQUIRED)
     objective = objective_of(config)
     assert objective.name == config.data.objective == name_objective(config, None)[0].objective
@@ -43,7 +41,7 @@ def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(re
     assert sum(objective.lengths(5, 2)) == 5
 
 
-def test_an_objective_of_a_users_own_is_never_found_by_its_name() -> None:
+def test_an_objective_of_a_users_own_is_never_found_by_its_name():
     class Own(Objective):
         name, auto_class, takes = "os", "AutoModel", "a model"
 
@@ -74,7 +72,7 @@ def test_an_objective_of_a_users_own_is_never_found_by_its_name() -> None:
         ("llama4", "Llama4ForConditionalGeneration", "AutoModelForImageTextToText"),
     ],
 )
-def test_a_model_of_images_and_texts_is_loaded_whole(kind: str, named: str | None, auto_class: str) -> None:
+def test_a_model_of_images_and_texts_is_loaded_whole(kind, named, auto_class):
     """As `architectures` says, where both of its classes take the config. Both classes are Gemma 3's own."""
     config_class = transformers.CONFIG_MAPPING[kind]
     objective = objective_of(load_config("llm", overrides=REQUIRED))
@@ -83,7 +81,7 @@ def test_a_model_of_images_and_texts_is_loaded_whole(kind: str, named: str | Non
         assert objective.loader(config_class).__name__ == auto_class, "a user's class has a class of configs alone"
 
 
-def test_a_model_whose_tokens_see_later_ones_is_refused_by_its_config() -> None:
+def test_a_model_whose_tokens_see_later_ones_is_refused_by_its_config():
     objective = objective_of(load_config("llm", overrides=REQUIRED))
     said = refusal(objective.check_model_config, tiny_config("paligemma"), ModelConfig(name_or_path="m"))
     what = (

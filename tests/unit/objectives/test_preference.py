@@ -1,10 +1,7 @@
 """Losses of pairs beside their written-out formulas and TRL's values; batches of pairs; what is left out."""
 
-from __future__ import annotations
-
 import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +43,7 @@ def by_hand(loss: str, place: int, share: float) -> float:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_a_loss_is_its_formula(loss: str, share: float) -> None:
+def test_a_loss_is_its_formula(loss, share):
     answers = Answers(*(torch.tensor(values, dtype=torch.float64) for values in (LOGPS, REFERENCE, LENGTHS)))
     settings = PreferenceLossConfig(loss=loss, beta=BETA, label_smoothing=share, margin=MARGIN)
     expected = pytest.approx([by_hand(loss, place, share) for place in (0, 1)], rel=1e-9)
@@ -55,7 +52,7 @@ def test_a_loss_is_its_formula(loss: str, share: float) -> None:
         assert [pair_loss(settings, *parts).item() for parts in zip(*answers, strict=True)] == expected
 
 
-def rows() -> list[dict[str, Any]]:
+def rows() -> list[dict]:
     made = []
     for number, pair in enumerate(PAIRS):
         documents = [pair["prompt"] + pair[name] for name in ("chosen", "rejected")]
@@ -72,7 +69,7 @@ def objective_of(loss: str, share: float = 0.0) -> Preference:
 
 
 @torch.no_grad()
-def compute(objective: Preference, packs: list[Any]) -> tuple[float, list[float]]:
+def compute(objective: Preference, packs: list) -> tuple[float, list[float]]:
     """The loss of pairs in these packs, with the second model as reference."""
     values = []
     collator = PairCollator(0)
@@ -92,7 +89,7 @@ def compute(objective: Preference, packs: list[Any]) -> tuple[float, list[float]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_is_that_of_trl_for_each_pair_and_its_sum_for_a_pack(loss: str) -> None:
+def test_a_loss_is_that_of_trl_for_each_pair_and_its_sum_for_a_pack(loss):
     golden, objective = json.loads(FILE.read_text())[loss], objective_of(loss, SMOOTHING if loss == "robust" else 0.0)
     alone = [compute(objective, [[row]])[0] for row in rows()]
     assert alone == pytest.approx(golden, rel=1e-5, abs=1e-7)  # IPO squares a difference that may be near 0
@@ -103,7 +100,7 @@ def test_a_loss_is_that_of_trl_for_each_pair_and_its_sum_for_a_pack(loss: str) -
     assert figures["rewards/margins"] == pytest.approx(figures["rewards/chosen"] - figures["rewards/rejected"], rel=1e-4)
 
 
-def test_a_dummy_has_no_loss_but_gradients_of_every_parameter() -> None:
+def test_a_dummy_has_no_loss_but_gradients_of_every_parameter():
     chunked_loss.install(model := build_model(0))
     for loss in LOSSES:
         loss_sum, sums = objective_of(loss).loss(model, PairCollator(0).collate([[rows()[0]]], is_dummy=True))
@@ -124,7 +121,7 @@ def test_a_dummy_has_no_loss_but_gradients_of_every_parameter() -> None:
         ({"label_smoothing": 0.5}, "preference.label_smoothing is 0.5, so most pairs would be wrong: give less than 0.5"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], expected: str) -> None:
+def test_settings_that_do_not_fit_are_refused(settings, expected):
     class Config:
         optim = settings.pop("optim", None)
         preference = PreferenceLossConfig(**settings)

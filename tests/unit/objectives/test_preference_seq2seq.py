@@ -1,10 +1,7 @@
 """Pairs of answers by encoder-decoders: beside plain code, a row at a time; rows and models that do not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,22 +30,22 @@ REFERENCE = Reference(np.array([3, 7, 9]), np.array([[-18.0, -9.5], [-10.0, -25.
 BETA = 0.1
 
 
-def plain_logp(model: Any, shift: Any, source: list[int], target: list[int]) -> torch.Tensor:
+def plain_logp(model, shift, source: list[int], target: list[int]) -> torch.Tensor:
     labels_1T = torch.tensor([target])
     decoder_inputs_1T = shift(labels_1T.clone())
     logits_TV = model(input_ids=torch.tensor([source]), decoder_input_ids=decoder_inputs_1T, use_cache=False).logits[0]
     return torch.log_softmax(logits_TV, dim=-1)[torch.arange(len(target)), labels_1T[0]].sum()
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "mbart", "pegasus", "led", "fsmt", "encoder-decoder"])
-def test_one_encoding_serves_both_targets_as_in_plain_code_a_row_at_a_time(family: str) -> None:
+def test_one_encoding_serves_both_targets_as_in_plain_code_a_row_at_a_time(family):
     model = seq2seq_families.build_model(family)
     objective = Seq2SeqPreference()
-    collator: Any = objective.build_collator(model, model.config.pad_token_id or 0)
+    collator = objective.build_collator(model, model.config.pad_token_id or 0)
     targets = [(pair["input_ids"], pair[name]) for pair in PAIRS for name in ("chosen", "rejected")]
     logps_P2 = torch.stack([plain_logp(model, collator.decoder_inputs, *target) for target in targets]).view(-1, 2)
     ratios_P2 = logps_P2 - torch.from_numpy(REFERENCE.logps_R2)
@@ -78,7 +75,7 @@ def test_one_encoding_serves_both_targets_as_in_plain_code_a_row_at_a_time(famil
     assert loss_sum.item() == 0 and not sums.any() and gradients(model).keys() == theirs.keys()
 
 
-def test_rows_hold_both_targets_and_what_is_cut_or_equal_is_said(tmp_path: Any) -> None:
+def test_rows_hold_both_targets_and_what_is_cut_or_equal_is_said(tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(build_model_folders(tmp_path, ["t5"])["t5"])
@@ -99,7 +96,7 @@ def test_rows_hold_both_targets_and_what_is_cut_or_equal_is_said(tmp_path: Any) 
     assert refusal(Seq2SeqPreference().tokenize, rows, tokenizer, config, [("a.jsonl", 2)]) == expected
 
 
-def test_a_model_of_the_other_kind_is_refused_with_the_recipe_that_takes_it() -> None:
+def test_a_model_of_the_other_kind_is_refused_with_the_recipe_that_takes_it():
     name = ModelConfig(name_or_path="m")
     t5, llama = (SimpleNamespace(model_type=kind, is_encoder_decoder=kind == "t5") for kind in ("t5", "llama"))
     sentence = "model.name_or_path m is a t5 model, an encoder-decoder: start recipes/dpo_t5.py, or write recipe: dpo_t5"

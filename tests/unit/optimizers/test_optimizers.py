@@ -1,17 +1,13 @@
 """Of every optimizer: its state is that of its layout, its update that written out, and a skipped one changes nothing; those that
 are not torch's compute what transformers, torchao or the paper does."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import create_dynamic_map, quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -30,8 +26,8 @@ LR, DECAY = 1e-2, 0.1
 LEAST = ["--model.name_or_path=a", "--data.source=b/c", "--train.max_steps=3"]
 
 
-def built(name: str, **settings: Any) -> tuple[OptimConfig, nn.Module, Any]:
-    config = with_defaults(OptimConfig(name=name, lr=LR, weight_decay=DECAY, **settings))  # type: ignore[arg-type]
+def built(name: str, **settings) -> tuple:
+    config = with_defaults(OptimConfig(name=name, lr=LR, weight_decay=DECAY, **settings))
     model = WeightsOf(SHAPES)
     return config, model, build_optimizer(config, model)
 
@@ -41,7 +37,7 @@ def in_fp64(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_is_that_of_the_layout(name: str) -> None:
+def test_the_state_is_that_of_the_layout(name):
     _, model, optimizer = built(name)
     give_gradients(model, step=1)
     optimizer.step()
@@ -58,7 +54,7 @@ def test_the_state_is_that_of_the_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in OPTIMIZERS), ("adafactor", {"scale_by_weight": True})])
-def test_an_update_is_that_written_out(name: str, settings: dict[str, Any]) -> None:
+def test_an_update_is_that_written_out(name, settings):
     config, model, optimizer = built(name, **settings)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for step in range(1, 4):
@@ -80,7 +76,7 @@ def test_an_update_is_that_written_out(name: str, settings: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_update_changes_no_bit_and_makes_the_state(name: str) -> None:
+def test_a_skipped_update_changes_no_bit_and_makes_the_state(name):
     _, model, optimizer = built(name)
 
     def bits() -> list[bytes]:
@@ -90,7 +86,6 @@ def test_a_skipped_update_changes_no_bit_and_makes_the_state(name: str) -> None:
     for step, skipped in enumerate((1.0, 0.0, 1.0)):
         give_gradients(model, step=step)
         for parameter in model.parameters():
-            assert parameter.grad is not None
             parameter.grad.fill_(torch.nan) if skipped else None
         optimizer.found_inf = torch.tensor(skipped)
         before = bits()
@@ -103,7 +98,7 @@ def test_a_skipped_update_changes_no_bit_and_makes_the_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_host_reads_nothing(name: str) -> None:
+def test_the_host_reads_nothing(name):
     _, model, optimizer = built(name)
     for step in range(3):
         give_gradients(model, step=step)
@@ -115,7 +110,7 @@ def test_the_host_reads_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_saved_state_goes_on_exactly(name: str) -> None:
+def test_a_saved_state_goes_on_exactly(name):
     (_, model, optimizer), (_, other, resumed) = built(name), built(name)
     for step in range(4):
         if step == 2:
@@ -131,7 +126,7 @@ def test_a_saved_state_goes_on_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fsdp1_takes_those_that_need_no_rows(name: str) -> None:
+def test_fsdp1_takes_those_that_need_no_rows(name):
     check_sharding(name, is_flat=False)
     if OPTIMIZERS[name].TAKES_FLAT:
         return check_sharding(name, is_flat=True)
@@ -140,15 +135,15 @@ def test_fsdp1_takes_those_that_need_no_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_unset_settings_are_the_optimizers_own(name: str) -> None:
+def test_unset_settings_are_the_optimizers_own(name):
     optim = load_config(SummarizationConfig, [*LEAST, f"--optim.name={name}"]).optim
-    defaults: dict[str, Any] = dict(OPTIMIZERS[name].DEFAULTS)
+    defaults = dict(OPTIMIZERS[name].DEFAULTS)
     fields = {field.name: getattr(optim, field.name) for field in dataclasses.fields(OptimConfig)}
     assert {key: fields[key] for key in defaults} == defaults
     assert all(fields[key] is None for key in ("beta1", "beta2", "eps") if key not in defaults)
 
 
-def test_a_setting_of_another_optimizer_is_refused() -> None:
+def test_a_setting_of_another_optimizer_is_refused():
     said = refusal(load_config, SummarizationConfig, [*LEAST, "--optim.name=adafactor", "--optim.beta2=0.95"])
     assert said.startswith("optim.beta2 is 0.95, but optim.name is adafactor, which does not have it: ") and said.endswith(
         " null"
@@ -158,7 +153,7 @@ def test_a_setting_of_another_optimizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_updates_are_those_of_transformers(scales: bool) -> None:
+def test_updates_are_those_of_transformers(scales):
     ours, theirs = WeightsOf(SHAPES), WeightsOf(SHAPES)
     config = OptimConfig(name="adafactor", lr=1e-2, weight_decay=0.1, scale_by_weight=scales)
     optimizer = build_optimizer(config, ours)
@@ -182,7 +177,7 @@ BLOCK_SHAPES = [(7, 1024), (2, 2048), (5,), (4, 4, 256), (3, 4)]
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_codes_are_those_of_torchao_also_beside_each_bound(is_signed: bool) -> None:
+def test_codes_are_those_of_torchao_also_beside_each_bound(is_signed):
     values, bounds = _values(is_signed, CPU), _bounds(is_signed, CPU)
     assert values.tolist() == torch.tensor(create_dynamic_map(is_signed)).tolist()
     around = [bounds]
@@ -194,7 +189,7 @@ def test_codes_are_those_of_torchao_also_beside_each_bound(is_signed: bool) -> N
     assert torch.equal(_nearest(numbers, is_signed), quantize_8bit_with_qmap(numbers, values))
 
 
-def test_updates_and_state_are_those_of_torchao_bit_for_bit() -> None:
+def test_updates_and_state_are_those_of_torchao_bit_for_bit():
     ours, theirs = WeightsOf(BLOCK_SHAPES), WeightsOf(BLOCK_SHAPES)
     optimizer = build_optimizer(OptimConfig(name="adamw_8bit", lr=1e-2, weight_decay=0.1), ours)
     in_8_bits = [p.numel() >= 4096 for p in theirs.parameters()]
@@ -222,7 +217,7 @@ def test_updates_and_state_are_those_of_torchao_bit_for_bit() -> None:
                 assert torch.equal(optimizer.state[a][f"{name}_scale"].flatten(), expected.scale)
 
 
-def test_the_full_shape_decides_what_is_kept_in_8_bits() -> None:
+def test_the_full_shape_decides_what_is_kept_in_8_bits():
     blocks = {shape: layout(shape)["exp_avg_scale"].shape for shape in [(16, 256), (1000, 896), (64, 320), (2, 4, 512)]}
     assert blocks == {(16, 256): (16, 1), (1000, 896): (1000, 7), (64, 320): (64, 5), (2, 4, 512): (2, 4, 2)}
     assert all("exp_avg_scale" not in layout(shape) for shape in [(15, 256), (8192,), (1000, 96), (8192, 1)])
@@ -233,7 +228,7 @@ BETA1, BETA2 = 0.9, 0.99
 
 
 @torch.no_grad()
-def test_updates_are_those_of_the_paper() -> None:
+def test_updates_are_those_of_the_paper():
     ours, theirs = WeightsOf(SHAPES), WeightsOf(SHAPES)
     optimizer = build_optimizer(OptimConfig(name="lion", lr=1e-3, weight_decay=DECAY), ours)
     moments = [torch.zeros_like(p) for p in theirs.parameters()]
@@ -242,7 +237,6 @@ def test_updates_are_those_of_the_paper() -> None:
         give_gradients(theirs, step)
         optimizer.step()
         for parameter, moment in zip(theirs.parameters(), moments, strict=True):
-            assert parameter.grad is not None
             parameter.mul_(1 - 1e-3 * DECAY)
             parameter.add_(torch.sign(moment * BETA1 + parameter.grad * (1 - BETA1)), alpha=-1e-3)
             moment.mul_(BETA2).add_(parameter.grad * (1 - BETA2))

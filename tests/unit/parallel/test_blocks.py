@@ -1,13 +1,9 @@
 """Graphs of compiled blocks: equal blocks share them, and an epoch of lengths soon needs no further one."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -45,13 +41,11 @@ def compiler(backend: str, fullgraph: bool = False) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("family", "num_layers", "num_graphs"), [("llama", 4, 3), ("bart", 3, 6), ("t5", 3, 12)])
-def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(
-    family: str, num_layers: int, num_graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(family, num_layers, num_graphs, monkeypatch):
     """One kind of block, two, and four; each has the first shapes, changing lengths, and a changing number of rows."""
     tried = []
 
-    def note(self: Any, frame: Any, *args: Any, **more: Any) -> Any:
+    def note(self, frame, *args, **more):
         tried.append(f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}")
         return convert(self, frame, *args, **more)
 
@@ -68,14 +62,14 @@ def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(
 @pytest.mark.parametrize(
     ("device", "backend", "warns"), [("cpu", "INDUCTOR", True), ("cpu", "EAGER", False), ("cuda", "INDUCTOR", False)]
 )
-def test_compilation_on_a_cpu_is_warned_about(device: str, backend: str, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    accelerator: Any = SimpleNamespace(device=torch.device(device), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
+def test_compilation_on_a_cpu_is_warned_about(device, backend, warns, capsys):
+    accelerator = SimpleNamespace(device=torch.device(device), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
     compile_blocks(accelerator, seq2seq_families.build_model("t5"))
     printed = "".join(capsys.readouterr())
     assert ("blocks are compiled (dynamo_backend INDUCTOR), which on a CPU" in printed) == warns
 
 
-def test_compiled_dropout_has_eager_masks() -> None:
+def test_compiled_dropout_has_eager_masks():
     """torch 2.13's own masks for compiled code may repeat on a GPU, and differ in a recomputation."""
 
     model = torch.nn.Module()
@@ -84,8 +78,8 @@ def test_compiled_dropout_has_eager_masks() -> None:
     inputs, taken = torch.rand(4, 64, requires_grad=True), []
     torch._dynamo.utils.counters.clear()
     for backend in ("NO", "INDUCTOR"):
-        accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
-        compile_blocks(accelerator, cast("Any", model))
+        accelerator = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
+        compile_blocks(accelerator, model)
         torch.manual_seed(0)
         outputs = model.blocks[0](inputs)
         taken.append((outputs, *torch.autograd.grad(outputs.sum(), inputs)))
@@ -93,11 +87,11 @@ def test_compiled_dropout_has_eager_masks() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "compiled, not left to eager"
 
 
-def test_kernels_that_another_processor_has_left_on_disk_are_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_that_another_processor_has_left_on_disk_are_not_taken(monkeypatch, tmp_path):
     """Vectors of 8 numbers in a loop of 16, or the reverse, corrupt memory; a later test then aborted."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace())
+    accelerator = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace())
     hits = []
     for processor in ("avx2", "avx2", "default"):
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", processor)
@@ -106,7 +100,7 @@ def test_kernels_that_another_processor_has_left_on_disk_are_not_taken(monkeypat
         accelerator.state.dynamo_plugin = compiler("INDUCTOR")
         model = torch.nn.Module()
         model.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())])
-        compile_blocks(accelerator, cast("Any", model))
+        compile_blocks(accelerator, model)
         model.blocks[0](torch.rand(4, 8)).sum().backward()
         hits.append(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0]
@@ -116,7 +110,7 @@ def test_kernels_that_another_processor_has_left_on_disk_are_not_taken(monkeypat
     ("family", "backend", "checkpoints"),
     [("mixtral", "NO", True), ("mixtral", "AOT_EAGER", True), ("deepseek_v3", "EAGER", False)],
 )
-def test_routes_are_noted_once_and_carry_gradients_however_blocks_run(family: str, backend: str, checkpoints: bool) -> None:
+def test_routes_are_noted_once_and_carry_gradients_however_blocks_run(family, backend, checkpoints):
     """Without a graph of a recomputation that a block would keep."""
     expected = gradients_of_routes(family, "NO", checkpoints=False)
     for name, gradient in gradients_of_routes(family, backend, checkpoints=checkpoints).items():
@@ -154,8 +148,8 @@ def graphs_by_step(family: str, num_layers: int) -> list[int]:
     config = getattr(transformers, class_name)(vocab_size=256, **settings | layers)
     accelerator = one_process()
     accelerator.state = SimpleNamespace(dynamo_plugin=compiler("EAGER"))
-    model: Any = wrap.shard_model(accelerator, auto_class.from_config(config, dtype=torch.float32)).model.train()
-    collator: Any = CausalCollator(0) if family in CAUSAL_FAMILIES else seq2seq_families.build_collator(model)
+    model = wrap.shard_model(accelerator, auto_class.from_config(config, dtype=torch.float32)).model.train()
+    collator = CausalCollator(0) if family in CAUSAL_FAMILIES else seq2seq_families.build_collator(model)
     generator, seen = torch.Generator().manual_seed(0), []
     for step in range(NUM_STEPS):
         lengths = torch.randint(5, 60, (3 if step < 3 else 2 + step % 2,), generator=generator).tolist()
@@ -167,7 +161,7 @@ def graphs_by_step(family: str, num_layers: int) -> list[int]:
     return seen
 
 
-def test_a_router_that_an_adapter_trains_in_full_has_one_route() -> None:
+def test_a_router_that_an_adapter_trains_in_full_has_one_route():
     """peft keeps the original beside it, and never calls that."""
     model = build_causal("mixtral")
     inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp.gate"]), model)
@@ -186,7 +180,7 @@ def attention_with_a_mask(query: torch.Tensor, dropout_p: float) -> tuple[torch.
     return query * mask, mask
 
 
-def draw(ctx: Any, inputs: Any, output: Any) -> None:
+def draw(ctx, inputs, output) -> None:
     ctx.save_for_backward(output[1])
 
 
@@ -206,10 +200,10 @@ class DrawingBlock(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_masks_stay_where_a_kernel_draws_some_itself_and_results_that_are_written_to_are_computed_again(mode: Any) -> None:
-    def gradients(mode: Any) -> list[torch.Tensor]:
+def test_masks_stay_where_a_kernel_draws_some_itself_and_results_that_are_written_to_are_computed_again(mode):
+    def gradients(mode) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.ModuleList(DrawingBlock() for _ in range(2))).train()
+        model = nn.Sequential(nn.ModuleList(DrawingBlock() for _ in range(2))).train()
         checkpoint_activations(one_process(), model, mode)
         torch.manual_seed(1)
         hidden_BD = torch.ones(4, 16)
@@ -229,7 +223,7 @@ def test_masks_stay_where_a_kernel_draws_some_itself_and_results_that_are_writte
         ("selective", False, True, "selective, but blocks are compiled (dynamo_config), and torch's compiler chooses itself"),
     ],
 )
-def test_what_recomputes_is_asked_for_once(setting: Any, in_yaml: bool, is_compiled: bool, sentence: str) -> None:
+def test_what_recomputes_is_asked_for_once(setting, in_yaml, is_compiled, sentence):
     with pytest.raises(UserError, match=re.escape(f"train.activation_checkpointing is {sentence}")):
         choose_checkpointing(setting, in_accelerate_yaml=in_yaml, is_compiled=is_compiled)
     assert choose_checkpointing("none", in_accelerate_yaml=in_yaml, is_compiled=is_compiled) == ("full" if in_yaml else "none")

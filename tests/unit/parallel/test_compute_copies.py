@@ -1,10 +1,7 @@
 """Weights in bf16 for a forward and its backward: the numbers of a model in bf16, gradients in fp32, and few launches."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +20,14 @@ def copies_of(model: torch.nn.Module) -> ComputeCopies:
     return ComputeCopies(model, repeated_blocks(model).values(), torch.bfloat16)
 
 
-def loss_of(model: Any) -> torch.Tensor:
+def loss_of(model) -> torch.Tensor:
     torch.manual_seed(0)
     return model(input_ids=IDS_BT, use_cache=False).logits.float().square().mean()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
-def test_loss_and_gradients_are_those_of_a_model_in_bf16(family: str) -> None:
-    model: Any = build_causal(family).train()
+def test_loss_and_gradients_are_those_of_a_model_in_bf16(family):
+    model = build_causal(family).train()
     in_bf16 = copy.deepcopy(model)
     for parameter in in_bf16.parameters():  # buffers stay, as under FSDP
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -59,8 +56,8 @@ def test_loss_and_gradients_are_those_of_a_model_in_bf16(family: str) -> None:
     assert sum(p.grad is None for p in again.parameters()) == len(frozen)
 
 
-def test_an_error_in_a_forward_leaves_the_parameters_in_place() -> None:
-    model: Any = build_causal("llama")
+def test_an_error_in_a_forward_leaves_the_parameters_in_place():
+    model = build_causal("llama")
     before = [id(p) for p in model.parameters()]
     copies_of(model)
     with pytest.raises(ValueError, match="exactly one of input_ids"):
@@ -69,12 +66,12 @@ def test_an_error_in_a_forward_leaves_the_parameters_in_place() -> None:
     assert loss_of(model).dtype == torch.float32
 
 
-def test_a_block_is_one_launch_in_each_direction() -> None:
-    model: Any = build_causal("llama").train()
+def test_a_block_is_one_launch_in_each_direction():
+    model = build_causal("llama").train()
     copies, launched = copies_of(model), []
 
     class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if "_foreach_copy_" in str(func):
                 launched.append(len(args[0]))
             return func(*args, **(kwargs or {}))
@@ -85,7 +82,7 @@ def test_a_block_is_one_launch_in_each_direction() -> None:
     assert len(launched) == 2 * (num_blocks + 1) and sum(launched) == 2 * len(list(model.parameters()))
 
 
-def test_inputs_of_blocks_are_cast_wherever_they_stand() -> None:
+def test_inputs_of_blocks_are_cast_wherever_they_stand():
     """As FSDP2 does: rotary positions come as a tuple."""
     ids, positions = torch.arange(3), torch.ones(2)
     given = {"position_embeddings": (positions, [positions, ids]), "masks": {"full": positions}, "cache": None}
@@ -96,18 +93,18 @@ def test_inputs_of_blocks_are_cast_wherever_they_stand() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
-def test_most_models_compute_in_one_dtype(family: str) -> None:
+def test_most_models_compute_in_one_dtype(family):
     assert not mixes_dtypes(copy_on_meta(build_causal(family)), torch.bfloat16)
 
 
-def test_a_model_that_mixes_dtypes_in_its_blocks_casts_at_each_product() -> None:
+def test_a_model_that_mixes_dtypes_in_its_blocks_casts_at_each_product():
     """GPT-1 multiplies scores with a mask in fp32."""
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 32}
     model = hf.OpenAIGPTLMHeadModel(hf.OpenAIGPTConfig(**sizes)).eval()
     expected = model(input_ids=IDS_BT).logits
     assert mixes_dtypes(copy_on_meta(model), torch.bfloat16)
-    plain: Any = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     copies_of(plain)
     with pytest.raises(RuntimeError, match="dtype|scalar type"):
         plain(input_ids=IDS_BT)

@@ -1,9 +1,6 @@
 """Shard units on models as they are, without processes; where parameters are gathered; which Linears train in float8."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -46,12 +43,12 @@ def tiny_t5(tie_word_embeddings: bool = True) -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=tie_word_embeddings))
 
 
-def tiny_llama(**settings: Any) -> LlamaForCausalLM:
+def tiny_llama(**settings) -> LlamaForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
     return LlamaForCausalLM(LlamaConfig(**sizes | settings))
 
 
-def test_blocks_come_from_the_model_where_the_yaml_names_none_and_are_inferred_else() -> None:
+def test_blocks_come_from_the_model_where_the_yaml_names_none_and_are_inferred_else():
     t5 = tiny_t5()
     for classes in (t5._no_split_modules, []):
         t5._no_split_modules = classes
@@ -59,7 +56,7 @@ def test_blocks_come_from_the_model_where_the_yaml_names_none_and_are_inferred_e
         assert sorted(blocks) == [f"{side}.block.{i}" for side in ("decoder", "encoder") for i in range(2)]
 
 
-def test_layers_that_share_weights_with_each_other_are_no_units_but_the_blocks_inside_them_are() -> None:
+def test_layers_that_share_weights_with_each_other_are_no_units_but_the_blocks_inside_them_are():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("zamba2"))
     blocks = find_blocks(fsdp_plugin(transformer_auto_wrap_policy), model)
@@ -81,12 +78,12 @@ A_UNIT = "makes lm_head a shard unit of its own, but the loss calls it once for 
         (lambda: tiny_t5(tie_word_embeddings=False), ["T5Block", "Linear"], A_UNIT),
     ],
 )
-def test_a_class_whose_units_ranks_would_wait_for_is_refused(build: Any, class_names: list[str], sentence: str) -> None:
+def test_a_class_whose_units_ranks_would_wait_for_is_refused(build, class_names, sentence):
     with pytest.raises(UserError, match=sentence):
         find_blocks(fsdp_plugin(transformer_auto_wrap_policy, class_names), build())
 
 
-def test_what_lies_in_the_backbone_is_called_alike_on_every_rank() -> None:
+def test_what_lies_in_the_backbone_is_called_alike_on_every_rank():
     for model, class_names, number in (
         (tiny_llama(), ["LlamaAttention", "LlamaMLP", "Embedding"], 5),
         (tiny_t5(tie_word_embeddings=False), ["T5Block", "T5LayerNorm"], 6),
@@ -94,7 +91,7 @@ def test_what_lies_in_the_backbone_is_called_alike_on_every_rank() -> None:
         assert len(find_blocks(fsdp_plugin(transformer_auto_wrap_policy, class_names), model)) == number
 
 
-def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> None:
+def test_a_class_that_parts_tied_weights_is_refused_before_weights_load():
     model = tiny_llama(tie_word_embeddings=True)
     plugin = fsdp_plugin(transformer_auto_wrap_policy, ["LlamaDecoderLayer", "Embedding"])
     plugin.fsdp_version = 2
@@ -103,7 +100,7 @@ def test_a_class_that_parts_tied_weights_is_refused_before_weights_load() -> Non
     assert sentence in refusal(check_wrap, accelerator, copy_on_meta(model), "none")
 
 
-def test_selective_checkpointing_takes_no_unit_inside_a_block() -> None:
+def test_selective_checkpointing_takes_no_unit_inside_a_block():
     model, plugin = tiny_t5(), fsdp_plugin(size_based_auto_wrap_policy, min_num_params=500)
     plugin.fsdp_version = 2
     check_wrap(planned_by(plugin), model, "full")
@@ -111,13 +108,13 @@ def test_selective_checkpointing_takes_no_unit_inside_a_block() -> None:
     assert refusal(check_wrap, planned_by(plugin), model, "selective").startswith(sentence)
 
 
-def planned_by(plugin: SimpleNamespace) -> Any:
+def planned_by(plugin: SimpleNamespace):
     state = SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     return SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state, mixed_precision="bf16")
 
 
 @pytest.mark.parametrize("min_num_params", [1, 500, 1000, 1500, 2000, 5000])
-def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params: int) -> None:
+def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params):
     """The embedding alone has 1024 parameters, and the encoder with it more than any size here."""
     model, plugin = tiny_t5(), fsdp_plugin(size_based_auto_wrap_policy, min_num_params=min_num_params)
     blocks = find_blocks(plugin, model)
@@ -134,7 +131,7 @@ def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params: int) -> 
     assert "lm_head" not in find_blocks(plugin, model)
 
 
-def test_size_based_wrap_goes_up_to_the_module_that_holds_all_of_a_tied_weight() -> None:
+def test_size_based_wrap_goes_up_to_the_module_that_holds_all_of_a_tied_weight():
     inner = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     inner[0].weight = inner[1].weight
     model = nn.Sequential(inner, nn.Linear(8, 8, bias=False), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
@@ -143,7 +140,7 @@ def test_size_based_wrap_goes_up_to_the_module_that_holds_all_of_a_tied_weight()
     check_ties(model, build_units(model, blocks))
 
 
-def test_tied_weights_lie_in_the_root_and_untied_embedding_and_head_are_units_of_their_own() -> None:
+def test_tied_weights_lie_in_the_root_and_untied_embedding_and_head_are_units_of_their_own():
     llama, tied, plugin = tiny_llama(), tiny_llama(tie_word_embeddings=True), fsdp_plugin(transformer_auto_wrap_policy)
     ends = find_ends(llama, blocks := find_blocks(plugin, llama))
     assert list(ends) == ["model.embed_tokens", "lm_head"]
@@ -164,7 +161,7 @@ def test_tied_weights_lie_in_the_root_and_untied_embedding_and_head_are_units_of
     assert f"{wi.format(0)} and {wi.format(1)} are one tied weight" in said
 
 
-def test_towers_that_texts_do_not_call_are_units_of_their_own_and_their_layers_are_no_blocks() -> None:
+def test_towers_that_texts_do_not_call_are_units_of_their_own_and_their_layers_are_no_blocks():
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_vl"))
     layers = ["model.language_model.layers.0", "model.language_model.layers.1"]
@@ -182,18 +179,18 @@ class Gathers(TorchDispatchMode):
         super().__init__()
         self.devices: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
             self.devices.append(args[0].device.type)
         return func(*args, **(kwargs or {}))
 
 
-def test_offloaded_shards_are_gathered_on_the_device() -> None:
+def test_offloaded_shards_are_gathered_on_the_device():
     """The meta device stands in for a GPU; `plain` shards on the CPU are those that CPU offload keeps there."""
     with fake_ranks(2):
         model = torch.nn.Linear(4, 4)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        sharded: Any = SimpleNamespace(model=model, unwrapped=model, accelerator=SimpleNamespace(device=torch.device("meta")))
+        sharded = SimpleNamespace(model=model, unwrapped=model, accelerator=SimpleNamespace(device=torch.device("meta")))
         with Gathers() as gathers:
             whole = dict(unsharded_parameters(sharded))
     assert gathers.devices == ["meta", "meta"]
@@ -206,14 +203,14 @@ def test_offloaded_shards_are_gathered_on_the_device() -> None:
 NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
 
 
-def test_linears_of_blocks_are_chosen_but_for_the_first() -> None:
+def test_linears_of_blocks_are_chosen_but_for_the_first():
     model = tiny_llama(**NARROW)
     chosen = float8.choose_linears(model, repeated_blocks(model), num_shards=2)
     assert len(chosen) == 2 * 7 - 1 and "model.layers.0.self_attn.q_proj" not in chosen and "lm_head" not in chosen
     assert all(model.get_submodule(name) is linear for name, linear in chosen.items())
 
 
-def test_frozen_ones_and_those_of_other_sizes_stay_in_bf16() -> None:
+def test_frozen_ones_and_those_of_other_sizes_stay_in_bf16():
     model = tiny_llama(**NARROW)
     model.get_submodule("model.layers.0").requires_grad_(False)
     chosen = float8.choose_linears(model, repeated_blocks(model), num_shards=2)
@@ -223,7 +220,7 @@ def test_frozen_ones_and_those_of_other_sizes_stay_in_bf16() -> None:
     assert sorted(name.rpartition(".")[2] for name in chosen) == ["down_proj", "o_proj", "q_proj"]
 
 
-def test_an_adapter_and_a_model_without_one_are_refused() -> None:
+def test_an_adapter_and_a_model_without_one_are_refused():
     model = tiny_llama(**NARROW | {"hidden_size": 24})
     said = refusal(float8.choose_linears, model, repeated_blocks(model), num_shards=2)
     assert "none of the 15 Linears of LlamaForCausalLM can be converted: " in said and "of sizes that 16 divides" in said
@@ -232,7 +229,7 @@ def test_an_adapter_and_a_model_without_one_are_refused() -> None:
     assert said.startswith("mixed_precision is fp8 with an adapter: ") and "adapter.method none" in said
 
 
-def test_the_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sentence_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "torchao is not installed: run pip install 'torchao>=" in refusal(environment.check_torchao)
     gpu = Mock(**{"is_available.return_value": False, "get_device_name.return_value": "NVIDIA A100"})

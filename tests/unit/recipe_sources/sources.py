@@ -1,7 +1,5 @@
 """The files of `recipes/sources/` as modules, run as a run does."""
 
-from __future__ import annotations
-
 from tests.support.launch import REPOSITORY
 from toolkit.data.sources.own_function import run_file
 

@@ -1,12 +1,9 @@
 """The image recipe: its config, and images from IDX files, hub datasets and scikit-learn."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import struct
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -24,7 +21,7 @@ def load(*flags: str) -> MnistConfig:
     return load_config(MnistConfig, ["--train.max_steps=3", *flags], check=check_mnist_config)
 
 
-def test_a_saved_config_gives_the_same_config(tmp_path: Path) -> None:
+def test_a_saved_config_gives_the_same_config(tmp_path):
     config = load("--data.source=idx", "--data.folder=mnist", "--optim.gamma=0.5", "--data.num_rows=9")
     save_config(config, tmp_path / "config.yaml")
     again = load_config(MnistConfig, ["--config", str(tmp_path / "config.yaml")], check=check_mnist_config)
@@ -41,7 +38,7 @@ def test_a_saved_config_gives_the_same_config(tmp_path: Path) -> None:
         (["--model.conv_dropout=2"], "--model.conv_dropout is 2: give a number from 0 to 1"),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags: list[str], sentence: str) -> None:
+def test_what_does_not_go_together_is_refused(flags, sentence):
     assert refusal(load, *flags) == sentence
 
 
@@ -53,7 +50,7 @@ def idx(array: np.ndarray) -> bytes:
     return struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
 
 
-def save_idx(folder: Path, num_train: int = 5, num_held_out: int = 3, side: int = 7, *, zipped: bool = False) -> dict[str, Any]:
+def save_idx(folder: Path, num_train: int = 5, num_held_out: int = 3, side: int = 7, *, zipped: bool = False) -> dict:
     """The four files of MNIST with random pixels; returns the arrays by file name."""
     random = np.random.Generator(np.random.PCG64(0))
     folder.mkdir(exist_ok=True)
@@ -72,7 +69,7 @@ def unread(config: ImageDataConfig, smallest_side: int = 6) -> str:
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_idx_files_are_read_as_they_are_or_zipped(tmp_path: Path, zipped: bool) -> None:
+def test_idx_files_are_read_as_they_are_or_zipped(tmp_path, zipped):
     arrays = save_idx(tmp_path, zipped=zipped)
     images = load_images(ImageDataConfig(source="idx", folder=str(tmp_path)), 6)
     for part, (pixels, labels) in zip((images.train, images.evaluation), IDX_FILES.values(), strict=True):
@@ -82,7 +79,7 @@ def test_idx_files_are_read_as_they_are_or_zipped(tmp_path: Path, zipped: bool) 
     assert len(load_images(ImageDataConfig(source="idx", folder=str(tmp_path), num_rows=4), 6).train) == 4
 
 
-def test_a_batch_has_mean_0_and_deviation_1_and_labels_that_may_not_count(tmp_path: Path) -> None:
+def test_a_batch_has_mean_0_and_deviation_1_and_labels_that_may_not_count(tmp_path):
     save_idx(tmp_path)
     images = load_images(ImageDataConfig(source="idx", folder=str(tmp_path)), 6)
     pixels, labels = images.collate(images.train, range(5), CPU, is_dummy=False)
@@ -94,7 +91,7 @@ def test_a_batch_has_mean_0_and_deviation_1_and_labels_that_may_not_count(tmp_pa
     np.testing.assert_allclose(pixels[0, 0], (raw - images.mean) / images.std, rtol=1e-5)
 
 
-def test_digits_come_with_scikit_learn_and_are_held_out_by_place() -> None:
+def test_digits_come_with_scikit_learn_and_are_held_out_by_place():
     some, more = (load_images(ImageDataConfig(eval_fraction=share), 6) for share in (0.2, 0.3))
     assert len(some.train) + len(some.evaluation) == 1797 and 300 < len(some.evaluation) < 420
     assert some.num_classes == 10 and tuple(some.train.pixels_NHW.shape[1:]) == (8, 8)
@@ -103,7 +100,7 @@ def test_digits_come_with_scikit_learn_and_are_held_out_by_place() -> None:
     assert not held_out[0] & {image.numpy().tobytes() for image in some.train.pixels_NHW}
 
 
-def test_what_is_wrong_with_idx_files(tmp_path: Path) -> None:
+def test_what_is_wrong_with_idx_files(tmp_path):
     config = ImageDataConfig(source="idx", folder=str(tmp_path))
     save_idx(tmp_path)
     images, labels = (tmp_path / name for name in IDX_FILES["training"])
@@ -126,7 +123,7 @@ def test_what_is_wrong_with_idx_files(tmp_path: Path) -> None:
     assert unread(config).startswith(f"data.folder {nowhere} is not a folder with train-images-idx3-ubyte or ")
 
 
-def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:
+def test_images_that_cannot_be_trained_on(tmp_path):
     config = ImageDataConfig(source="idx", folder=str(tmp_path))
     save_idx(tmp_path)
     assert unread(config, 8) == "data.source idx: images have 7 x 7 pixels, the convnet needs 8 x 8"
@@ -141,18 +138,18 @@ def test_images_that_cannot_be_trained_on(tmp_path: Path) -> None:
     assert "data.source digits has no held-out images" in unread(ImageDataConfig(eval_fraction=0.0))
 
 
-def test_an_unknown_source_gets_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_source_gets_those_there_are(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     sentence = "data.source digit is not one of digits, idx, not a local folder and not in the local cache, and the hub cannot be"
     assert unread(ImageDataConfig(source="digit")).startswith(sentence)
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def dataset(tmp_path, monkeypatch):
     """Writes a dataset folder whose images are these arrays; returns its config."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
-    def save(arrays: list[np.ndarray], labels: list[Any] | None = None, **columns: str) -> ImageDataConfig:
+    def save(arrays: list[np.ndarray], labels: list | None = None, **columns: str) -> ImageDataConfig:
         folder = tmp_path / f"dataset-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         pictures = []
@@ -168,14 +165,14 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return save
 
 
-def test_a_hub_dataset_gives_its_images(dataset: Any) -> None:
+def test_a_hub_dataset_gives_its_images(dataset):
     arrays = [np.full((6, 8), value) for value in (0, 100, 255)]
     images = load_images(dataset(arrays, [1, 0, 1]), 6)
     np.testing.assert_array_equal(images.train.pixels_NHW, np.stack(arrays))
     assert images.evaluation.labels_N.tolist() == [1, 0, 1] and images.num_classes == 2
 
 
-def test_what_is_wrong_with_a_hub_dataset(dataset: Any) -> None:
+def test_what_is_wrong_with_a_hub_dataset(dataset):
     flat, colour = np.zeros((6, 8)), np.zeros((6, 8, 3))
     assert "split train, image 1 has the shape 6 x 8 x 3: only grayscale images" in unread(dataset([flat, colour]))
     assert "image 1 has 7 x 7 pixels, those before 6 x 8" in unread(dataset([flat, np.zeros((7, 7))]))

@@ -1,7 +1,5 @@
 """Rows of docstrings and of Python source: whole, natural, and without a way for the evaluation to leak into the training."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys
@@ -33,7 +31,7 @@ def _generated(*args):
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def rows(tmp_path_factory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("packages")
     (folder / "boats_for_tests").mkdir()
     (folder / "boats_for_tests" / "__init__.py").write_text(MODULE)
@@ -44,7 +42,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         sys.path.remove(str(folder))
 
 
-def test_packages_are_read_without_being_imported(rows: list[dict[str, str]]) -> None:
+def test_packages_are_read_without_being_imported(rows):
     boats = {row["target"]: row for row in rows if row["group"].startswith("boats_for_tests")}
     assert "boats_for_tests" not in sys.modules
     assert boats.keys() == {"Tools for boats.", "Keep oars where they belong.", "Return the oar of that number."}
@@ -55,7 +53,7 @@ def test_packages_are_read_without_being_imported(rows: list[dict[str, str]]) ->
     assert "number" in boats["Return the oar of that number."]["source"]
 
 
-def test_whole_modules_of_the_standard_library_are_held_out_and_nothing_of_them_is_trained_on(rows: list[dict[str, str]]) -> None:
+def test_whole_modules_of_the_standard_library_are_held_out_and_nothing_of_them_is_trained_on(rows):
     held_out, trained = ([row for row in rows if row["split"] == split] for split in ("eval", "train"))
     assert 100 < len(held_out) < 1000
     assert {row["group"].split(".")[0] for row in held_out} <= sys.stdlib_module_names
@@ -97,7 +95,7 @@ SEEN_MODULE = next(name for name in HARBOURS if not docstrings.is_held_out(name)
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def library(tmp_path, monkeypatch) -> Path:
     """A standard library of two modules; and a package beside it."""
     folder = tmp_path / "lib"
     (folder / "test").mkdir(parents=True)
@@ -112,7 +110,7 @@ def write_package(library: Path, text: str) -> None:
     (library.parent / "packages" / "boats_for_tests" / "__init__.py").write_text(text)
 
 
-def test_a_row_is_a_function_without_its_docstring_and_what_it_takes_and_returns(library: Path) -> None:
+def test_a_row_is_a_function_without_its_docstring_and_what_it_takes_and_returns(library):
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     (row,) = functions.read_functions(())
     code = "def take_oar(number, from_left):\noar = OARS.take(number)\nreturn oar\n"
@@ -163,12 +161,12 @@ def fitting(a):
     ],
     ids=["each thing once in text order and nothing of functions inside", "short and long ones are left out"],
 )
-def test_the_summary_of_the_one_function_that_is_taken(library: Path, text: str, summary: str) -> None:
+def test_the_summary_of_the_one_function_that_is_taken(library, text, summary):
     (library / f"{SEEN_MODULE}.py").write_text(text)
     assert [row["target"] for row in functions.read_functions(())] == [summary]
 
 
-def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(library: Path) -> None:
+def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(library):
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     other = "\n\ndef row(boat, seconds):\n    boat.move(seconds, by=OARS)\n    return boat\n"
     write_package(library, BOATS + other + BOATS.replace("take_oar", "take_another_oar"))
@@ -181,7 +179,7 @@ def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(libra
 
 
 @pytest.mark.parametrize("change", [("take_oar", "give_oar"), ("OARS.take(number)", "find(number, OARS)")])
-def test_held_out_functions_that_the_base_has_read_elsewhere_are_not_evaluated(library: Path, change: tuple[str, str]) -> None:
+def test_held_out_functions_that_the_base_has_read_elsewhere_are_not_evaluated(library, change):
     """The same code under another name, and other code with the same summary. A module that settings were chosen on is out."""
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     (library / f"{CHOSEN_ON_MODULE}.py").write_text(BOATS.replace("take_oar", "take_it").replace("number", "figure"))
@@ -190,7 +188,7 @@ def test_held_out_functions_that_the_base_has_read_elsewhere_are_not_evaluated(l
     assert [row["split"] for row in functions.read_functions(())] == ["train"]
 
 
-def test_a_long_class_goes_on_under_its_own_first_line(library: Path) -> None:
+def test_a_long_class_goes_on_under_its_own_first_line(library):
     methods = "\n".join(f"    def method_{i}(self):\n        return {i}\n" for i in range(100))
     (library / f"{HELD_OUT_MODULE}.py").write_text(f"class Fleet(Base):\n{methods}\n\ndef launch():\n    return Fleet()\n")
     texts = sorted((row["text"] for row in stdlib.load_rows(None)), key=lambda text: int(text.split("method_")[1].split("(")[0]))
@@ -200,7 +198,7 @@ def test_a_long_class_goes_on_under_its_own_first_line(library: Path) -> None:
     assert texts[-1].endswith("\n\ndef launch():\n    return Fleet()\n")
 
 
-def test_a_long_function_is_cut_and_a_long_table_left_out(library: Path) -> None:
+def test_a_long_function_is_cut_and_a_long_table_left_out(library):
     statements = "\n".join(f"    statement_number_{i} = {i}" for i in range(200))
     table = "TABLE = [\n" + "    0x1234,\n" * 500 + "]\n"
     (library / f"{HELD_OUT_MODULE}.py").write_text(f"{table}\ndef run():\n{statements}\n")
@@ -211,7 +209,7 @@ def test_a_long_function_is_cut_and_a_long_table_left_out(library: Path) -> None
     assert sum(text.count("statement_number") for text in texts) == 200
 
 
-def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library: Path) -> None:
+def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library):
     steps = "\n".join(f"    step_{i} = prepare(step_{i - 1})" for i in range(1, 60))
     text = f'def tack():\n    """Sail upwind."""\n\n\ndef jibe():\n{steps}\n'
     for module in (HELD_OUT_MODULE, SEEN_MODULE):
@@ -222,7 +220,7 @@ def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library: Path
     assert len(held_out) > 1 and "".join(held_out) == text.replace("\n\n\n", "\n")
 
 
-def test_base_and_adapter_hold_out_the_same_modules(library: Path) -> None:
+def test_base_and_adapter_hold_out_the_same_modules(library):
     for module in (HELD_OUT_MODULE, SEEN_MODULE):
         (library / f"{module}.py").write_text(BOATS.replace("oar", module).replace("Oar", module))
     modules = stdlib.load_rows(None)
@@ -231,7 +229,7 @@ def test_base_and_adapter_hold_out_the_same_modules(library: Path) -> None:
         assert {(row["group"], row["split"]) for row in rows} == {(HELD_OUT_MODULE, "eval"), (SEEN_MODULE, "train")}
 
 
-def test_identities_follow_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identities_follow_the_versions(monkeypatch):
     sources = (docstrings, functions, stdlib)
     before = [source.identify(None) for source in sources]
     assert before == [source.identify(None) for source in sources] and len(set(before)) == 3
@@ -242,7 +240,7 @@ def test_identities_follow_the_versions(monkeypatch: pytest.MonkeyPatch) -> None
     assert stdlib.identify(None) != before[2]
 
 
-def test_a_wrong_line_has_a_part_of_another_functions_and_pairs_stay_in_their_split() -> None:
+def test_a_wrong_line_has_a_part_of_another_functions_and_pairs_stay_in_their_split():
     lines = {"a": "Takes a, returns 1.", "b": "Takes b, raises KeyError.", "c": "Takes c, returns 3."}
     rows = [{"prompt": name, "target": line, "lead_text": "", "group": "", "split": "train"} for name, line in lines.items()]
     made = pairs.build_pairs([*rows, rows[0] | {"split": "eval"}])
@@ -253,7 +251,7 @@ def test_a_wrong_line_has_a_part_of_another_functions_and_pairs_stay_in_their_sp
     ]
 
 
-def test_a_wrong_line_of_a_model_is_beside_the_right_one_and_each_evaluation_row_has_a_pair(tmp_path: Path) -> None:
+def test_a_wrong_line_of_a_model_is_beside_the_right_one_and_each_evaluation_row_has_a_pair(tmp_path):
     lines = {"a": "Takes a, returns 1.", "b": "Takes b, raises KeyError.", "c": "Takes c, returns 3.", "d": "Takes d, returns 4."}
     rows = [
         {"prompt": name, "target": line, "lead_text": "", "group": "", "split": "train" if name < "c" else "eval"}

@@ -1,12 +1,9 @@
 """The launcher of the tests gives ranks the environment of the real one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.support.launch import REPOSITORY, launch
 
@@ -22,7 +19,7 @@ with open(os.path.join(sys.argv[1], os.environ.get("RANK", "0") + ".json"), "w")
 """
 
 
-def test_environment_is_that_of_accelerate_launch(tmp_path: Path) -> None:
+def test_environment_is_that_of_accelerate_launch(tmp_path):
     """Against the real launcher, which also proves that the YAML is found from its command line."""
     script = tmp_path / "script.py"
     script.write_text(REPORT_SCRIPT)

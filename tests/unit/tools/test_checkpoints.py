@@ -1,13 +1,10 @@
 """`python -m toolkit checkpoints`."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.tools import checkpoints as checkpoint_table
 
 
-def test_one_row_for_each_checkpoint_and_leftover(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_one_row_for_each_checkpoint_and_leftover(tmp_path, capsys):
     for step, loss in ((3, 2.5), (6, 1.25), (9, None)):
         folder = make_checkpoint(tmp_path, step, loss)
         os.utime(folder / MANIFEST, (1e9, 1e9 + step))
@@ -41,7 +38,7 @@ def test_one_row_for_each_checkpoint_and_leftover(tmp_path: Path, capsys: pytest
     assert hint.endswith("--verify hashes them too.")
 
 
-def test_json_is_strict_and_holds_all_metrics(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_json_is_strict_and_holds_all_metrics(tmp_path, capsys):
     make_checkpoint(tmp_path, 3, loss=float("nan"))
     (make_checkpoint(tmp_path, 6) / MANIFEST).unlink()
     make_checkpoint(tmp_path, 9).rename(tmp_path / "checkpoints" / "step-00000009.tmp")
@@ -64,16 +61,14 @@ def test_json_is_strict_and_holds_all_metrics(tmp_path: Path, capsys: pytest.Cap
         ),
     ],
 )
-def test_a_run_without_checkpoints_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture, make, sentence: str) -> None:
+def test_a_run_without_checkpoints_is_one_sentence(tmp_path, capsys, make, sentence):
     run = tmp_path / "run"
     make(run)
     assert call_toolkit("checkpoints", run) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence.format(run=run)}")
 
 
-def test_a_changed_byte_is_reported_by_verify_alone_and_valid_ones_whatever_lies_beside_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_byte_is_reported_by_verify_alone_and_valid_ones_whatever_lies_beside_them(tmp_path, capsys, monkeypatch):
     stray = make_checkpoint(tmp_path, 3) / "state" / ".nfs0001"
     stray.touch()
     pruned = make_checkpoint(tmp_path, 9)
@@ -92,7 +87,7 @@ def test_a_changed_byte_is_reported_by_verify_alone_and_valid_ones_whatever_lies
         assert rows[2].endswith(ends) and not any("step-00000009" in row for row in rows)
 
 
-def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, 3)
     for flags, is_terminal, said in ((["--verify"], True, "hashing:   0%"), ([], True, ""), (["--verify"], False, "")):
         monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
@@ -102,7 +97,7 @@ def test_who_waits_at_a_terminal_sees_how_far_the_hashing_is(tmp_path: Path, mon
         assert not said or stream.getvalue().endswith("\r"), "the bar is gone"
 
 
-def test_figures_that_are_no_equals_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_figures_that_are_no_equals_are_noted(tmp_path, capsys):
     make_checkpoint(tmp_path, 3, 0.5, {"rows": "b", "num_beams": 1})
     make_checkpoint(tmp_path, 6, 0.6, {"rows": "a", "num_beams": 4})
     make_checkpoint(tmp_path, 9, 0.7)

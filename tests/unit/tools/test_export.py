@@ -1,14 +1,11 @@
 """`export` takes the checkpoint that is asked for, and each kind of export goes into a folder of its own. `--push-to-hub`: what
 is refused before the export, and the upload by the real client to a server of our own."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -25,14 +22,14 @@ from toolkit.tools.export import Options, choose_checkpoint, choose_export_paths
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 9, "checkpoint.keep_best": 1}
 
 
-def options(run_folder: Path, **given: Any) -> Options:
-    defaults: dict[str, Any] = {"checkpoint": None, "merge": False, "dtype": None, "to": None, "flags": []}
+def options(run_folder: Path, **given) -> Options:
+    defaults = {"checkpoint": None, "merge": False, "dtype": None, "to": None, "flags": []}
     defaults |= {"push_to_hub": None, "private": False}
     return Options(run_folder=run_folder, **defaults | given)
 
 
 @pytest.mark.parametrize(("metric", "best"), [("rougeL", 2), ("loss", 3)])
-def test_the_flag_goes_before_the_setting_and_best_knows_which_value_is_better(tmp_path: Path, metric: str, best: int) -> None:
+def test_the_flag_goes_before_the_setting_and_best_knows_which_value_is_better(tmp_path, metric, best):
     for step, rougeL, loss in ((1, 10.0, 3.0), (2, 30.0, 2.0), (3, 5.0, 1.0), (4, 20.0, 4.0)):
         figures = {"metrics": {"rougeL": rougeL, "loss": loss}}
         change_manifest(make_checkpoint(tmp_path, step), lambda manifest, figures=figures: manifest.update(figures))
@@ -46,7 +43,7 @@ def test_the_flag_goes_before_the_setting_and_best_knows_which_value_is_better(t
             assert choose_checkpoint(options(tmp_path, checkpoint=checkpoint), config).step == step
 
 
-def test_each_kind_of_export_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_each_kind_of_export_has_a_folder_of_its_own(tmp_path):
     plain, lora = (load_config("llm", overrides=REQUIRED | method) for method in ({}, {"adapter.method": "lora"}))
     for config, given, expected in (
         (plain, {}, ExportPaths(model=tmp_path / "export-3")),
@@ -59,7 +56,7 @@ def test_each_kind_of_export_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("named", "taken"), [("flash_attention_2", None), ("eager", "eager"), ("sdpa", "sdpa")])
-def test_a_kernel_that_this_machine_may_lack_is_left_out(tmp_path: Path, named: str, taken: str | None) -> None:
+def test_a_kernel_that_this_machine_may_lack_is_left_out(tmp_path, named, taken):
     settings = {"model": {"name_or_path": "org/m", "attn_implementation": named}, "data": {"source": "x", "max_length_tokens": 8}}
     (tmp_path / "config.yaml").write_text(json.dumps({**settings, "train": {"max_steps": 1}}))
     assert load_run_config(tmp_path, []).model.attn_implementation == taken
@@ -69,7 +66,7 @@ FILES = {"model.safetensors": b"\x01" * 5000, "config.json": b"{}", "README.md":
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch) -> Iterator[Hub]:
     with hub_server() as hub:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -79,7 +76,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path) -> Iterator[Path]:
     """An export, which no upload may change."""
     folder = tmp_path / "my export"
     folder.mkdir()
@@ -89,9 +86,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
 
 
-def test_an_export_is_uploaded_to_a_repository_that_is_new_or_there(
-    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_uploaded_to_a_repository_that_is_new_or_there(hub, folder, capsys):
     push(folder, "mine/model", private=True)
     assert hub.repositories["mine/model"] == FILES and hub.private == {"mine/model"}
     assert f"uploaded to {hub.url}/mine/model\n" in capsys.readouterr().out
@@ -111,8 +106,8 @@ def test_an_export_is_uploaded_to_a_repository_that_is_new_or_there(
     ],
 )
 def test_a_refused_upload_is_one_sentence_with_the_command_that_repeats_it(
-    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, private: bool, token: str, fails_at: str, sentence: str
-) -> None:
+    hub, folder, monkeypatch, name, private, token, fails_at, sentence
+):
     monkeypatch.setenv("HF_TOKEN", token)
     hub.fails_at = fails_at
     if fails_at == "a network that is away":
@@ -133,12 +128,10 @@ def test_a_refused_upload_is_one_sentence_with_the_command_that_repeats_it(
         ("mine/model", "none", False, "offline", "--push-to-hub is mine/model, but HF_HUB_OFFLINE is set: unset it"),
     ],
 )
-def test_what_is_refused_before_the_export(
-    monkeypatch: pytest.MonkeyPatch, name: str, adapter: Any, merge: bool, token: str | None, sentence: str
-) -> None:
+def test_what_is_refused_before_the_export(monkeypatch, name, adapter, merge, token, sentence):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", token == "offline")
-    config: Any = SimpleNamespace(adapter=AdapterConfig(method=adapter), model=SimpleNamespace(name_or_path="/models/base"))
+    config = SimpleNamespace(adapter=AdapterConfig(method=adapter), model=SimpleNamespace(name_or_path="/models/base"))
     assert sentence in refusal(check_push, config, name, "--push-to-hub", merge=merge, remedy="add --merge")
 
 
@@ -154,9 +147,7 @@ def test_what_is_refused_before_the_export(
         ("mine/model", {"adapter.method": "lora"}, "the adapter's base /models/base is a folder here: set export.merge"),
     ],
 )
-def test_a_run_makes_its_repository_or_is_refused_before_it_trains(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, changes: Any, sentence: str
-) -> None:
+def test_a_run_makes_its_repository_or_is_refused_before_it_trains(hub, monkeypatch, capsys, name, changes, sentence):
     token = "hf_bad" if name == "mine/bad" else "hf_good"
     monkeypatch.setenv("HF_TOKEN", token)
     given = {"model.name_or_path": "/models/base", "data.source": "x", "train.max_steps": 1, "export.push_to_hub": name}

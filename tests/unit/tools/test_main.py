@@ -1,12 +1,9 @@
 """The command's name in its help; a standard output that fails: a full disk is one sentence, an early end is none; `init`, and
 where recipes and presets are looked up."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ FULL = "error: standard output cannot be written (No space left on device): make
 
 @pytest.mark.parametrize(("command", "options"), [("check", []), ("checkpoints", []), ("report", []), ("checkpoints", ["-u"])])
 @pytest.mark.parametrize(("where", "expected"), [("full disk", (2, FULL)), ("closed pipe", (0, ""))])
-def test_a_standard_output_that_fails(tmp_path: Path, options: list[str], where: str, expected: object, command: str) -> None:
+def test_a_standard_output_that_fails(tmp_path, options, where, expected, command):
     run = save_distinct_run(tmp_path / "run")
     arguments = {
         "check": [str(REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml")],
@@ -39,7 +36,7 @@ def test_a_standard_output_that_fails(tmp_path: Path, options: list[str], where:
     assert (done.returncode, done.stderr) == expected
 
 
-def test_it_starts_without_torch() -> None:
+def test_it_starts_without_torch():
     code = "import sys, toolkit.tools.main, toolkit.checkpoint.find; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
@@ -47,9 +44,7 @@ def test_it_starts_without_torch() -> None:
 @pytest.mark.parametrize(
     ("started", "name"), [("/env/bin/shardtune", "shardtune"), ("/toolkit/__main__.py", "python -m toolkit")]
 )
-def test_the_help_names_the_command_as_it_was_started(
-    started: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_names_the_command_as_it_was_started(started, name, monkeypatch, capsys):
     for words in ([], ["train"]):
         monkeypatch.setattr(sys, "argv", [started, *words, "--help"])
         with pytest.raises(SystemExit):
@@ -57,7 +52,7 @@ def test_the_help_names_the_command_as_it_was_started(
         assert capsys.readouterr().out.startswith(" ".join(["usage:", name, *words]))
 
 
-def test_a_projects_own_file_comes_first_and_else_the_toolkits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projects_own_file_comes_first_and_else_the_toolkits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     init(tmp_path, "t5")
     assert find_shipped("recipes", "t5.py") == tmp_path / "recipes" / "t5.py"
@@ -67,7 +62,7 @@ def test_a_projects_own_file_comes_first_and_else_the_toolkits(tmp_path: Path, m
     assert find_preset("ddp") == SHIPPED / "accelerate_configs" / "ddp.yaml"
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence_and_a_link_to_nothing_is_not_written_over(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_sentence_and_a_link_to_nothing_is_not_written_over(tmp_path):
     (tmp_path / "file").write_text("")
     assert refusal(init, tmp_path / "file", "t5").endswith("file cannot be made a project (Not a directory): name another folder")
     (tmp_path / "recipes").symlink_to(tmp_path / "gone")

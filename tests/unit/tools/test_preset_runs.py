@@ -22,7 +22,7 @@ GPU_ONLY = set(GPU_CHECKS)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in GPU_ONLY])
-def test_presets_run_on_the_cpu_of_one_machine(name: str, tmp_path: Path) -> None:
+def test_presets_run_on_the_cpu_of_one_machine(name, tmp_path):
     given = check_accelerate_yaml(find_preset(name))
     adapted = check_accelerate_yaml(
         save_preset(adapt_preset(given, num_processes=4, use_cpu=True), tmp_path / "folder" / f"{name}.yaml")
@@ -33,7 +33,7 @@ def test_presets_run_on_the_cpu_of_one_machine(name: str, tmp_path: Path) -> Non
     assert changed <= {"use_cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"}
 
 
-def test_presets_are_found_by_name_and_by_path_and_those_of_gpus_refused_on_a_cpu(tmp_path: Path) -> None:
+def test_presets_are_found_by_name_and_by_path_and_those_of_gpus_refused_on_a_cpu(tmp_path):
     assert find_preset("ddp") == find_preset("ddp.yaml") == find_preset(str(find_preset("ddp")))
     assert re.match("preset nosuch is neither a file.*fsdp2_full_shard", refusal(find_preset, "nosuch"))
     hybrid = check_accelerate_yaml(find_preset("fsdp2_hsdp"))
@@ -43,7 +43,7 @@ def test_presets_are_found_by_name_and_by_path_and_those_of_gpus_refused_on_a_cp
         assert re.search("on CPU|on GPUs", refusal(save_preset, adapted, tmp_path / f"{name}.yaml"))
 
 
-def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path: Path) -> None:
+def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path):
     script, preset, log = tmp_path / "script.py", tmp_path / "preset.yaml", tmp_path / "log" / "log.txt"
     script.write_text(
         "import sys\nfrom toolkit.errors import UserError, exit_on_user_error\n"
@@ -61,7 +61,7 @@ def test_launch_returns_what_the_ranks_exit_with_and_their_sentence(tmp_path: Pa
 
 
 @pytest.mark.parametrize("launcher", ["preset_runs", "forks"])
-def test_ctrl_c_ends_the_rank_too(tmp_path: Path, launcher: str) -> None:
+def test_ctrl_c_ends_the_rank_too(tmp_path, launcher):
     """Told to this process alone, as a supervisor would: a terminal tells all of them. It was started in the background, where a
     shell has SIGINT ignored, which the launcher and its ranks do not."""
     pid_file = tmp_path / "pid.txt"
@@ -80,7 +80,7 @@ def test_ctrl_c_ends_the_rank_too(tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("is_bad", [False, True], ids=["fork", "fork without CUDA"])
-def test_a_forked_rank_that_fails_takes_the_others_down(tmp_path: Path, is_bad: bool) -> None:
+def test_a_forked_rank_that_fails_takes_the_others_down(tmp_path, is_bad):
     """Where a library has initialized CUDA at its import, the ranks begin anew."""
     (tmp_path / "failing.py").write_text(
         "import os, sys, time\nprint('rank', os.environ['RANK'], 'torch' in sys.modules, os.environ['ACCELERATE_USE_FSDP'])\n"

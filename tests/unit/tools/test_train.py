@@ -1,12 +1,9 @@
 """`python -m toolkit train`: the preset that fits the GPUs, and the line that starts the run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ GIB = 2**30
 CONFIG = "data: {source: csv, files: rows.csv}\ntrain: {max_steps: 3, global_batch_size_rows: 8, micro_batch_size_rows: 1}\n"
 RECIPES = REPOSITORY / "recipes"
 PRESETS = REPOSITORY / "accelerate_configs"
-T5: dict[str, Any] = {
+T5 = {
     "model_type": "t5", "vocab_size": 512, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 8,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
@@ -29,7 +26,7 @@ RECOMPUTED = [f"fsdp2_full_shard --train.activation_checkpointing={way}" for way
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+def start(tmp_path, monkeypatch, capsys) -> Callable[..., list[str]]:
     """The printed lines of `train` with these GPUs, a T5 of this width, and these arguments."""
 
     def call(*arguments: str, gpus: tuple[float, ...] = (), d_model: int = 32, config: str = CONFIG) -> list[str]:
@@ -55,9 +52,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ((0.17, 0.17), 1024, ["ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", *RECOMPUTED], "fsdp2_offload"),
     ],
 )
-def test_the_fastest_preset_that_fits_is_taken(
-    start: Callable[..., list[str]], gpus: tuple[float, ...], d_model: int, refused: list[str], chosen: str
-) -> None:
+def test_the_fastest_preset_that_fits_is_taken(start, gpus, d_model, refused, chosen):
     *lines, line = start("--dry-run", gpus=gpus, d_model=d_model)
     assert [words.split(":")[0] for words in lines] == [
         *(f"preset {name} does not fit" for name in refused),
@@ -74,9 +69,7 @@ def test_the_fastest_preset_that_fits_is_taken(
         ("ddp", ["--num-processes", "2"], " --num_processes 2"),
     ],
 )  # fmt: skip
-def test_a_named_preset_is_taken_without_a_plan(
-    start: Callable[..., list[str]], preset: str, arguments: list[str], ranks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_preset_is_taken_without_a_plan(start, preset, arguments, ranks, monkeypatch):
     monkeypatch.setattr(command, "build_plan", lambda *_, **__: pytest.fail("planned"))
     (line,) = start("--dry-run", "--preset", preset, *arguments, gpus=(16.0,) * 3)
     assert line == f"accelerate launch --config_file {PRESETS}/{preset}.yaml{ranks} {RECIPES}/t5.py --config run.yaml"
@@ -94,17 +87,13 @@ ONE = "--num-processes is 2, and {} starts one: leave it out, or name another pr
         ((), (0.01,), "no preset "),
     ],
 )
-def test_what_cannot_be_started_is_refused(
-    start: Callable[..., list[str]], arguments: tuple[str, ...], gpus: tuple[float, ...], sentence: str, capsys: Any
-) -> None:
+def test_what_cannot_be_started_is_refused(start, arguments, gpus, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         start("--dry-run", *arguments, gpus=gpus, d_model=1024)
     assert stop.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith(f"error: {sentence}")
 
 
-def test_without_a_gpu_it_is_one_process_and_becomes_the_line_that_it_prints(
-    start: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_it_is_one_process_and_becomes_the_line_that_it_prints(start, monkeypatch):
     became: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, argv: became.append(argv))
     hint, line = start("--optim.lr", "1e-3")
@@ -114,7 +103,7 @@ def test_without_a_gpu_it_is_one_process_and_becomes_the_line_that_it_prints(
     assert became[0][1:3] == ["-m", "accelerate.commands.launch"] and f"accelerate launch {' '.join(became[0][3:])}" == line
 
 
-def test_a_run_yaml_names_its_recipe(start: Callable[..., list[str]]) -> None:
+def test_a_run_yaml_names_its_recipe(start):
     start("--dry-run", config=f"recipe: t5\n{CONFIG}")
     argv = ["--config=run.yaml"]
     assert find_recipe(argv) == "t5" and find_recipe(argv, "llm") == "llm" and find_recipe([*argv, "--recipe=llm"]) == "llm"
@@ -124,9 +113,7 @@ def test_a_run_yaml_names_its_recipe(start: Callable[..., list[str]]) -> None:
     assert refusal(find_recipe, argv) == sentence
 
 
-def test_another_precision_reaches_the_plan_and_the_launcher(
-    start: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_precision_reaches_the_plan_and_the_launcher(start, monkeypatch):
     plans, build_plan = [], command.build_plan
     monkeypatch.setattr(command, "build_plan", lambda *given, **more: plans.append(build_plan(*given, **more)) or plans[-1])
     line = start("--dry-run", "--mixed_precision", "no", gpus=(16.0,))[-1]
@@ -134,9 +121,7 @@ def test_another_precision_reaches_the_plan_and_the_launcher(
     assert line.startswith(f"accelerate launch --config_file {PRESETS}/single.yaml --quiet --mixed_precision no ")
 
 
-def test_a_dry_run_says_that_bf16_is_slow_here(
-    start: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dry_run_says_that_bf16_is_slow_here(start, monkeypatch, caplog):
     for has_bf16, num_lines in ((True, 0), (False, 1)):
         monkeypatch.setattr("toolkit.launch.environment.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
         start("--dry-run", "--mixed-precision", "bf16")

@@ -1,14 +1,10 @@
 """Baselines, of texts and of counted tokens, are measured at the end of a run: the figures that a model has to beat."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
 import random
 import statistics
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,12 +22,12 @@ from toolkit.tracking.metrics_log import MetricsLog
 VERBS, NOUNS = ["Return", "Opens", "Raise", "Closing"], ["the file", "a list of files", "the", "error errors", "value, if any"]
 
 
-def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path, monkeypatch):
     from datasets import Dataset
 
     texts = {"target": ["Return the oar.", "Close the file."], "lead_text": ["Return the oar. And more.", "Nothing alike."]}
     rows, on = Dataset.from_dict(texts), {"rows": "a"}
-    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())  # type: ignore[arg-type]
+    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
     log.write("eval", 3, loss=1.0, measured_on=on)
     assert measure_baselines(log, 3, rows, data, on) == {}  # no texts
@@ -52,22 +48,22 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path: Path
         measure_baselines(log, 5, rows, data, other)
 
 
-def test_a_set_has_baselines_of_its_own_rows_and_a_long_constant_is_named_by_its_start() -> None:
+def test_a_set_has_baselines_of_its_own_rows_and_a_long_constant_is_named_by_its_start():
     from datasets import Dataset
 
     leads = ["Return the oar. And more.", "Nothing alike.", "Close it."]
     targets = ["Return the oar.", "Close the file.", "Close it."]
     rows = Dataset.from_dict({"row_id": range(3), "target": targets, "lead_text": leads})
     inputs = ((2, "news"), (1, "mail"))
-    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal(), inputs=inputs)  # type: ignore[arg-type]
+    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal(), inputs=inputs)
     lead = _text_baselines(rows, data)["lead sentence"]
     assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]
     rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
-    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())  # type: ignore[arg-type]
+    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())
     assert list(_text_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
 
 
-def token_rows(*rows: tuple[list[int], int, int]) -> Any:
+def token_rows(*rows: tuple[list[int], int, int]):
     """Rows of a causal model: their tokens, the number of the prompt's or of the first token, and the bytes of the rest."""
     from datasets import Dataset
 
@@ -83,8 +79,8 @@ HELD_OUT = token_rows(([0, 1, 3, 2], 1, 4), ([2, 3, 0, 1], 3, 2))
 """The last three tokens of the first, the last of the second."""
 
 
-def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it() -> None:
-    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal(), inputs=((1, "a"), (1, "b")))  # type: ignore[arg-type]
+def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it():
+    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal(), inputs=((1, "a"), (1, "b")))
     found = _token_baselines(TRAINED_ON, data)
     after_0, after_1, after_3 = (2 + 1 / 2) / 3, (0 + 2 / 8) / 4, 1 / 4  # 3 was never before a label
     likelihoods = {
@@ -99,16 +95,16 @@ def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it() -> Non
             assert found[name][f"{of_set}bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes)
 
 
-def test_more_tokens_than_are_counted_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal())  # type: ignore[arg-type]
+def test_more_tokens_than_are_counted_are_thinned_evenly(monkeypatch):
+    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal())
     of_first = _token_baselines(TRAINED_ON.select([0]), data)
     monkeypatch.setattr(baselines, "MAX_COUNTED_TOKENS", 5)
     assert _token_baselines(TRAINED_ON, data) == of_first
 
 
-def test_tokens_are_counted_where_it_is_asked_for_and_evaluated(tmp_path: Path) -> None:
+def test_tokens_are_counted_where_it_is_asked_for_and_evaluated(tmp_path):
     log, on = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True), {"rows": "a"}
-    causal = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=CausalCollator(0), objective=Causal())  # type: ignore[arg-type]
+    causal = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=CausalCollator(0), objective=Causal())
     assert measure_baselines(log, 3, TRAINED_ON, causal, on, counts_tokens=True) == {}  # no evaluation
     log.write("eval", 3, loss=1.0, measured_on=on)
     assert measure_baselines(log, 3, TRAINED_ON, causal, on) == {}

@@ -1,9 +1,6 @@
 """FLOPs of rows: those of the formula, and those that torch counts in the real forward and backward of its rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ LENGTHS = np.array([30, 7, 12]), np.array([9, 3, 11])
 D, V, LAYERS, FORWARD = 32, 256, 2, 64
 
 
-def build(family: str, **changes: Any) -> Any:
+def build(family: str, **changes):
     name, settings = {**FAMILIES, **CAUSAL_FAMILIES, **MIXTURES}[family]
     config = getattr(transformers, name)(vocab_size=V, **settings | changes)
     auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
@@ -36,28 +33,28 @@ def build(family: str, **changes: Any) -> Any:
     return auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager")
 
 
-def objective_of(model: Any) -> Any:
+def objective_of(model):
     return Seq2Seq() if model.config.is_encoder_decoder else Causal()
 
 
-def collator_of(model: Any) -> Any:
+def collator_of(model):
     return objective_of(model).build_collator(model, 0)
 
 
 @pytest.fixture
-def a100(monkeypatch: pytest.MonkeyPatch) -> None:
+def a100(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
 
 
-def sharded(device: str, skeleton: Any) -> Any:
+def sharded(device: str, skeleton):
     return SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)), skeleton=skeleton)
 
 
-def per_term_of(model: Any) -> list[float]:
+def per_term_of(model) -> list[float]:
     return count_per_term(objective_of(model), copy_on_meta(model), collator_of(model)).tolist()
 
 
-def test_llama_by_hand() -> None:
+def test_llama_by_hand():
     attention = 2 * D * D + 2 * D * (D // 2)  # keys and values of 2 heads in place of 4
     weights = LAYERS * (attention + 3 * D * FORWARD)
     expected = [0, 6 * weights, 6 * D * V, LAYERS * 3 * 4 * D / 2]
@@ -69,7 +66,7 @@ def test_llama_by_hand() -> None:
     )
 
 
-def test_t5_by_hand() -> None:
+def test_t5_by_hand():
     attention, feed_forward, of_pairs = 4 * D * D, 2 * D * FORWARD, LAYERS * 3 * 4 * D
     source = LAYERS * (attention + feed_forward + 2 * D * D)  # and the decoder's keys and values of it
     target = LAYERS * (attention + 2 * D * D + feed_forward) + D * V
@@ -77,13 +74,13 @@ def test_t5_by_hand() -> None:
     assert per_term_of(build("t5")) == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
-def test_each_kind_of_block_runs_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_block_runs_once_for_each_length(monkeypatch):
     """Gemma 2 has two kinds of layers in turn. A frozen layer, and one before which nothing trains, are other kinds."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
     calls, forward = [], Gemma2DecoderLayer.forward
 
-    def counted(self: Any, *args: Any, **inputs: Any) -> Any:
+    def counted(self, *args, **inputs):
         calls.append(self)
         return forward(self, *args, **inputs)
 
@@ -101,7 +98,7 @@ def test_each_kind_of_block_runs_once_for_each_length(monkeypatch: pytest.Monkey
     assert frozen[1] == pytest.approx(two[1] / 3 + 2 * two[1])
 
 
-def test_a_frozen_base_costs_two_thirds_and_its_adapter_all() -> None:
+def test_a_frozen_base_costs_two_thirds_and_its_adapter_all():
     import peft
 
     model = build("llama")
@@ -118,10 +115,10 @@ def test_a_frozen_base_costs_two_thirds_and_its_adapter_all() -> None:
     assert per_term[2] == pytest.approx(whole[2] * 2 / 3) and per_term[3] == pytest.approx(whole[3])
 
 
-def test_a_base_in_codes_costs_what_a_plain_frozen_one_does() -> None:
+def test_a_base_in_codes_costs_what_a_plain_frozen_one_does():
     import peft
 
-    def adapt() -> Any:
+    def adapt():
         model = copy_on_meta(build("llama", hidden_size=64, intermediate_size=128))
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")).base_model.model
 
@@ -132,11 +129,10 @@ def test_a_base_in_codes_costs_what_a_plain_frozen_one_does() -> None:
 
 @pytest.mark.usefixtures("a100")
 @pytest.mark.parametrize("family", ["t5", "bart", "gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(family: str) -> None:
+def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(family):
     model = build(family).train()
     collator = collator_of(model)
     of_rows = seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator, [LENGTHS])
-    assert of_rows is not None
     ours, per_term = of_rows.sum() * 312e12, per_term_of(model)
     chunked_loss.install(model)
     counted = 0
@@ -151,7 +147,7 @@ def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(
     assert ours < 0.999 * counted
 
 
-def test_a_gpu_that_the_table_does_not_name_or_a_part_of_one_has_no_peak() -> None:
+def test_a_gpu_that_the_table_does_not_name_or_a_part_of_one_has_no_peak():
     peaks = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA GeForce RTX 3090": 71, "Tesla T4": None}
     others = ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 3090 Ti", "NVIDIA L40", "NVIDIA A10G")
     peaks |= dict.fromkeys(others)
@@ -160,9 +156,9 @@ def test_a_gpu_that_the_table_does_not_name_or_a_part_of_one_has_no_peak() -> No
 
 
 @pytest.mark.usefixtures("a100")
-def test_a_model_that_cannot_be_counted_or_pads_by_itself_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_counted_or_pads_by_itself_is_one_line(capsys):
     assert seconds_at_peak(Causal(), sharded("cuda", torch.nn.Linear(2, 2)), CausalCollator(0), [LENGTHS]) is None
     assert capsys.readouterr().out.startswith("the log has no MFU: the FLOPs of Linear could not be counted (")
-    model: Any = seq2seq_families.build_model("pegasus_x")
+    model = seq2seq_families.build_model("pegasus_x")
     assert seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator_of(model), [LENGTHS]) is None
     assert "could not be counted (a row's are not a polynomial of its lengths)" in capsys.readouterr().out

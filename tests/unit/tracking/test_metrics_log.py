@@ -1,12 +1,9 @@
 """The record of a run, and its progress lines."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -150,7 +147,7 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path, work):
     assert "another run is writing into it" in refusal(log.truncate_after, 0)
 
 
-def test_the_peak_starts_anew_where_the_system_lets_it() -> None:
+def test_the_peak_starts_anew_where_the_system_lets_it():
     memory = StepMemory(torch.device("cpu"))
     memory.restart()
     before_gib = memory.read()
@@ -163,7 +160,7 @@ def test_the_peak_starts_anew_where_the_system_lets_it() -> None:
 
 
 @pytest.mark.parametrize("one_row", [True, False])
-def test_the_largest_micro_batch_is_remembered_by_its_tokens_and_packs_are_no_longer_than_they_are(one_row: bool) -> None:
+def test_the_largest_micro_batch_is_remembered_by_its_tokens_and_packs_are_no_longer_than_they_are(one_row):
     """A plan of `make llm` was refused: the longest row has 1132 tokens, where packs have 512 at most."""
     packs = [[{"input_ids": [5] * length, "labels": [5] * length} for length in pack] for pack in ((300, 200), (512,), (100, 20))]
     batch = CausalCollator(pad_token_id=0, one_row=one_row).collate(packs)
@@ -179,8 +176,8 @@ def test_the_largest_micro_batch_is_remembered_by_its_tokens_and_packs_are_no_lo
 
 @pytest.mark.parametrize("gpu_bytes", [None, 2**30])
 def test_the_peak_of_gpus_is_printed_and_that_of_cpus_which_is_mostly_the_libraries_only_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, gpu_bytes: int | None
-) -> None:
+    tmp_path, caplog, monkeypatch, gpu_bytes
+):
     monkeypatch.setattr("toolkit.tracking.metrics_log.smallest_gpu_bytes", lambda device: gpu_bytes)
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
     save_memory(tmp_path, memory := StepMemory(torch.device("cpu")), log)

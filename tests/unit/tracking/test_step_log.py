@@ -1,11 +1,7 @@
 """Lines of steps, and what is printed of those that were skipped."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +17,15 @@ from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepFigures, StepLog
 
 NAN = math.nan
-ROWS: Any = [{"row_id": 1000 + row} for row in range(100)]
+ROWS = [{"row_id": 1000 + row} for row in range(100)]
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> StepLog:
+def log(tmp_path) -> StepLog:
     """A run may skip two updates in a row."""
     accelerator = SimpleNamespace(device=torch.device("cpu"), log=lambda figures, step: None)
     metrics = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
-    sharded: Any = SimpleNamespace(accelerator=accelerator)
+    sharded = SimpleNamespace(accelerator=accelerator)
     return StepLog(metrics, sharded, Progress(100, 0, every_steps=1), ROWS, SkipHistory(), 3)
 
 
@@ -48,7 +44,7 @@ def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None =
     )
 
 
-def lines_of(log: StepLog, kind: str) -> list[dict[str, Any]]:
+def lines_of(log: StepLog, kind: str) -> list[dict]:
     return [line for line in load_json_lines(log.metrics.path, skip_torn_end=True) if line["kind"] == kind]
 
 
@@ -60,9 +56,7 @@ def lines_of(log: StepLog, kind: str) -> list[dict[str, Any]]:
         ((1.0,) * 10, NAN, range(1008, 1028), "1023 and 4 more; 1 skipped so far"),  # cut short in the sentence alone
     ],
 )
-def test_rows_of_the_bad_micro_batch_are_named(
-    log: StepLog, capsys: pytest.CaptureFixture[str], losses: tuple[float, ...], norm: float, row_ids: range, said: str
-) -> None:
+def test_rows_of_the_bad_micro_batch_are_named(log, capsys, losses, norm, row_ids, said):
     log.add(figures(4, *losses, norm=norm))
     log.flush()
     (skip,) = lines_of(log, "skip")
@@ -73,7 +67,7 @@ def test_rows_of_the_bad_micro_batch_are_named(
     assert "step 4: update skipped on all ranks (loss " in printed and said in printed
 
 
-def test_every_step_has_a_line_and_only_skipped_ones_another(log: StepLog, tmp_path: Path) -> None:
+def test_every_step_has_a_line_and_only_skipped_ones_another(log, tmp_path):
     for step, loss in enumerate([5.0, NAN, 7.0], start=1):
         log.add(figures(step, loss))
     assert not (tmp_path / "metrics.jsonl").read_text(), "read before it was asked to"
@@ -89,7 +83,7 @@ def test_every_step_has_a_line_and_only_skipped_ones_another(log: StepLog, tmp_p
     assert sum(line["step_time_s"] * line["tokens_per_s"] for line in train) == pytest.approx(num_tokens)
 
 
-def test_speed_is_that_of_a_rank_too_and_mfu_adds_up(log: StepLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_that_of_a_rank_too_and_mfu_adds_up(log, tmp_path, monkeypatch):
     monkeypatch.setattr(step_log, "world_size", lambda: 4)
     log.num_input_tokens_seen, log.seconds_at_peak = 1000, np.arange(100) / 1000
     for step in (1, 2):  # rows 2 and 3, 4 and 5
@@ -102,7 +96,7 @@ def test_speed_is_that_of_a_rank_too_and_mfu_adds_up(log: StepLog, tmp_path: Pat
     assert at_peak_s == pytest.approx((2 + 3 + 4 + 5) / 1000)
 
 
-def test_routers_have_figures_beside_the_loss_and_the_least_even_layer_its_load(log: StepLog, tmp_path: Path) -> None:
+def test_routers_have_figures_beside_the_loss_and_the_least_even_layer_its_load(log, tmp_path):
     """Of 20 tokens, each sent to one of two experts, in two layers."""
     step = figures(1, 5.0)
     step.routing = torch.tensor([[1.0, 10.0, 10.0], [3.0, 20.0, 0.0]])
@@ -122,9 +116,7 @@ def test_routers_have_figures_beside_the_loss_and_the_least_even_layer_its_load(
         ([NAN], 1, 2, "1", "1002, 1003; "),  # counted from before a resume
     ],
 )
-def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(
-    log: StepLog, losses: list[float], flush_every: int, in_a_row: int, steps: str, rows: str
-) -> None:
+def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(log, losses, flush_every, in_a_row, steps, rows):
     """Counted across flushes; one that is taken starts the count again."""
     log.skips.num_in_a_row = in_a_row
     with pytest.raises(UserError) as error:

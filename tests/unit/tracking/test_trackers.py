@@ -1,12 +1,9 @@
 """Trackers: what they are started with and get, how one fails, and the end. `tests/trackers` has the real packages."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,27 +17,25 @@ from toolkit.errors import UserError
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.trackers import Trackers, _name_for_mlflow, check_trackers, close_trackers, log_to_trackers, start_trackers
 
-Seen = list[Any]
-
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+def seen(monkeypatch) -> list:
     """Two trackers of the user, `first` and `second`, and what they get."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-    seen: Seen = []
+    seen = []
 
     def recorder(own_name: str) -> type[GeneralTracker]:
         class Recorder(GeneralTracker):
             name, requires_logging_directory, tracker = own_name, False, SimpleNamespace(id=f"id of {own_name}")
 
-            def __init__(self, project: str, **options: Any) -> None:
+            def __init__(self, project: str, **options) -> None:
                 seen.append((own_name, project, options))
 
-            def store_init_configuration(self, values: dict[str, Any]) -> None:
+            def store_init_configuration(self, values: dict) -> None:
                 seen.append((own_name, values))
 
-            def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            def log(self, values: dict, step: int | None = None, **_) -> None:
                 if values.get("train/loss") == 13:
                     raise OSError("the disk\nis full")
                 seen.append((own_name, step, values))
@@ -110,7 +105,7 @@ def test_one_that_fails_is_reported_once_and_the_others_go_on(seen, tmp_path, ca
 def test_one_that_cannot_start_is_one_sentence(seen, tmp_path, monkeypatch):
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    def start(self: Any) -> None:
+    def start(self) -> None:
         raise RuntimeError("nobody\n  answers" + "!" * 400)
 
     monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["second"], "start", start)
@@ -173,5 +168,5 @@ def close_slowly(uploaded: str) -> bool:
     return Path(uploaded).exists()
 
 
-def test_no_rank_leaves_before_the_trackers_are_closed(tmp_path: Path) -> None:
+def test_no_rank_leaves_before_the_trackers_are_closed(tmp_path):
     assert run_on_ranks(close_slowly, preset="ddp_cpu", args=(str(tmp_path / "uploaded"),)) == [True, True]

@@ -1,9 +1,6 @@
 """Parameter groups, the learning rate, and clipping."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,11 +35,11 @@ def plan_of(steps_per_epoch: int) -> BatchPlan:
 
 
 def rates(num_steps: int, steps_per_epoch: int = 5, **settings: object) -> list[float]:
-    config, plan = OptimConfig(lr=1.0, **settings), plan_of(steps_per_epoch)  # type: ignore[arg-type]
+    config, plan = OptimConfig(lr=1.0, **settings), plan_of(steps_per_epoch)
     return [round(learning_rate(config, step, num_steps, plan), 6) for step in range(1, num_steps + 1)]
 
 
-def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once() -> None:
+def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once():
     model = Model()
     model.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(4, 1, bias=False)})  # norms of DoRA
     decayed, plain = build_optimizer(OptimConfig(weight_decay=0.1), model).param_groups
@@ -57,7 +54,7 @@ def test_norms_and_biases_are_not_decayed_and_tied_weights_come_once() -> None:
     assert len(group["params"]) == 4, "frozen ones are left out"
 
 
-def test_schedules() -> None:
+def test_schedules():
     assert rates(5, schedule="constant", warmup_steps=2) == [0.5, 1, 1, 1, 1]
     assert rates(5, schedule="constant", warmup_ratio=0.3) == [0.5, 1, 1, 1, 1], "rounded up"
     assert rates(1, warmup_ratio=0.1) == [1]
@@ -69,7 +66,7 @@ def test_schedules() -> None:
     assert rates(6, schedule="step", gamma=0.5, steps_per_epoch=3) == [1, 1, 1, 0.5, 0.5, 0.5]
 
 
-def test_the_step_schedule_decays_where_epochs_of_a_token_budget_end() -> None:
+def test_the_step_schedule_decays_where_epochs_of_a_token_budget_end():
     lengths = np.random.default_rng(0).integers(1, 60, 300)
     plan = BatchPlan(lengths, lengths, TrainConfig(global_batch_size_tokens=100), world_size=1)
     ends = [plan.num_steps(epoch) for epoch in range(1, 6)]
@@ -80,7 +77,7 @@ def test_the_step_schedule_decays_where_epochs_of_a_token_budget_end() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
-def test_clipping_is_that_of_torch(max_norm: float | None) -> None:
+def test_clipping_is_that_of_torch(max_norm):
     ours, theirs = Model(), Model()
     torch.manual_seed(0)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -93,7 +90,7 @@ def test_clipping_is_that_of_torch(max_norm: float | None) -> None:
 
 
 @pytest.mark.parametrize("holds", ["no gradient", "an empty one"])
-def test_a_rank_without_a_part_of_the_gradient_clips_nothing(holds: str) -> None:
+def test_a_rank_without_a_part_of_the_gradient_clips_nothing(holds):
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(0, 4))
     if holds == "an empty one":
@@ -101,7 +98,7 @@ def test_a_rank_without_a_part_of_the_gradient_clips_nothing(holds: str) -> None
     torch.testing.assert_close(clip_gradients(model, 1.0), torch.tensor(0.0))
 
 
-def test_adamw_updates_shards_as_torch_does_and_keeps_its_state_in_dtensors() -> None:
+def test_adamw_updates_shards_as_torch_does_and_keeps_its_state_in_dtensors():
     """Uneven shards, an empty one among them, and a skipped update; the moments lie where a checkpoint looks for them."""
     config, models, optimizers = OptimConfig(weight_decay=0.1), [], []
     with fake_ranks(8), warnings.catch_warnings():
@@ -128,7 +125,7 @@ def test_adamw_updates_shards_as_torch_does_and_keeps_its_state_in_dtensors() ->
                 assert torch.equal(ours[name].to_local(), theirs[name].to_local()), name
 
 
-def groups_like(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+def groups_like(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict]:
     """The parameter groups of an optimizer of an equal model."""
     return [
         {**group, "params": [p for p in model.parameters() if (p.ndim > 1 and p.shape != (3, 2)) == (not number)]}
@@ -141,9 +138,9 @@ class OpsOnDTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[Any] = []
+        self.ops = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             self.ops.append(func)
             return NotImplemented
@@ -165,10 +162,8 @@ class OpsOnDTensors(TorchDispatchMode):
         *(({"schedule": schedule}, 6, 10, 20, None) for schedule in ("constant", "step")),
     ],
 )
-def test_a_learning_rate_that_another_length_changes_is_said(
-    settings: dict[str, object], step: int, before: int, now: int, begins: str | None
-) -> None:
-    config = OptimConfig(lr=1.0, **{"schedule": "linear", "warmup_steps": 0} | settings)  # type: ignore[arg-type]
+def test_a_learning_rate_that_another_length_changes_is_said(settings, step, before, now, begins):
+    config = OptimConfig(lr=1.0, **{"schedule": "linear", "warmup_steps": 0} | settings)
     sentence = describe_rate_change(config, step, before, now, plan_of(5))
     assert (sentence is None) == (begins is None)
     assert not sentence or sentence.startswith(f"the learning rate {begins}: the {config.schedule} schedule now ends with")

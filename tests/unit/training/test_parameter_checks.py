@@ -1,9 +1,5 @@
 """The checks of frozen and trainable parameters see what they are there for."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -40,7 +36,7 @@ def check_all(watch: ParameterWatch, optimizer: torch.optim.Optimizer) -> None:
     watch.check_frozen()
 
 
-def test_a_sound_step_passes(model: nn.Sequential) -> None:
+def test_a_sound_step_passes(model):
     check_all(ParameterWatch(model, num_skipped=0), step(model))
 
 
@@ -57,18 +53,16 @@ NO_GRADIENT = "trainable parameters got no gradient in the first step: 1.bias: t
         ("0.weight", lambda p, state: p.data[1, 2].add_(1e-6), RuntimeError, "frozen parameters have changed"),
     ],
 )
-def test_what_is_wrong_with_a_parameter_is_named(
-    model: nn.Sequential, name: str, change: Any, error: type[Exception], sentence: str
-) -> None:
+def test_what_is_wrong_with_a_parameter_is_named(model, name, change, error, sentence):
     watch, parameter = ParameterWatch(model, num_skipped=0), model.get_parameter(name)
-    parameter.before = parameter.detach().clone()  # type: ignore[attr-defined]
+    parameter.before = parameter.detach().clone()
     optimizer = step(model)
     change(parameter, optimizer.state)
     with pytest.raises(error, match=f"{sentence}.*{name if error is RuntimeError else ''}"):
         check_all(watch, optimizer)
 
 
-def test_equal_elements_that_move_alike_are_seen_to_move() -> None:
+def test_equal_elements_that_move_alike_are_seen_to_move():
     """Norms start as ones and may all move by the same amount; the xor of an even number of equal values is 0."""
     model = nn.LayerNorm(768)
     watch = ParameterWatch(model, num_skipped=0)
@@ -78,7 +72,7 @@ def test_equal_elements_that_move_alike_are_seen_to_move() -> None:
     check_moved(watch)
 
 
-def test_updates_that_cannot_show_are_waited_for(model: nn.Sequential) -> None:
+def test_updates_that_cannot_show_are_waited_for(model):
     """The first of a warm-up are too small, and skipped ones move nothing."""
     watch = ParameterWatch(model, num_skipped=2)
     assert not any(watch.count_update(lr) for lr in (0.0, 1e-9, 0.1, 0.1, 1e-9))
@@ -90,7 +84,7 @@ def test_updates_that_cannot_show_are_waited_for(model: nn.Sequential) -> None:
     assert not watch.count_update(0.1)  # checked once
 
 
-def test_a_small_weight_in_bf16_may_rest_and_a_large_one_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_weight_in_bf16_may_rest_and_a_large_one_not(monkeypatch):
     watch = ParameterWatch(nn.Linear(4, 8, bias=False).bfloat16(), num_skipped=0)
     check_moved(watch)
     monkeypatch.setattr(parameter_checks, "SURE_TO_MOVE_ELEMENTS", 32)
@@ -99,12 +93,12 @@ def test_a_small_weight_in_bf16_may_rest_and_a_large_one_not(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("num_inputs", "most_bytes"), [(1000, 256), (999, 1024 * 8)], ids=["words", "two bytes over"])
-def test_checksums_hold_no_copy_of_a_parameter(monkeypatch: pytest.MonkeyPatch, num_inputs: int, most_bytes: int) -> None:
+def test_checksums_hold_no_copy_of_a_parameter(monkeypatch, num_inputs, most_bytes):
     monkeypatch.setattr(parameter_checks, "PART_ELEMENTS", 1024)
     model = nn.Linear(num_inputs, 101, bias=False).bfloat16().requires_grad_(False)
     with torch.profiler.profile(profile_memory=True) as profiler:
         watch = ParameterWatch(model, num_skipped=0)
-    allocated = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    allocated = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     assert max(allocated) <= most_bytes  # sums of the parts; else a part in int64
     with torch.no_grad():
         model.weight[-1, -1] += 1  # in the last part

@@ -3,11 +3,8 @@
 That it is exact on any ranks is tested in `tests/distributed/test_mixtures.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +20,13 @@ from toolkit.training.router_loss import RouterLoss
 
 NO_ROUTERS = "no routers of experts whose scores are known; or set it to off"
 NO_COEFFICIENT = r"no router_aux_loss_coef above 0 in its config\.json: set it there, as in 0\.001; or set it to off"
-WITH_THESE: dict[str, dict[str, Any]] = {
+WITH_THESE = {
     "Gemma4TextConfig": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "GraniteMoeHybridConfig": {"num_local_experts": 0, "mamba_n_heads": 4, "layer_types": ["attention", "attention"]},
 }
 
 
-def build(family: str, **changed: Any) -> Any:
+def build(family: str, **changed):
     config_class, settings = {**CAUSAL_FAMILIES, **MIXTURES}.get(family) or (family, MIXTURES["mixtral"][1])
     config = getattr(transformers, config_class)(vocab_size=256, **settings | changed)
     with torch.device("meta"):
@@ -47,19 +44,19 @@ def build(family: str, **changed: Any) -> Any:
         ("GraniteMoeHybridConfig", 0.5, NO_ROUTERS),  # the class has routers, this model none
     ],
 )
-def test_a_model_without_what_it_needs_is_refused(family: str, coefficient: float | None, missing: str) -> None:
+def test_a_model_without_what_it_needs_is_refused(family, coefficient, missing):
     model = build(family, router_aux_loss_coef=coefficient, **WITH_THESE.get(family, {}))
     with pytest.raises(UserError, match=f"^optim.router_aux_loss is global, but model.name_or_path here has {missing}$"):
         check_routers(model, "global", "here")
     check_routers(model, "off", "here")
 
 
-def test_the_mixtures_that_train_are_taken() -> None:
+def test_the_mixtures_that_train_are_taken():
     for family in MIXTURES:
         check_routers(build(family), "document", "here")
 
 
-def test_where_all_tokens_are_one_group_it_is_the_loss_of_transformers_without_padding() -> None:
+def test_where_all_tokens_are_one_group_it_is_the_loss_of_transformers_without_padding():
     logits_TE = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
     documents_T, is_real_T = torch.tensor([1, 1, 0, 1, 1, 1, 0]), torch.tensor([1, 1, 0, 1, 1, 1, 0])
     scores_TE = logits_TE.softmax(dim=-1)
@@ -69,13 +66,13 @@ def test_where_all_tokens_are_one_group_it_is_the_loss_of_transformers_without_p
     torch.testing.assert_close(actual, load_balancing_loss_func((logits_TE,), 4, 2, attention_mask=is_real_T[None]))
 
 
-def test_documents_are_counted_apart() -> None:
+def test_documents_are_counted_apart():
     experts_TK = torch.tensor([[0, 1], [2, 1], [0, 2], [1, 2]])
     assert count_routed(experts_TK, torch.tensor([1, 2, 2, 0]), 2, 3).tolist() == [[1, 1, 0], [1, 1, 2]]
 
 
 @pytest.mark.parametrize("setting", ["document", "global"])
-def test_parts_and_figures_add_up_to_those_of_one_micro_batch(setting: str) -> None:
+def test_parts_and_figures_add_up_to_those_of_one_micro_batch(setting):
     """Rows of 5, 3 and 4 tokens and padding, through two layers, at once or one after another."""
     generator, documents = torch.Generator().manual_seed(0), [[1] * 5, [2] * 3 + [0] * 2, [3] * 4 + [0]]
     scores = [torch.randn(3, 5, 4, generator=generator).softmax(dim=-1) for _ in range(2)]
@@ -85,7 +82,7 @@ def test_parts_and_figures_add_up_to_those_of_one_micro_batch(setting: str) -> N
     assert whole[1][:, 1:].sum(dim=1).tolist() == [2 * 12, 2 * 12]
 
 
-def of_step(setting: str, scores: list[torch.Tensor], documents: list[list[int]], cuts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def of_step(setting: str, scores: list[torch.Tensor], documents: list[list[int]], cuts) -> tuple[torch.Tensor, torch.Tensor]:
     """What a step of these micro-batches adds to the loss, and its figures; each token goes to two experts."""
     loss = new_loss(num_tokens=12)
     if setting == "global":
@@ -96,12 +93,12 @@ def of_step(setting: str, scores: list[torch.Tensor], documents: list[list[int]]
         loss.noted |= {f"layers.{layer}": [(of, of.topk(2).indices)] for layer, of in enumerate(taken)}
         numbers = torch.tensor([documents[row] for row in rows])
         numbers = torch.where(numbers > 0, numbers - rows[0], 0)  # they begin with 1 in each micro-batch
-        micro_batch: Any = SimpleNamespace(packs=[[row] for row in rows])
+        micro_batch = SimpleNamespace(packs=[[row] for row in rows])
         total = total + loss.share(micro_batch, numbers)
     return total, loss.reduced_figures()
 
 
-def test_figures_are_reduced_over_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_reduced_over_every_group(monkeypatch):
     """Under HSDP each rank is in two groups, which together reach all ranks."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda figures, group: figures.mul_(group))
     loss = new_loss(num_tokens=1, groups=[2, 3])
@@ -109,7 +106,7 @@ def test_figures_are_reduced_over_every_group(monkeypatch: pytest.MonkeyPatch) -
     assert loss.reduced_figures().tolist() == [[6.0, 6.0, 6.0]]
 
 
-def new_loss(num_tokens: int, groups: Sequence[Any] = ()) -> RouterLoss:
+def new_loss(num_tokens: int, groups: Sequence = ()) -> RouterLoss:
     sharded = SimpleNamespace(routes={}, unwrapped=SimpleNamespace(config=transformers.MixtralConfig(router_aux_loss_coef=0.5)))
-    run: Any = SimpleNamespace(sharded=sharded, guard=SimpleNamespace(groups=groups))
+    run = SimpleNamespace(sharded=sharded, guard=SimpleNamespace(groups=groups))
     return RouterLoss(run, Step(1, 0, (0, 1, 2), num_tokens, num_tokens))

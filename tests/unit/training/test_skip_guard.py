@@ -1,12 +1,9 @@
 """Which updates are skipped: what is not finite on any rank, and what spikes, by a window that a resume takes over exactly."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +25,11 @@ def judge(guard: SkipGuard, *norms: float, loss: float = 1.0) -> list[bool]:
     return [bool(guard.should_skip(torch.tensor(loss), torch.tensor(norm))[1]) for norm in norms]
 
 
-def test_loss_and_verdict_go_over_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_verdict_go_over_every_group(monkeypatch):
     """Under HSDP each rank is in two groups, which together reach all ranks."""
-    reduced: list[Any] = []
+    reduced = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda figures, group: reduced.append(group))
-    groups: list[Any] = ["replicas", "shards"]
+    groups = ["replicas", "shards"]
     SkipGuard(OptimConfig(), SkipHistory(), groups).should_skip(torch.tensor(1.0), torch.tensor(1.0))
     assert reduced == groups
 
@@ -41,14 +38,14 @@ def test_loss_and_verdict_go_over_every_group(monkeypatch: pytest.MonkeyPatch) -
     ("loss", "norm", "skipped"),
     [(1.0, 1.0, False), (0.0, 0.0, False), *((bad, 1.0, True) for bad in (NAN, INF, -INF)), (1.0, NAN, True), (1.0, INF, True)],
 )
-def test_what_is_not_finite_is_skipped(loss: float, norm: float, skipped: bool) -> None:
+def test_what_is_not_finite_is_skipped(loss, norm, skipped):
     total, verdict = SkipGuard(OptimConfig(), SkipHistory(), []).should_skip(torch.tensor(loss), torch.tensor(norm))
     assert verdict.item() == float(skipped)
     assert verdict.dtype == torch.float32, "the fused kernel reads a float"
     assert total.item() == loss or math.isnan(total.item()) and math.isnan(loss)
 
 
-def test_spike_is_skipped_once_the_window_is_full_where_that_is_asked_for() -> None:
+def test_spike_is_skipped_once_the_window_is_full_where_that_is_asked_for():
     guard, history = SkipGuard(OptimConfig(skip_window_steps=4), SkipHistory(), []), SkipHistory()
     assert judge(guard, *STEADY, 1e30) == [False] * 5
     guard.save_to(history)
@@ -61,7 +58,7 @@ def test_spike_is_skipped_once_the_window_is_full_where_that_is_asked_for() -> N
     assert guard.num_seen.item() == before + 1, "a finite norm beside a loss that is not is remembered"
 
 
-def test_guard_is_that_of_the_formula() -> None:
+def test_guard_is_that_of_the_formula():
     """A random walk with spikes and NaNs, beside the same rule in NumPy."""
     random = np.random.Generator(np.random.PCG64(0))
     norms = np.exp(random.normal(0, 0.3, 200)).astype(np.float32)
@@ -81,14 +78,14 @@ def test_guard_is_that_of_the_formula() -> None:
     assert sorted(guard.window.tolist()) == pytest.approx(sorted(window), rel=1e-5)
 
 
-def test_one_spike_does_not_blind_the_guard_and_a_lasting_change_is_accepted() -> None:
+def test_one_spike_does_not_blind_the_guard_and_a_lasting_change_is_accepted():
     guard = SkipGuard(GUARDED, SkipHistory(), [])
     assert judge(guard, *STEADY, 1e30, 100.0) == [False] * 4 + [True, True], "blind after the first spike"
     verdicts = judge(guard, *[100.0] * 50)
     assert verdicts.index(False) < 10 and not any(verdicts[verdicts.index(False) :])
 
 
-def test_saved_window_is_the_window_bit_for_bit() -> None:
+def test_saved_window_is_the_window_bit_for_bit():
     random = np.random.Generator(np.random.PCG64(1))
     norms = np.exp(random.normal(0, 1, 30)).tolist()
     for stop in range(12):  # at every filling of the window, and at every place in it
@@ -105,7 +102,7 @@ def test_saved_window_is_the_window_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("config", [OptimConfig(), GUARDED])
-def test_host_does_not_wait_for_the_device(config: OptimConfig) -> None:
+def test_host_does_not_wait_for_the_device(config):
     guard, reads = SkipGuard(config, SkipHistory(), []), Counter[str]()
     with recorded(reads):
         for norm in (*STEADY, 1e6, NAN):

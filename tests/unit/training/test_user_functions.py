@@ -1,9 +1,5 @@
 """Functions given to a run, against its config; a loss sees all logits with their labels, and must sum over the label tokens."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,25 +31,25 @@ TEXTS = "score generated texts: set eval.generate to true$"
         ({}, {"metrics": {"bleu": "bleu"}}, r"metrics\['bleu'\] is a str, and cannot be called"),
     ],
 )
-def test_functions_that_do_not_fit_are_refused(overrides: dict[str, Any], own: dict[str, Any], sentence: str) -> None:
+def test_functions_that_do_not_fit_are_refused(overrides, own, sentence):
     with pytest.raises(UserError, match=f"^{sentence}"):
         check_hooks(load_config("t5", overrides=NEEDED | overrides), UserHooks(**own), Seq2Seq())
 
 
-def test_code_is_known_by_its_source() -> None:
+def test_code_is_known_by_its_source():
     def length(predictions: list[str], references: list[str]) -> int:
         return sum(map(len, predictions))
 
     first = describe_code(length)
 
-    def length(predictions: list[str], references: list[str]) -> int:  # type: ignore[no-redef]
+    def length(predictions: list[str], references: list[str]) -> int:
         return sum(map(len, references))
 
     assert describe_code(length) != first and describe_code(length).rsplit(" ")[0] == first.rsplit(" ")[0]
     assert describe_code(len) == "len"
 
 
-def test_cross_entropy_as_ones_own_loss_is_the_toolkits() -> None:
+def test_cross_entropy_as_ones_own_loss_is_the_toolkits():
     model = build_causal("llama")
     chunked_loss.install(model)
     rows = [{"input_ids": [3, 4, 5, 6], "labels": [-100, -100, 5, 6]}, {"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}]
@@ -94,7 +90,7 @@ def of_ignored_labels_too(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> 
         (of_ignored_labels_too, "loss of rows without a label token is .*, not 0: leave out the labels that are -100$"),
     ],
 )
-def test_what_is_no_sum_over_label_tokens_is_refused(loss: Any, sentence: str) -> None:
+def test_what_is_no_sum_over_label_tokens_is_refused(loss, sentence):
     for sums in (focal, summed_cross_entropy):
         check_own_loss(sums, 11, torch.device("cpu"))
     with pytest.raises(UserError, match=f"^the {sentence}"):

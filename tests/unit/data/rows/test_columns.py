@@ -1,7 +1,5 @@
 """Which columns rows are read from: by their names, by `data.format` or by the settings of columns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

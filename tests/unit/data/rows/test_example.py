@@ -1,7 +1,5 @@
 """Rows of chats, of prompts and of text, and each mistake in them with its sentence."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

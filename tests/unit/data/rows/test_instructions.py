@@ -1,9 +1,6 @@
 """Rows of ShareGPT and Alpaca: the turns and texts made of them, what is left out, and each mistake with its sentence."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -17,12 +14,12 @@ def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"from": who, "value": text} for who, text in pairs]
 
 
-def sharegpt(conversations: Any, **cells: Any) -> Example | str:
+def sharegpt(conversations, **cells):
     row = {"conversations": conversations, **cells}
     return build_example(row, Columns("sharegpt", tuple(row)), "a.json, row 7")
 
 
-def alpaca(kind: str = "alpaca", **cells: Any) -> Example | str:
+def alpaca(kind: str = "alpaca", **cells):
     row = {"instruction": "add", "output": "3", **cells}
     return build_example(row, Columns(kind, tuple(row)), "a.json, row 7")
 
@@ -32,7 +29,7 @@ HELLO = turns(("human", "hello"), ("gpt", "one"))
 
 @pytest.mark.parametrize("user", ["human", "user", "Human"])
 @pytest.mark.parametrize("assistant", ["gpt", "assistant", "chatgpt", "bot", "model"])
-def test_sharegpts_roles_are_users_and_assistants(user: str, assistant: str) -> None:
+def test_sharegpts_roles_are_users_and_assistants(user, assistant):
     expected = Example(messages=say("hello", "one", system="be brief"))
     for system in ("system", "developer"):
         assert sharegpt(turns((system, "be brief"), (user, "hello"), (assistant, "one"))) == expected
@@ -41,19 +38,18 @@ def test_sharegpts_roles_are_users_and_assistants(user: str, assistant: str) -> 
     assert unspoken == Example(messages=say("hello", "one"))
 
 
-def test_sharegpts_calls_and_answers_of_tools() -> None:
+def test_sharegpts_calls_and_answers_of_tools():
     call = json.dumps({"name": "add", "arguments": {"a": 1}})
     row = sharegpt(turns(("human", "1?"), ("function_call", call), ("observation", "2"), ("gpt", "2")), tools='[{"name": "add"}]')
-    assert isinstance(row, Example) and row.messages is not None
     assert [message["role"] for message in row.messages] == ["user", "assistant", "tool", "assistant"]
     assert row.messages[1] == {"role": "assistant", "tool_calls": [json.loads(call)], "content": ""}
     assert row.tools == [{"name": "add"}]
     # Hermes writes the call as text.
     row = sharegpt(turns(("human", "1?"), ("gpt", "<tool_call>"), ("tool", "2"), ("gpt", "2")))
-    assert isinstance(row, Example) and row.messages is not None and row.messages[2] == {"role": "tool", "content": "2"}
+    assert row.messages[2] == {"role": "tool", "content": "2"}
 
 
-def test_alpaca_is_a_chat_with_its_input_system_and_history() -> None:
+def test_alpaca_is_a_chat_with_its_input_system_and_history():
     assert alpaca(input=" ") == Example(messages=say("add", "3"))
     row = alpaca(input="1 and 2", system="be brief", history=[["hello", "one"]])
     assert row == Example(messages=say("hello", "one", "add\n\n1 and 2", "3", system="be brief"))
@@ -61,7 +57,7 @@ def test_alpaca_is_a_chat_with_its_input_system_and_history() -> None:
     assert alpaca(input=None, system=None, history=[]) == alpaca(input="", history="") == alpaca()
 
 
-def test_alpaca_without_a_template_is_a_prompt_in_its_own_words() -> None:
+def test_alpaca_without_a_template_is_a_prompt_in_its_own_words():
     assert alpaca("alpaca_text", input="1 and 2") == Example(
         prompt="Below is an instruction that describes a task, paired with an input that provides further context. Write a "
         "response that appropriately completes the request.\n\n### Instruction:\nadd\n\n### Input:\n1 and 2\n\n### Response:\n",
@@ -69,9 +65,7 @@ def test_alpaca_without_a_template_is_a_prompt_in_its_own_words() -> None:
         lead_text="add\n\n1 and 2",
     )
     row = alpaca("alpaca_text", system="be brief", history=[["hello", "one"]])
-    assert isinstance(row, Example) and row.prompt == (
-        "be brief\n\n### Instruction:\nhello\n\n### Response:\none\n\n### Instruction:\nadd\n\n### Response:\n"
-    )
+    assert row.prompt == ("be brief\n\n### Instruction:\nhello\n\n### Response:\none\n\n### Instruction:\nadd\n\n### Response:\n")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +80,7 @@ def test_alpaca_without_a_template_is_a_prompt_in_its_own_words() -> None:
         (alpaca, {"history": [["a", " "]]}, "with an empty text in their history"),
     ],
 )
-def test_rows_with_nothing_to_learn_are_left_out_with_their_reason(build: Any, given: Any, reason: str) -> None:
+def test_rows_with_nothing_to_learn_are_left_out_with_their_reason(build, given, reason):
     assert (build(given) if build is sharegpt else build(**given)) == reason
 
 
@@ -105,6 +99,6 @@ def test_rows_with_nothing_to_learn_are_left_out_with_their_reason(build: Any, g
         (alpaca, {"history": [["a", "b", "c"]]}, "history 1: ['a', 'b', 'c'] is not a pair: write [instruction, answer]"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_one_sentence(build: Any, given: Any, sentence: str) -> None:
+def test_what_is_wrong_with_a_row_is_one_sentence(build, given, sentence):
     said = refusal(build, given) if build is sharegpt else refusal(build, **given)
     assert said.startswith(f"a.json, row 7, {sentence}")

@@ -1,17 +1,14 @@
 """Rows of pairs: the shapes that people have, and what is left out."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from typing import Any
 
 import pytest
 
 from tests.support.refusals import refusal
 from toolkit.config.data import PreferenceDataConfig
 from toolkit.data.rows.columns import choose_preference_columns
-from toolkit.data.rows.example import Example, build_example, list_cells, read_examples
+from toolkit.data.rows.example import build_example, list_cells, read_examples
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "Why?"), ("assistant", "So."), ("assistant", "No."))
@@ -19,7 +16,7 @@ USER, GOOD, BAD = (
 SYSTEM, AGAIN = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Again?"}
 
 
-def read(row: dict[str, Any], *, has_chat_template: bool = False, **settings: Any) -> Example | str:
+def read(row: dict, *, has_chat_template: bool = False, **settings):
     config = PreferenceDataConfig(files="rows.jsonl", **settings)
     columns = choose_preference_columns("rows.jsonl", list(row), config, has_chat_template=has_chat_template)
     return build_example(row, columns, "rows.jsonl, row 1")
@@ -36,9 +33,8 @@ def read(row: dict[str, Any], *, has_chat_template: bool = False, **settings: An
         ),
     ],
 )
-def test_texts_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any], expected: tuple[str, ...]) -> None:
+def test_texts_with_a_prompt_of_their_own_or_in_both(row, expected):
     example = read(row)
-    assert isinstance(example, Example)
     assert (example.prompt, example.completion, example.rejected) == expected
 
 
@@ -60,9 +56,8 @@ def test_texts_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any], expect
         },
     ],
 )
-def test_messages_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any]) -> None:
+def test_messages_with_a_prompt_of_their_own_or_in_both(row):
     example = read(row)
-    assert isinstance(example, Example)
     assert (example.messages, example.rejected, example.first_trained) == ([USER, GOOD], [USER, BAD], 1)
     cells = dict(zip(("prompt", "completion", "rejected", "text", "messages", "tools"), list_cells(example), strict=False))
     others = {"first_trained": [1], "weight_0": [[]], "lead_text": [""]}
@@ -70,17 +65,15 @@ def test_messages_with_a_prompt_of_their_own_or_in_both(row: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": "Why?"}, {"prompt": "Again?"}])
-def test_earlier_turns_a_system_turn_and_tools_are_the_prompt(prompt: dict[str, str]) -> None:
+def test_earlier_turns_a_system_turn_and_tools_are_the_prompt(prompt):
     turns, others = [USER, GOOD, AGAIN], {"system": "Be brief.", "tools": [{"name": "look"}]}
     example = read({**prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD], **others})
-    assert isinstance(example, Example)
     assert example.rejected == [SYSTEM, *turns, BAD] and example.tools == [{"name": "look"}]
     assert example.trained_turns == [4]
 
 
-def test_an_answer_before_that_ends_the_prompt_does_not_count_beside_a_system_turn() -> None:
+def test_an_answer_before_that_ends_the_prompt_does_not_count_beside_a_system_turn():
     example = read({"system": "Be brief.", "prompt": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]})
-    assert isinstance(example, Example)
     assert (example.messages, example.trained_turns) == ([SYSTEM, USER, GOOD, GOOD], [3])
 
 
@@ -91,14 +84,13 @@ def test_an_answer_before_that_ends_the_prompt_does_not_count_beside_a_system_tu
         ({}, "has no column 'rejected' (its columns: prompt, chosen): set data.chosen_column and data.rejected_column"),
     ],
 )
-def test_columns_that_are_missing_or_the_same_are_named_with_their_settings(settings: dict[str, str], expected: str) -> None:
+def test_columns_that_are_missing_or_the_same_are_named_with_their_settings(settings, expected):
     assert expected in refusal(partial(read, **settings), {"prompt": "Why?", "chosen": "So."})
 
 
 @pytest.mark.parametrize("system", ["Be brief.", ""])
-def test_texts_beside_a_column_of_system_turns_are_chats(system: str) -> None:
+def test_texts_beside_a_column_of_system_turns_are_chats(system):
     example = read({"system": system, "prompt": "Why?", "chosen": "So.", "rejected": "No."}, has_chat_template=True)
-    assert isinstance(example, Example)
     turns = [SYSTEM, USER] if system else [USER]
     assert (example.messages, example.rejected) == ([*turns, GOOD], [*turns, BAD])
 
@@ -119,19 +111,19 @@ def test_texts_beside_a_column_of_system_turns_are_chats(system: str) -> None:
         ),
     ],
 )
-def test_rows_without_a_preference_are_left_out(row: dict[str, Any], reason: str) -> None:
+def test_rows_without_a_preference_are_left_out(row, reason):
     assert read(row) == reason
 
 
-def test_a_weight_in_an_answer_is_refused() -> None:
+def test_a_weight_in_an_answer_is_refused():
     row = {"chosen": [USER, GOOD | {"weight": 0}, AGAIN, GOOD], "rejected": [USER, BAD]}
     assert refusal(read, row).startswith("rows.jsonl, row 1: a turn of an answer has weight 0")
 
 
-def test_json_may_be_an_answer_and_a_prompt_is_not_guessed_beside_other_columns() -> None:
+def test_json_may_be_an_answer_and_a_prompt_is_not_guessed_beside_other_columns():
     example = read({"prompt": "Why?", "chosen": '[{"a": 1}]', "rejected": '{"role": "b"}'})
-    assert isinstance(example, Example) and (example.completion, example.rejected) == ('[{"a": 1}]', '{"role": "b"}')
+    assert (example.completion, example.rejected) == ('[{"a": 1}]', '{"role": "b"}')
     row = {"question": "Which?", "chosen": "The sky is blue.", "rejected": "The sky is black."}
     assert "set data.prompt_column to the column that has the prompt" in refusal(read, row)
     example = read({"id": 1, "chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."})
-    assert isinstance(example, Example) and example.completion == " So."
+    assert example.completion == " So."

@@ -1,14 +1,12 @@
 """What the tests of sources share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The working directory, without a network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))

@@ -1,13 +1,10 @@
 """Files of rows by their endings: the same rows from each, quotes, encodings and delimiters, what is skipped and reported."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,7 +41,7 @@ def write_all() -> list[str]:
     return ["rows.parquet", "rows.arrow", "rows.feather", *(f"{name}{gz}" for name in contents for gz in ("", ".gz"))]
 
 
-def test_every_ending_and_gzip_give_the_same_rows() -> None:
+def test_every_ending_and_gzip_give_the_same_rows():
     for name in write_all():
         assert list_pairs(load_t5(name)) == PAIRS, name
     assert load_t5("a.csv").fingerprint == load_t5("a.csv.gz").fingerprint == load_t5("a.csv", source="csv").fingerprint
@@ -52,7 +49,7 @@ def test_every_ending_and_gzip_give_the_same_rows() -> None:
     assert tuple(READERS) == FILE_SOURCES
 
 
-def test_a_delimiter_and_an_encoding_of_ones_own() -> None:
+def test_a_delimiter_and_an_encoding_of_ones_own():
     array, lines = json.dumps(ROWS), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
     for name, text, encoding, settings in (
         ("rows.csv", table(";"), "cp1252", {"csv_delimiter": ";"}),
@@ -67,7 +64,7 @@ def test_a_delimiter_and_an_encoding_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str) -> None:
+def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter):
     shown = delimiter.replace("\t", r"\t")
     for text, settings, hint in (
         (table(delimiter).replace('"', ""), {}, f"between names: set data.csv_delimiter '{shown}'"),
@@ -80,7 +77,7 @@ def test_a_header_that_looks_like_another_delimiters_gets_a_hint(delimiter: str)
     assert "data.csv_delimiter" not in refusal(load_t5, "other.csv")
 
 
-def test_csv_and_jsonl_read_boms_crlf_quotes_blank_lines_and_absent_keys() -> None:
+def test_csv_and_jsonl_read_boms_crlf_quotes_blank_lines_and_absent_keys():
     Path("rows.csv").write_bytes(
         b'\xef\xbb\xbfsource, target ,note\r\n"a, ""b""\r\nsecond line",short,1\r\n\r\n42,caf\xc3\xa9,\r\n'
     )
@@ -96,7 +93,7 @@ def test_csv_and_jsonl_read_boms_crlf_quotes_blank_lines_and_absent_keys() -> No
     assert rows.remarks == ["skipped 1 of 2 rows of rows.jsonl with an empty source (row 1)"]
 
 
-def test_several_files_and_patterns_are_read_in_order_each_file_once() -> None:
+def test_several_files_and_patterns_are_read_in_order_each_file_once():
     for name in ("b2", "b1", "a"):
         Path(f"{name}.csv").write_text(f"source,target\n{name},{name}\n")
     rows = load_t5("b?.csv", "a.csv", "b1.csv")
@@ -104,8 +101,8 @@ def test_several_files_and_patterns_are_read_in_order_each_file_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_empty_cells_are_counted_skipped_and_reported(kind: str) -> None:
-    cells: list[tuple[str, Any]] = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None)]
+def test_empty_cells_are_counted_skipped_and_reported(kind):
+    cells = [("a", "x"), ("b", ""), (" \t", "y"), ("c", "  "), ("d", "z"), ("", ""), ("e", None)]
     Path("rows.csv").write_text("source,target\n" + "".join(f"{source},{target or ''}\n" for source, target in cells))
     objects = [{"source": source, "target": target} for source, target in cells]
     write_objects("rows.jsonl", objects)
@@ -119,7 +116,7 @@ def test_empty_cells_are_counted_skipped_and_reported(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("ending", "tab"), [("csv", ","), ("tsv", "\t")])
-def test_missing_cells_are_skipped_and_counted(ending: str, tab: str) -> None:
+def test_missing_cells_are_skipped_and_counted(ending, tab):
     cells = ["b", "NaN", "N/A", " None ", "null", "None of these", "nan", "Nanna", "NA", "<NA>", "NATO"]
     Path(f"rows.{ending}").write_text(f"source{tab}target\n" + "".join(f"a{tab}{cell}\n" for cell in cells))
     rows = load_t5(f"rows.{ending}")
@@ -127,7 +124,7 @@ def test_missing_cells_are_skipped_and_counted(ending: str, tab: str) -> None:
     assert rows.remarks[0] == f"skipped 7 of 11 rows of rows.{ending} with a missing target (NA, NaN, None) (first: rows 2, 3, 4)"
 
 
-def test_a_text_is_rows_of_paragraphs() -> None:
+def test_a_text_is_rows_of_paragraphs():
     Path("a.txt").write_bytes("\ufeffone\r\ntwo é\r\n\r\n \t\r\nthree\n\n\n  four\nfive".encode())
     Path("b.txt.gz").write_bytes(gzip.compress(b"\nsix\n"))
     rows = load_llm("a.txt", "b.txt.gz")
@@ -142,7 +139,7 @@ ARRAY = '[{"source": "Le café", "target": "Der Kaffee"}]'
 TABLE = "source\ttarget\nLe café\tDer Kaffee\n"
 
 
-def test_a_quoted_empty_cell_is_a_row_and_an_empty_line_is_not() -> None:
+def test_a_quoted_empty_cell_is_a_row_and_an_empty_line_is_not():
     Path("rows.csv").write_text('text\none\n""\n\ntwo\n"  "\n  \n\n\nthree\n')
     rows = load_llm("rows.csv")
     assert (rows.train["text"][:], rows.train["row_id"][:]) == (["one", "two", "three"], [0, 2, 5])
@@ -153,9 +150,7 @@ UTF_8_READ_OTHERWISE = "rows.csv is valid UTF-8, but is read as cp1252, with oth
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_utf_8_that_another_encoding_reads_is_warned_of(
-    size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_utf_8_that_another_encoding_reads_is_warned_of(size, monkeypatch, caplog):
     monkeypatch.setattr(files, "_BYTES_PER_READ", size)
     table = TABLE.replace("\t", ",")
     for text, written, encoding, warned in (
@@ -176,7 +171,7 @@ def test_utf_8_that_another_encoding_reads_is_warned_of(
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-32-be", "gb18030"])
-def test_a_byte_order_mark_is_not_text(encoding: str) -> None:
+def test_a_byte_order_mark_is_not_text(encoding):
     for name, text in (("rows.csv", TABLE.replace("\t", ",")), ("rows.tsv", TABLE), ("rows.json", ARRAY)):
         content = ("\ufeff" + text).encode(encoding)
         for path, written in ((name, content), (f"{name}.gz", gzip.compress(content))):
@@ -206,7 +201,7 @@ TSV: list[tuple[str, int | None, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("lines", "line", "expected"), TSV)
-def test_quotes_of_a_tsv_are_around_cells_or_text(lines: str, line: int | None, expected: list[tuple[str, str]]) -> None:
+def test_quotes_of_a_tsv_are_around_cells_or_text(lines, line, expected):
     Path("rows.tsv").write_bytes(f"source\ttarget\n{lines}".encode())
     rows = load_t5("rows.tsv")
     assert list_pairs(rows) == expected
@@ -214,13 +209,13 @@ def test_quotes_of_a_tsv_are_around_cells_or_text(lines: str, line: int | None, 
     assert rows.readings == [f"rows.tsv: read as a source with its target, from source and target; no other columns{how}"]
 
 
-def test_a_tsv_of_one_column_has_a_row_per_line() -> None:
+def test_a_tsv_of_one_column_has_a_row_per_line():
     Path("rows.tsv").write_text('text\none\n"two\nthree"\n"four"\n')
     assert load_llm("rows.tsv").train["text"][:] == ["one", '"two', 'three"', '"four"']
     assert load_llm("rows.tsv", source="csv").train["text"][:] == ["one", "two\nthree", "four"]
 
 
-def test_a_tsv_with_line_breaks_in_cells_is_refused_by_line() -> None:
+def test_a_tsv_with_line_breaks_in_cells_is_refused_by_line():
     for lines in ('a\t"one\ntwo\nb\tc\n', 'a\t"one\ntwo"\n'):  # the first never closes
         Path("rows.tsv").write_text(f"source\ttarget\n{lines}")
         assert refusal(load_t5, "rows.tsv") == (
@@ -232,7 +227,7 @@ def test_a_tsv_with_line_breaks_in_cells_is_refused_by_line() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_the_csv_module_writes_comes_back_and_no_line_is_swallowed(seed: int) -> None:
+def test_what_the_csv_module_writes_comes_back_and_no_line_is_swallowed(seed):
     random = Random(seed)
     texts = ["".join(random.choices('ab"\t ', k=random.randint(1, 5))) + "." for _ in range(40)]
     rows = list(zip(texts[::2], texts[1::2], strict=True))

@@ -1,10 +1,7 @@
 """Folders and hub datasets as `data.source`, without a network: which files a split is made of, and how they are read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -21,23 +18,23 @@ def write_readme(*lines: str) -> None:
     write("data/README.md", "\n".join(["---", "configs:", *lines, "---", ""]))
 
 
-def load(source: str = "data", **settings: Any) -> TextRows:
+def load(source: str = "data", **settings) -> TextRows:
     return row_files.load_llm(source=source, **settings)
 
 
-def texts(source: str = "data", **settings: Any) -> list[str]:
+def texts(source: str = "data", **settings) -> list[str]:
     return load(source, **settings).train["text"][:]
 
 
-def split_line(source: str = "data", **settings: Any) -> str:
+def split_line(source: str = "data", **settings) -> str:
     return load(source, **settings).readings[0]
 
 
-def refused(source: str = "data", **settings: Any) -> str:
+def refused(source: str = "data", **settings) -> str:
     return refusal(load, source, **settings)
 
 
-def test_a_folder_of_save_to_disk_is_read_by_its_splits() -> None:
+def test_a_folder_of_save_to_disk_is_read_by_its_splits():
     dataset = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
     dataset.save_to_disk("data", num_shards=2)
     datasets.load_from_disk("data").map(lambda row: {"text": row["text"].upper()})
@@ -54,7 +51,7 @@ def test_a_folder_of_save_to_disk_is_read_by_its_splits() -> None:
     assert refused("both").startswith("data.source both holds a link out of it or names a file there, ")
 
 
-def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
+def test_the_files_of_a_split_and_those_left_out_are_named():
     for name in ("train-1.jsonl", "train-0.json", "test-0.jsonl", "more.jsonl", ".hidden.jsonl", "notes.txt"):
         write(f"data/{name}", json.dumps({"text": name}))
     assert texts() == ["train-0.json", "train-1.jsonl"]
@@ -68,7 +65,7 @@ def test_the_files_of_a_split_and_those_left_out_are_named() -> None:
     assert texts("states") == ["Ohio"]
 
 
-def test_notes_are_not_taken_for_rows_beside_tables() -> None:
+def test_notes_are_not_taken_for_rows_beside_tables():
     for name in ("rows.jsonl", "LICENSE.txt", "NOTES.txt"):
         write(f"data/{name}", '{"text": "a"}\n')
     assert refused() == "data.source data holds LICENSE.txt, NOTES.txt and rows.jsonl: name files in data.files"
@@ -77,13 +74,13 @@ def test_notes_are_not_taken_for_rows_beside_tables() -> None:
 
 
 @pytest.mark.parametrize("said", ["dataset_info: [1]", "configs: [1]", "configs: [{config_name: a, data_dir: 5}]", "x: ["])
-def test_a_readme_of_another_form_is_one_sentence(said: str) -> None:
+def test_a_readme_of_another_form_is_one_sentence(said):
     write("data/rows.csv")
     write("data/README.md", f"---\n{said}\n---\n")
     assert refused().startswith("data.source data (subset None, split train) could not be loaded: ")
 
 
-def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
+def test_an_unknown_split_is_refused_with_the_files_of_the_others():
     write("data/test-notes.jsonl", '{"text": "a"}\n')
     sentence = (
         "data.source data has no split {}, but test (test-notes.jsonl), by its README, else by the names of "
@@ -93,7 +90,7 @@ def test_an_unknown_split_is_refused_with_the_files_of_the_others() -> None:
     assert refused(hub_split="test[:1]") == sentence.format("test[:1]")
 
 
-def test_rows_are_read_as_those_of_files() -> None:
+def test_rows_are_read_as_those_of_files():
     write("data/a.csv", 'text;n\n"NA";1\nnull;2\n007;3\n')
     assert texts(csv_delimiter=";") == ["007"]
     write("lines/a.jsonl", '{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n')
@@ -103,7 +100,7 @@ def test_rows_are_read_as_those_of_files() -> None:
     assert load("moved").fingerprint == first == load("", files="moved/a.jsonl").fingerprint
 
 
-def test_a_readme_chooses_subsets_and_splits() -> None:
+def test_a_readme_chooses_subsets_and_splits():
     for name in ("a", "b", "c"):
         write(f"data/parts/{name}.csv", f"text\n{name}\n")
     write_readme(
@@ -143,7 +140,7 @@ def articles() -> None:
     write_articles("test", ["only", "text 7", "text 8"], ["one", "t 7", "other"])
 
 
-def test_a_dataset_is_read_split_and_reported(articles: None) -> None:
+def test_a_dataset_is_read_split_and_reported(articles):
     rows = load_t5(**ARTICLES)
     assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 40)]
     assert rows.remarks == ["skipped 1 of 40 rows of dataset/train-0.parquet with an empty target (row 1)"]
@@ -151,8 +148,8 @@ def test_a_dataset_is_read_split_and_reported(articles: None) -> None:
     assert len(few.train) + len(few.evaluation) == 9 and len(few.evaluation)
 
 
-def test_a_split_of_its_own_is_evaluated(articles: None) -> None:
-    own: dict[str, Any] = {**ARTICLES, "eval_fraction": 0.5, "hub_eval_split": "test", "num_rows": 10}
+def test_a_split_of_its_own_is_evaluated(articles):
+    own = {**ARTICLES, "eval_fraction": 0.5, "hub_eval_split": "test", "num_rows": 10}
     rows = load_t5(**own)
     of_test = ["only", "text 7", "text 8"]
     assert rows.evaluation["prompt"][:] == of_test and [item.set_name for item in rows.inputs] == ["", ""]
@@ -192,7 +189,7 @@ DAMAGED = {"rows.zip": "not a zip file", "rows.jsonl.xz": "Input format", "rows.
         ({"source": "./cut"}, ["cut/train-0.parquet is not a complete parquet or Arrow file"]),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(settings: dict[str, Any], fragments: list[str], articles: None) -> None:
+def test_what_cannot_be_read_is_one_sentence(settings, fragments, articles):
     for name in ("empty", "cut", *DAMAGED):
         Path(name).mkdir()
     for name in DAMAGED:

@@ -1,12 +1,9 @@
 """Objects in JSON lines, in arrays and in columnar files: tools that come late, nulls, names of columns."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -21,12 +18,12 @@ SCHEMA = [{"name": "f", "parameters": {"properties": {"x": {"enum": ["a", None],
 
 @pytest.mark.parametrize("is_array", [False, True])
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"conversations": TURNS}])
-def test_tools_that_come_late_are_read(row: dict[str, Any], is_array: bool) -> None:
+def test_tools_that_come_late_are_read(row, is_array):
     write_objects("rows.json", [*[row] * 1000, row | {"tools": [{"name": "add"}]}], is_array=is_array)
     assert load_llm("rows.json").train["tools"][:] == [None] * 1000 + ['[{"name": "add"}]']
 
 
-def test_keys_that_come_late_are_reported() -> None:
+def test_keys_that_come_late_are_reported():
     late = {"messages": CHAT, "a\nb\ud800": 1, **{f"id {i:02}": 1 for i in range(30)}}
     write_objects("rows.jsonl", [*({"text": f"t {i}", "id": i} for i in range(1000)), {"text": "late", **late}])
     rows = load_llm("rows.jsonl")
@@ -37,7 +34,7 @@ def test_keys_that_come_late_are_reported() -> None:
     assert load_llm("rows.jsonl").remarks == rows.remarks  # from the cache
 
 
-def test_names_of_columns_can_be_printed_whatever_they_hold() -> None:
+def test_names_of_columns_can_be_printed_whatever_they_hold():
     names = ["half \ud83d", "", "\u3000", "two\nlines", "\x1b[31m", "right\u202eleft", "Straße 3"]
     shown = r"'half \ud83d', '', '\u3000', 'two\nlines', '\x1b[31m', 'right\u202eleft', Straße 3"
     write_objects("rows.jsonl", [dict.fromkeys(names, 1) | {"text": "a"}])
@@ -46,7 +43,7 @@ def test_names_of_columns_can_be_printed_whatever_they_hold() -> None:
     assert f"(its columns: {shown})" in refusal(load_llm, "none.jsonl")
 
 
-def test_nulls_in_json_are_the_users_own() -> None:
+def test_nulls_in_json_are_the_users_own():
     def check(rows: TextRows) -> None:
         assert stored_call(rows) == NULLS and json.loads(rows.train["tools"][0]) == SCHEMA
 
@@ -76,7 +73,7 @@ def test_nulls_in_json_are_the_users_own() -> None:
         ([NULLS, {"y": "text", "list": 3}], {"on_mixed_types": "use_json"}),  # JSON text
     ],
 )
-def test_objects_of_columnar_files_have_the_keys_that_they_were_written_with(arguments: list[Any], how: dict[str, Any]) -> None:
+def test_objects_of_columnar_files_have_the_keys_that_they_were_written_with(arguments, how):
     rows = [{"messages": with_call(each)} for each in arguments]
     dataset = Dataset.from_list(rows, **how)
     if not how:
@@ -115,12 +112,12 @@ PANDAS = {
     "whole",
     [*PANDAS.values(), {"version": "1.0", "data": ROWS}, {"rows": ROWS, "errors": []}, {"v": {"v": 1}, "x": {"data": ROWS}}],
 )
-def test_an_object_that_holds_all_rows_is_read(whole: dict[str, Any], indent: int | None) -> None:
+def test_an_object_that_holds_all_rows_is_read(whole, indent):
     Path("rows.json").write_text(json.dumps(whole, indent=indent))
     assert list_pairs(load_llm("rows.json")) == [(row["prompt"], " a") for row in ROWS]
 
 
-def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
+def test_the_rows_of_an_object_are_named_where_several_may_be_meant():
     both = {"train": ROWS, "test": ROWS[:2]}
     with gzip.open("both.json.gz", "wt") as file:
         json.dump(both, file)
@@ -145,7 +142,7 @@ def test_the_rows_of_an_object_are_named_where_several_may_be_meant() -> None:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_column_may_stand_inside_another(ending: str) -> None:
+def test_a_column_may_stand_inside_another(ending):
     rows = [{"id": 1, "translation": {"en": f"Say {number}", "fr": {"text": f"Dis {number}"}}} for number in range(2)]
     rows = [{"id": 1, "translation": None}, *rows, {"id": 1, "translation": {"en": "Say", "fr": None}}]
     write_objects("rows.jsonl", rows)

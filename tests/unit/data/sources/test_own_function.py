@@ -1,11 +1,8 @@
 """Rows from a function of the user's: columns, split, fingerprint, and one sentence for whatever the function does wrong."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
@@ -28,13 +25,13 @@ def write(code: str, name: str = "my_rows.py") -> None:
     Path(name).write_text(dedent(code))
 
 
-def t5(code: str | None = None, **settings: Any) -> TextRows:
+def t5(code: str | None = None, **settings) -> TextRows:
     if code is not None:
         write(code)
     return load_t5(**{"source": NAME} | settings)
 
 
-def llm(code: str | None = None, **settings: Any) -> TextRows:
+def llm(code: str | None = None, **settings) -> TextRows:
     if code is not None:
         write(code)
     return load_llm(**{"source": NAME} | settings)
@@ -44,7 +41,7 @@ def returns(rows: str) -> str:
     return f"def load_rows(config): return {rows}"
 
 
-def test_rows_of_a_generator_with_group_split_and_lead_text() -> None:
+def test_rows_of_a_generator_with_group_split_and_lead_text():
     rows = t5("""
         def load_rows(config):
             for i in range(8):
@@ -61,7 +58,7 @@ def test_rows_of_a_generator_with_group_split_and_lead_text() -> None:
     assert trained and held_out and not trained & held_out
 
 
-def test_rows_to_skip_are_counted_and_num_rows_reads_no_further() -> None:
+def test_rows_to_skip_are_counted_and_num_rows_reads_no_further():
     rows = t5("""
         def load_rows(config):
             yield {"source": "a", "target": "b", "skip": None}
@@ -73,7 +70,7 @@ def test_rows_to_skip_are_counted_and_num_rows_reads_no_further() -> None:
     assert rows.remarks == ["skipped 1 of 3 rows of my_rows.py:load_rows with a broken page (row 2)"]
 
 
-def test_the_kind_of_an_llm_row_follows_from_its_columns() -> None:
+def test_the_kind_of_an_llm_row_follows_from_its_columns():
     rows = [{"prompt": "p", "completion": "c", "lead_text": "first"}, {"messages": CHAT, "tools": None}, {"text": "plain"}]
     train = llm(returns(repr(rows))).train
     pair, chat, text = read_examples(train[:])
@@ -82,7 +79,7 @@ def test_the_kind_of_an_llm_row_follows_from_its_columns() -> None:
     assert f"{NAME}, row 1, message 1 has no content" in refusal(llm, returns("[{'messages': [{'role': 'user'}]}]"))
 
 
-def test_the_function_gets_the_data_section_and_its_files() -> None:
+def test_the_function_gets_the_data_section_and_its_files():
     for name in ("b.txt", "a.txt", "held_out.txt"):
         Path(name).write_text(name)
     code = """
@@ -98,7 +95,7 @@ def test_the_function_gets_the_data_section_and_its_files() -> None:
     assert "data.files: there is no file c.txt" in refusal(llm, files="c.txt")
 
 
-def test_beside_files_in_a_mix() -> None:
+def test_beside_files_in_a_mix():
     Path("a.jsonl").write_text('{"text": "of a file"}\n')
     entries = [MixEntry(source=NAME), MixEntry(files="a.jsonl"), MixEntry(source="my_rows.py:two")]
     code = returns("[{'text': 'one'}]") + "\ndef two(config): return [{'text': 'two'}]"
@@ -113,7 +110,7 @@ def test_beside_files_in_a_mix() -> None:
     assert llm(returns("[{'body': 'x'}]"), text_column="body").train["text"][:] == ["x"]
 
 
-def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place() -> None:
+def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place():
     reading = """
         from pathlib import Path
         def load_rows(config):
@@ -135,7 +132,7 @@ def test_fingerprint_is_of_the_file_and_of_the_rows_and_of_no_place() -> None:
     assert _without_places([{"source": f"../{NAME}", "files": "a"}]) == _without_places([{"source": NAME}])
 
 
-def test_identify_stands_for_the_rows() -> None:
+def test_identify_stands_for_the_rows():
     counting = """
         def load_rows(config):
             with open("calls", "a") as calls:
@@ -153,7 +150,7 @@ def test_identify_stands_for_the_rows() -> None:
     assert t5().fingerprint != first
 
 
-def test_the_file_runs_as_it_is_and_imports_what_is_beside_it() -> None:
+def test_the_file_runs_as_it_is_and_imports_what_is_beside_it():
     Path("project").mkdir()
     write("TARGET = 't'", "project/my_targets.py")
     before = list(sys.path)
@@ -215,7 +212,7 @@ ROW = "{'source': 'a', 'target': 'b'}"
         (PAIRS + "\ndef identify(config): ...", "the result of identify: None is of type NoneType, not text"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_sentence(code: str, sentence: str) -> None:
+def test_what_is_wrong_is_one_sentence(code, sentence):
     assert sentence in refusal(t5, code)
     assert not list(Path("cache").glob("rows/*")), "rows of a refused source are in the cache"
 
@@ -228,7 +225,7 @@ def test_what_is_wrong_is_one_sentence(code: str, sentence: str) -> None:
         ("folder.py:load_rows", "data.source: folder.py is a folder"),
     ],
 )
-def test_what_is_wrong_with_the_name_is_one_sentence(source: str, sentence: str) -> None:
+def test_what_is_wrong_with_the_name_is_one_sentence(source, sentence):
     Path("folder.py").mkdir()
     for load in (t5, llm):
         assert sentence in refusal(load, PAIRS, source=source)

@@ -1,14 +1,11 @@
 """Names and files that `datasets` would take for more than the user named: nothing outside of what was named is opened."""
 
-from __future__ import annotations
-
 import http.server
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import datasets
 import PIL.Image
@@ -44,16 +41,16 @@ def opened() -> Iterator[list[str]]:
     _is_watching = False
 
 
-def llm(**settings: Any) -> list[str]:
+def llm(**settings) -> list[str]:
     return load_llm(**settings).train["text"][:]
 
 
-def load_digits(source: str) -> Any:
+def load_digits(source: str):
     return load_images(ImageDataConfig(source=source), 1)
 
 
 @pytest.mark.parametrize("name", ["", " ", *NAMES, "Text", "JSON"])
-def test_a_kind_of_file_is_no_dataset(opened: list[str], name: str) -> None:
+def test_a_kind_of_file_is_no_dataset(opened, name):
     loads = [
         lambda: llm(source=name),
         lambda: llm(mix=[MixEntry(source="jsonl", files="rows.json"), MixEntry(source=name)]),
@@ -77,7 +74,7 @@ SOURCES = "csv, tsv, json, jsonl, parquet, arrow, txt"
         (lambda: load_digits("imagefolder"), "data.source", "imagefolder", "digits, idx"),
     ],
 )
-def test_the_sentence_names_what_there_is(load: Any, key: str, name: str, kinds: str) -> None:
+def test_the_sentence_names_what_there_is(load, key, name, kinds):
     Path("text").mkdir()
     kind = "is a kind of file, not a dataset: give one of"
     assert refusal(load) == f"{key} {name} {kind} {kinds}, a hub id as in user/{name}, or ./{name} for a folder"
@@ -85,7 +82,7 @@ def test_the_sentence_names_what_there_is(load: Any, key: str, name: str, kinds:
 
 
 @pytest.mark.parametrize("source", ["./text", "text/", "{here}/text"])
-def test_a_folder_with_such_a_name_is_read_and_nothing_beside_it(opened: list[str], source: str) -> None:
+def test_a_folder_with_such_a_name_is_read_and_nothing_beside_it(opened, source):
     write("text/rows.csv", "text\nnamed by the user\n")
     assert llm(source=source.format(here=Path.cwd())) == ["named by the user"]
     assert any("rows.csv" in path for path in opened) and not [path for path in opened if "secrets" in path]
@@ -100,7 +97,7 @@ def write_readme(*lines: str, name: str = "README.md") -> None:
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def requests(monkeypatch) -> Iterator[list[str]]:
     """The paths that were asked of a server at http://127.0.0.1:PORT; the first is its address."""
     seen: list[str] = []
 
@@ -132,7 +129,7 @@ OUTSIDE = "data.source data names a file outside of it in its README, "
 @pytest.mark.parametrize(
     "name", ["{server}/a.csv", "zip://a.csv::{server}/a.zip", "hf://datasets/x/y/a.csv", "data:text/csv,text"]
 )
-def test_a_folder_reaches_no_network(file: str, name: str, key: str, requests: list[str]) -> None:
+def test_a_folder_reaches_no_network(file, name, key, requests):
     given = name.format(server=requests[0])
     write_readme("- config_name: default", "  data_files: rows.csv", "- config_name: more", f'  {key}: "{given}"', name=file)
     for load in (lambda: llm(source="data"), lambda: load_digits("data")):
@@ -142,7 +139,7 @@ def test_a_folder_reaches_no_network(file: str, name: str, key: str, requests: l
 
 @pytest.mark.parametrize("key", ["data_files", "data_dir"])
 @pytest.mark.parametrize("name", ["..", "../*", "{here}", "x/../../secret.csv", "{here}/secret.csv", "*/../../secret.csv"])
-def test_a_readme_reaches_nothing_outside_its_folder(key: str, name: str) -> None:
+def test_a_readme_reaches_nothing_outside_its_folder(key, name):
     write_readme("- config_name: default", f'  {key}: "{name.format(here=Path.cwd())}"')
     assert refusal(llm, source="data").startswith(OUTSIDE)
 
@@ -151,7 +148,7 @@ LEADS_OUT = "data.source data holds a link out of it or names a file there, {}: 
 
 
 @pytest.mark.parametrize("place", ["{here}/secret.png", "secret.png", "{server}/secret.png"])
-def test_rows_name_no_images_outside_their_folder(place: str, requests: list[str]) -> None:
+def test_rows_name_no_images_outside_their_folder(place, requests):
     Path("data").mkdir()
     for name in ("secret.png", "data/own.png"):
         PIL.Image.new("L", (2, 2)).save(name)
@@ -169,7 +166,7 @@ def test_rows_name_no_images_outside_their_folder(place: str, requests: list[str
     assert requests[1:] == []
 
 
-def test_links_that_lead_out_are_refused_except_in_the_cache_of_the_hub() -> None:
+def test_links_that_lead_out_are_refused_except_in_the_cache_of_the_hub():
     write("secret.csv", "text\nswordfish\n")
     Path("data").mkdir()
     Path("data/rows.csv").symlink_to("../secret.csv")
@@ -185,7 +182,7 @@ def test_links_that_lead_out_are_refused_except_in_the_cache_of_the_hub() -> Non
     assert load_llm(source="more").readings[0] == "more: split train is rows.csv; left out: in/again"
 
 
-def test_code_beside_the_files_is_not_run() -> None:
+def test_code_beside_the_files_is_not_run():
     write("data/rows.csv")
     write("data/rows.py", "raise SystemExit('run')\n")
     assert llm(source="data") == ["a row"]
@@ -196,9 +193,9 @@ def test_code_beside_the_files_is_not_run() -> None:
 @pytest.mark.parametrize(
     "file", ["https://x.org/a.csv", "hf://datasets/other/set@0/a.csv", "zip://a::https://x.org/a.zip", "/a.csv"]
 )
-def test_a_hub_dataset_reads_its_own_repository_only(file: str) -> None:
+def test_a_hub_dataset_reads_its_own_repository_only(file):
     def check(*files: str, base: str = "hf://datasets/me/set@0a/") -> None:
-        builder: Any = SimpleNamespace(base_path=base, config=SimpleNamespace(data_files={"train": files}))
+        builder = SimpleNamespace(base_path=base, config=SimpleNamespace(data_files={"train": files}))
         _check_files(builder, "me/set", None)
 
     check("hf://datasets/me/set@0a/a.csv", "zip://*.csv::hf://datasets/Me/set@refs%2Fconvert/a.zip")

@@ -1,13 +1,10 @@
 """Files that are not rows: one sentence for each fault, in each kind of file that can have it."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,13 +15,13 @@ from tests.support.row_files import load_t5
 from toolkit.data.sources import files
 
 
-def parquet(columns: dict[str, list[Any]]) -> bytes:
+def parquet(columns: dict[str, list]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file)
     return file.getvalue()
 
 
-def arrow(columns: dict[str, list[Any]]) -> bytes:
+def arrow(columns: dict[str, list]) -> bytes:
     content, file = pa.table(columns), io.BytesIO()
     with pa.ipc.new_file(file, content.schema) as writer:
         writer.write_table(content)
@@ -43,7 +40,7 @@ NO_BOM = " is not valid UTF-16 (UTF-16 stream does not start with BOM)"
 if sys.version_info >= (3, 13):
     NO_BOM = ", line 1: byte 0x73 is not valid UTF-16 (Stream does not start with BOM)"
 
-REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
+REFUSED = [
     # No rows, or none that can be used.
     ("rows.csv", "", {}, "rows.csv is empty"),
     ("rows.jsonl", "", {}, "rows.jsonl is empty"),
@@ -129,15 +126,13 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "settings", "sentence"), REFUSED, ids=range(len(REFUSED)))
-def test_a_file_that_is_not_rows_is_one_sentence(
-    name: str, content: str | bytes, settings: dict[str, Any], sentence: str
-) -> None:
+def test_a_file_that_is_not_rows_is_one_sentence(name, content, settings, sentence):
     Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert sentence in refusal(load_t5, name, **settings)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 15, 20])
-def test_a_wrong_byte_is_found_where_a_read_ends_inside_a_good_character(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_byte_is_found_where_a_read_ends_inside_a_good_character(num_bytes, monkeypatch):
     Path("rows.csv").write_bytes("source,target\né,b\n".encode() + b"caf\xe9,c\n")
     monkeypatch.setattr(files, "_BYTES_PER_READ", num_bytes)
     assert refusal(load_t5, "rows.csv").startswith("rows.csv, line 3: byte 0xe9 is not valid UTF-8")
@@ -154,12 +149,12 @@ def test_a_wrong_byte_is_found_where_a_read_ends_inside_a_good_character(num_byt
         ("a" * 300 + ".csv", "data.files: 'aaa"),
     ],
 )
-def test_a_name_of_no_file_is_one_sentence(name: str, sentence: str) -> None:
+def test_a_name_of_no_file_is_one_sentence(name, sentence):
     Path("train_rows.csv").write_text("source,target\na,b\n")
     assert sentence in refusal(load_t5, name)
 
 
-def test_a_file_that_may_not_be_read_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_one_sentence(monkeypatch):
     Path("rows.csv").write_text("source,target\na,b\n")
 
     def deny(self: Path, *args: object, **kwargs: object) -> None:

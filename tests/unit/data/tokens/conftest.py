@@ -1,10 +1,6 @@
 """What the tests of tokens share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +12,10 @@ from toolkit.data.tokens.prepare import TokenizedRows
 
 
 @pytest.fixture
-def prepare(tmp_path: Path) -> Callable[..., TokenizedRows]:
+def prepare(tmp_path) -> Callable[..., TokenizedRows]:
     """The tokens of rows, by a tokenizer, as a run of the LLM recipe makes them, or another with `section`."""
 
-    def prepare(tokenizer: Any, rows: list[dict[str, Any]], section: Any = LLMDataConfig, **settings: Any) -> TokenizedRows:
+    def prepare(tokenizer, rows: list[dict], section=LLMDataConfig, **settings) -> TokenizedRows:
         tokenizer.save_pretrained(tmp_path / "model")
         files = str(save_jsonl(tmp_path / "rows.jsonl", rows))
         settings = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.0} | settings

@@ -1,7 +1,5 @@
 """Rows of a causal model from file to tokens: masks, cuts, sources, the cache and what a resume compares."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Chat templates: which text is the assistant's, and templates that cannot say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

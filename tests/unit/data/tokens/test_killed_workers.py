@@ -1,13 +1,10 @@
 """Processes that tokenize or collate are killed, or have a long folder of temporary files."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -22,7 +19,7 @@ def tokenize(batch: dict[str, list]) -> dict[str, list]:
     return {"row_id": batch["row_id"], "length": [len(text) for text in batch["source"]]}
 
 
-def test_a_killed_worker_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_one_sentence(monkeypatch):
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     rows = Dataset.from_dict({"row_id": list(range(4)), "source": ["a"] * 4})
     with pytest.raises(UserError, match="one of the 2 processes that tokenize the train rows was killed"):
@@ -58,7 +55,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_need_no_short_folder_of_temporary_files_and_a_lost_one_is_a_sentence(tmp_path: Path) -> None:
+def test_workers_need_no_short_folder_of_temporary_files_and_a_lost_one_is_a_sentence(tmp_path):
     """Paths of sockets have at most 107 bytes, and those of workers stood in TMPDIR: a rank waited for one that could not."""
     folder, script = tmp_path / ("long" * 25), tmp_path / "script.py"
     folder.mkdir()

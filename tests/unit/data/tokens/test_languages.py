@@ -1,10 +1,7 @@
 """Source and target language of the tokenizers of translation models, and how generation begins with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from toolkit.objectives.seq2seq import Seq2Seq, set_languages
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     """A folder with a tokenizer, by family; none has a target language."""
     parent = tmp_path_factory.mktemp("tokenizers")
     for family in LANGUAGES:
@@ -30,11 +27,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: parent / family for family in LANGUAGES}
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def load_with_languages(folders: dict[str, Path], family: str) -> Any:
+def load_with_languages(folders: dict[str, Path], family: str):
     tokenizer = load(folders[family])
     set_languages(tokenizer, "tiny", *LANGUAGES[family])
     return tokenizer
@@ -49,9 +46,7 @@ def load_with_languages(folders: dict[str, Path], family: str) -> Any:
         ("plbart", ["▁beta", "</s>", "__python__"], ["▁beta", "</s>", "__en_XX__"]),
     ],
 )
-def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
-    folders: dict[str, Path], tmp_path: Path, family: str, source: list[str], target: list[str]
-) -> None:
+def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(folders, tmp_path, family, source, target):
     tokenizer = load_with_languages(folders, family)
     tokenizer.save_pretrained(tmp_path)
     saved = load(tmp_path)
@@ -63,12 +58,12 @@ def test_texts_are_marked_as_the_tokenizer_does_and_stay_so_when_it_is_saved(
     assert hash_tokenizer(saved) == hash_tokenizer(tokenizer)
     set_languages(saved, "tiny", None, None)  # the saved ones are kept
     texts = SimpleNamespace(train=Dataset.from_dict({"prompt": ["beta"], "completion": ["beta\nbeta"]}))
-    said = Seq2Seq().describe(saved, texts)  # type: ignore[arg-type]
+    said = Seq2Seq().describe(saved, texts)
     assert said[0].startswith("sources are marked as ") and any("loses line breaks" in line for line in said)
 
 
 @pytest.mark.parametrize("family", LANGUAGES)
-def test_a_language_that_is_missing_or_unknown_is_refused(folders: dict[str, Path], family: str) -> None:
+def test_a_language_that_is_missing_or_unknown_is_refused(folders, family):
     source, _ = LANGUAGES[family]
     asked = "marks each text with its language: set data.target_language to one of "
     assert asked in refusal(set_languages, load(folders[family]), "tiny", source, None)
@@ -86,9 +81,7 @@ def test_a_language_that_is_missing_or_unknown_is_refused(folders: dict[str, Pat
     ("family", "start", "forced"),
     [("m2m_100", "</s>", "__fr__"), ("nllb", "</s>", "fra_Latn"), ("mbart", "fr_XX", None), ("plbart", "__en_XX__", None)],
 )
-def test_generation_begins_as_the_decoder_inputs_of_training(
-    folders: dict[str, Path], family: str, start: str, forced: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generation_begins_as_the_decoder_inputs_of_training(folders, family, start, forced, capsys):
     tokenizer = load_with_languages(folders, family)
     config_class, settings = FAMILIES[family]
     with torch.device("meta"):

@@ -1,7 +1,5 @@
 """Text longer than a row is trained on whole, and a run says what a cut loses."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

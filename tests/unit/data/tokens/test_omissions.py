@@ -1,7 +1,5 @@
 """What a chat template leaves out of a chat, whatever form it prints the rest in."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

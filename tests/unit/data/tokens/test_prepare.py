@@ -1,11 +1,8 @@
 """The same rows give the tokens that earlier versions made of them: a resume compares them, and refuses others."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ def words(start: int, number: int) -> str:
     return " ".join(WORDS[(start * 7 + i * i) % len(WORDS)] for i in range(number))
 
 
-def chat(i: int) -> list[dict[str, Any]]:
+def chat(i: int) -> list[dict]:
     messages = say(words(i % 12, 4), words(i, 3), "thanks", words(i, 1 + i % 8), system="be brief é")
     if i % 5 == 0:
         answer = {"role": "tool", "content": "4", "extra": {"x": [1, 2.5, None]}}
@@ -34,7 +31,7 @@ def chat(i: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """Files of every kind of row, and a tokenizer for each recipe."""
     monkeypatch.chdir(tmp_path)
     build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML).save_pretrained("llm")
@@ -51,11 +48,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def chats(**settings: Any) -> LLMDataConfig:
+def chats(**settings) -> LLMDataConfig:
     return LLMDataConfig(**{"source": "jsonl", "eval_fraction": 0.2, "cache_dir": "cache"} | settings)
 
 
-def pairs(**settings: Any) -> DataConfig:
+def pairs(**settings) -> DataConfig:
     return DataConfig(source="jsonl", files="rows.jsonl", cache_dir="cache", **settings)
 
 
@@ -76,7 +73,7 @@ MIX = [MixEntry(source="jsonl", files=["chats.jsonl", "texts.jsonl"]), MixEntry(
     ],
     ids=["cut pairs", "evaluation file", "completions", "chats", "talks", "texts", "mix"],
 )  # fmt: skip
-def test_tokens_and_row_ids_are_those_of_earlier_versions(folder: Path, model: str, config: Any, expected: str) -> None:
+def test_tokens_and_row_ids_are_those_of_earlier_versions(folder, model, config, expected):
     """Version 5 of the reader has another split of chats with a system turn, and leaves out fewer rows for evaluation files."""
     rows = prepare_rows(config, ModelConfig(name_or_path=model), 400)
     columns = [{name: part[name][:] for name in sorted(part.column_names)} for part in (rows.train, rows.evaluation)]

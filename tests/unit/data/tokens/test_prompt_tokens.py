@@ -1,7 +1,5 @@
 """A prompt's tokens are those that inference makes of it, whatever follows; no character is lost or added at a marked place."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re

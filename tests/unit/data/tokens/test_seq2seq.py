@@ -1,14 +1,11 @@
 """The cache of tokenized rows and what a resume compares."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 from datasets import Dataset
 
 from tests.support.rows import prepare_rows
@@ -32,9 +29,7 @@ def rows_without_a_tokenizer(folder: Path) -> tuple[DataConfig, ModelConfig]:
     return data, model
 
 
-def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(tmp_path, monkeypatch, capsys):
     """Training it again gives another one on the same rows, and a resume with other tokens must not look exact."""
     data, model = rows_without_a_tokenizer(tmp_path)
     first = prepare_rows(data, model, 80)
@@ -56,7 +51,7 @@ def test_the_fingerprint_follows_the_tokenizer_that_came_out_of_training(
         assert ("is damaged" in capsys.readouterr().err) == bool(damaged)
 
 
-def test_the_fingerprint_does_not_depend_on_how_many_processes_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_does_not_depend_on_how_many_processes_tokenize(tmp_path, monkeypatch):
     """In one process, the cut of the last text stays in the tokenizer."""
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
     data, model = rows_without_a_tokenizer(tmp_path)
@@ -71,7 +66,7 @@ def test_the_fingerprint_does_not_depend_on_how_many_processes_tokenize(tmp_path
     assert json.loads(cut[0].tokenizer.backend_tokenizer.to_str())["truncation"] is None
 
 
-def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_trained_on_the_rows_knows_their_prefix(tmp_path):
     data, model = rows_without_a_tokenizer(tmp_path)
     plain, prefixed = prepare_rows(data, model, 80), prepare_rows(replace(data, prefix="Zürich: "), model, 80)
     assert "Zürich" not in plain.tokenizer.decode(plain.tokenizer("Zürich")["input_ids"])
@@ -96,7 +91,7 @@ def write_rows(file: Path, block_size: int = 9, **columns: list) -> bytes:
     return tokens.hash_values("train")
 
 
-def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path: Path) -> None:
+def test_the_hash_of_tokens_is_of_their_values_and_not_of_their_blocks(tmp_path):
     whole = write_rows(tmp_path / "whole")
     assert write_rows(tmp_path / "blocks", block_size=4) == whole
     changes: list[dict] = [

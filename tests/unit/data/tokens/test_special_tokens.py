@@ -1,9 +1,5 @@
 """Special tokens in rows: what belongs to a text is kept on both sides, and what only looks like one is text."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from transformers import T5Tokenizer
 
@@ -18,7 +14,7 @@ from toolkit.loss import IGNORED_LABEL
 TARGETS = ["<a> so <b> the", "<a> the <b> <c> so", "- so\n- the", "so\n\nthe"]
 
 
-def build_t5() -> Any:
+def build_t5():
     """T5's own kind, which drops all white space."""
     pieces = [*((token, 0.0) for token in ("<pad>", "</s>", "<unk>")), *((piece, -1.0) for piece in "▁sothe-a")]
     return T5Tokenizer(vocab=pieces, extra_ids=0)

@@ -1,12 +1,9 @@
 """Tokenizers: trained ones, and a model's own, which is read as it is."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
@@ -41,7 +38,7 @@ def write_tokenizer(folder: Path, **special_tokens: str) -> ModelConfig:
     return ModelConfig(name_or_path=str(folder))
 
 
-def test_byte_level_tokenizer_writes_every_text_and_is_the_same_each_time(tmp_path: Path) -> None:
+def test_byte_level_tokenizer_writes_every_text_and_is_the_same_each_time(tmp_path):
     tokenizer, again = (train_byte_level_tokenizer(iter(TEXTS), vocab_size=300) for _ in range(2))
     assert len(tokenizer) == 300
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 1)
@@ -56,7 +53,7 @@ def test_byte_level_tokenizer_writes_every_text_and_is_the_same_each_time(tmp_pa
     assert hash_tokenizer(tokenizer) != hash_tokenizer(train_byte_level_tokenizer(TEXTS, vocab_size=299))
 
 
-def test_new_tokens_are_special_those_that_are_there_stay_and_without_a_padding_token_the_end_token_pads(tmp_path: Path) -> None:
+def test_new_tokens_are_special_those_that_are_there_stay_and_without_a_padding_token_the_end_token_pads(tmp_path):
     config = replace(write_tokenizer(tmp_path, eos_token="</s>"), add_tokens=["<|im_start|>", "</s>", "<|im_end|>"])
     tokenizer = load_tokenizer(config)
     assert tokenizer.convert_tokens_to_ids(config.add_tokens) == [3, 1, 4]
@@ -78,16 +75,14 @@ def test_new_tokens_are_special_those_that_are_there_stay_and_without_a_padding_
         ("</s>", ["oar"], None, "model.add_tokens[0] is 'oar', an ordinary token of the tokenizer, which it would cut out of w"),
     ],
 )
-def test_tokenizers_and_tokens_that_do_not_fit_are_refused(
-    tmp_path: Path, end: str | None, added: list[str], vocab_size: int | None, sentence: str
-) -> None:
+def test_tokenizers_and_tokens_that_do_not_fit_are_refused(tmp_path, end, added, vocab_size, sentence):
     config = replace(write_tokenizer(tmp_path, **{"eos_token": end} if end else {}), add_tokens=added)
     assert refusal(load_tokenizer, config, vocab_size=vocab_size).startswith(sentence.format(tmp_path))
 
 
-def test_targets_with_a_vocabulary_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_with_a_vocabulary_of_their_own_are_refused(tmp_path, monkeypatch):
     """As of FSMT's tokenizer, whose package is not here."""
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, pad_token="<pad>").name_or_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, pad_token="<pad>").name_or_path)
     tokenizer.get_src_vocab = tokenizer.get_vocab
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **options: tokenizer)
     of_tiny = ModelConfig(name_or_path="tiny")
@@ -101,12 +96,12 @@ NUMBERS = "In 2023 the 1234567 rows"
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}
 
 
-def write_config(folder: Path, kind: str, **settings: Any) -> Path:
+def write_config(folder: Path, kind: str, **settings) -> Path:
     transformers.AutoConfig.for_model(kind, **settings).save_pretrained(folder)
     return folder
 
 
-def write_split(folder: Path, kind: str, split: str | None, **settings: Any) -> Path:
+def write_split(folder: Path, kind: str, split: str | None, **settings) -> Path:
     """A byte-level tokenizer as a `tokenizer.json` from elsewhere, whose config names these settings."""
     write_config(folder, kind)
     build_byte_level(split=split).backend_tokenizer.save(str(folder / "tokenizer.json"))
@@ -130,7 +125,7 @@ def tokens_of_file(folder: Path, text: str = NUMBERS) -> list[int]:
         ("llama", {"tokenizer.json": Tokenizer(models.BPE()).to_str()}, "TokenizersBackend finds no vocabulary"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, kind: str, files: dict[str, str], reason: str) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, kind, files, reason):
     write_config(tmp_path, kind)
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -140,7 +135,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, kind: str, f
     )
 
 
-def test_one_that_needs_no_file_or_another_file_is_read(tmp_path: Path) -> None:
+def test_one_that_needs_no_file_or_another_file_is_read(tmp_path):
     byt5 = write_config(tmp_path / "byt5", "t5", tokenizer_class="ByT5Tokenizer")
     assert open_tokenizer(byt5)("é")["input_ids"] == [198, 172, 1]
     content, llama = io.BytesIO(), write_config(tmp_path / "llama", "llama")
@@ -150,7 +145,7 @@ def test_one_that_needs_no_file_or_another_file_is_read(tmp_path: Path) -> None:
     assert "x" in open_tokenizer(llama).get_vocab()
 
 
-def test_a_tokenizer_is_trained_from_scratch_alone_and_may_be_that_of_another_folder(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_from_scratch_alone_and_may_be_that_of_another_folder(tmp_path):
     bare = ModelConfig(name_or_path=str(write_config(tmp_path / "bare", "t5")))
     other = str(write_split(tmp_path / "runs" / "first" / "tokenizer", "qwen2", LLAMA_3))
     start = replace(bare, from_scratch=True, init_from=str(tmp_path / "runs" / "first"))
@@ -172,9 +167,7 @@ def test_a_tokenizer_is_trained_from_scratch_alone_and_may_be_that_of_another_fo
         ("gpt2", None, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, ""),
     ],
 )
-def test_parts_of_a_file_are_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, split: str | None, settings: dict[str, Any], replaced: str
-) -> None:
+def test_parts_of_a_file_are_its_own(tmp_path, caplog, kind, split, settings, replaced):
     """The last two are as their class has them, the last because its owner says so."""
     folder = write_split(tmp_path / "model", kind, split, **settings)
     with caplog.at_level("INFO", "toolkit"):
@@ -191,7 +184,7 @@ def test_parts_of_a_file_are_its_own(
     assert hash_tokenizer(open_tokenizer(tmp_path / "saved")) == hash_tokenizer(own)
 
 
-def test_a_run_that_began_with_the_parts_of_a_class_is_told_how_to_go_on(tmp_path: Path) -> None:
+def test_a_run_that_began_with_the_parts_of_a_class_is_told_how_to_go_on(tmp_path):
     folder, kept = write_split(tmp_path / "model", "qwen2", LLAMA_3), tmp_path / "run" / "tokenizer"
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(kept)
     assert refusal(check_kept_tokenizer, tmp_path / "run", open_tokenizer(folder)) == (

@@ -1,10 +1,7 @@
 """The loss inside a model's forward: that of its own logits, packed or not, for every family."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from toolkit.parallel.compute_copies import cast_inputs
 
 
 @pytest.mark.parametrize(("family", "smoothing"), [*((family, 0.0) for family in CAUSAL_FAMILIES), ("gemma2", 0.1)])
-def test_loss_and_gradients_are_those_of_whole_logits(family: str, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(family, smoothing, monkeypatch):
     model, rows = build_causal(family), build_rows()
     expected = loss_of_whole_logits(model, rows, smoothing)
     expected.backward()
@@ -41,26 +38,24 @@ def test_loss_and_gradients_are_those_of_whole_logits(family: str, smoothing: fl
             assert difference < 1e-4, name
 
 
-def loss_of_whole_logits(model: Any, rows: list[Any], smoothing: float = 0.0) -> torch.Tensor:
+def loss_of_whole_logits(model, rows: list, smoothing: float = 0.0) -> torch.Tensor:
     all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
     losses = [summed_cross_entropy(model(input_ids=ids).logits[:, :-1], ids[:, 1:], smoothing) for ids in all_ids]
     return torch.stack(losses).sum()
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama4_text", "gemma4_text", "falcon_h1", "llama"])
-def test_a_backbone_elsewhere_and_a_forward_that_reads_more_than_hidden_states_leave_the_loss(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backbone_elsewhere_and_a_forward_that_reads_more_than_hidden_states_leave_the_loss(kind, monkeypatch):
     """OPT's forward calls the stack inside its backbone, as those of decoders of BART's kin do. Llama 4's of text alone is at
     `model`, and `base_model_prefix` says `language_model`. Gemma 4's reads the shape of its input, Falcon-H1's a number of its
     backbone. One that reads what its backbone makes beside takes all logits."""
-    model: Any = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
     rows = build_rows()
     expected = loss_of_whole_logits(model, rows)
     if kind == "llama":
         theirs = transformers.LlamaForCausalLM.forward
 
-        def forward(self: Any, input_ids: Any = None, **inputs: Any) -> Any:
+        def forward(self, input_ids=None, **inputs):
             assert len(self.model.layers)
             return theirs(self, input_ids=input_ids, **inputs)
 
@@ -72,7 +67,7 @@ def test_a_backbone_elsewhere_and_a_forward_that_reads_more_than_hidden_states_l
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
-def test_how_a_head_is_read_is_found_without_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_head_is_read_is_found_without_its_weights(monkeypatch):
     """An 8B model's are 2 GB in fp32, on each rank."""
     shapes = []
 
@@ -85,7 +80,7 @@ def test_how_a_head_is_read_is_found_without_its_weights(monkeypatch: pytest.Mon
     assert shapes == [(1, 2, VOCAB_SIZE)]
 
 
-def test_the_head_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_is_found_before_the_first_step(monkeypatch):
     """transformers looks for it module by module, which would cost the host time in every micro-batch."""
     model, collator, packs = build("llama")
     monkeypatch.setattr(type(model), "get_output_embeddings", lambda model: pytest.fail("it is looked for in a step"))
@@ -99,7 +94,7 @@ SOURCES_AND_TARGETS = [
 ]
 
 
-def build(family: str) -> tuple[Any, Any, list[Any]]:
+def build(family: str) -> tuple:
     """A model whose loss is in chunks, its collator, and rows for it, each in a pack of its own."""
     is_causal = family in CAUSAL_FAMILIES
     model = build_causal(family) if is_causal else seq2seq_families.build_model(family)
@@ -120,9 +115,7 @@ def assert_near(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Te
     ("family", "smoothing"),
     [*((family, 0.0) for family in (*FAMILIES, *seq2seq_families.IN_PROCESS)), ("t5", 0.1), ("bart", 0.1)],
 )
-def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(
-    family: str, smoothing: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(family, smoothing, monkeypatch):
     model = seq2seq_families.build_model(family)
     for parameter in model.parameters():  # biases of heads are zeros, and T5's tied head predicts next to nothing
         torch.nn.init.normal_(parameter, std=0.1)
@@ -149,7 +142,7 @@ def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(
 
 
 @pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *FAMILIES, *seq2seq_families.IN_PROCESS])
-def test_padding_up_to_a_grid_changes_neither_loss_nor_gradients(family: str) -> None:
+def test_padding_up_to_a_grid_changes_neither_loss_nor_gradients(family):
     model, collator, packs = build(family)
     results = []
     for longest in (0, 15):  # 16 would be the next multiple: no row may become longer than the longest of all
@@ -166,7 +159,7 @@ def test_padding_up_to_a_grid_changes_neither_loss_nor_gradients(family: str) ->
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "fsmt"])
-def test_a_dummy_has_no_loss_and_no_gradient(family: str) -> None:
+def test_a_dummy_has_no_loss_and_no_gradient(family):
     model, collator, packs = build(family)
     loss, _ = summed_loss(model, collator.collate(packs, is_dummy=True))
     loss.backward()
@@ -176,7 +169,7 @@ def test_a_dummy_has_no_loss_and_no_gradient(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_changing_a_row_changes_nothing_in_its_neighbours(family: str) -> None:
+def test_changing_a_row_changes_nothing_in_its_neighbours(family):
     model, collator, packs = build(family)
     rows = [row for (row,) in packs]
     others = [rows[0], build_rows(seed=1)[1], *rows[2:]]
@@ -189,7 +182,7 @@ def test_changing_a_row_changes_nothing_in_its_neighbours(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mt5", "bart"])
-def test_whole_logits_never_exist(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_logits_never_exist(family, monkeypatch):
     model, collator, packs = build(family)
     monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 4 * VOCAB_SIZE)
     seen = watch_logits(model)
@@ -203,15 +196,13 @@ def test_whole_logits_never_exist(family: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("gib", "expected"), [(79.2, 2**27), (80, 2**27), (15.8, 2**25), (16, 2**25), (23.6, 2**25), (39.4, 2**26), (140.4, 2**28)]
 )
-def test_a_chunk_takes_at_most_a_hundredth_of_the_gpu(gib: float, expected: int) -> None:
+def test_a_chunk_takes_at_most_a_hundredth_of_the_gpu(gib, expected):
     chosen = chunked_loss.max_logits_at_once(int(gib * 2**30))
     assert chosen == expected and chosen * 4 <= gib * 2**30 / 100 < 2 * chosen * 4
 
 
 @pytest.mark.parametrize(("gpu_mib", "num_tokens"), [(None, sum(LENGTHS) - len(LENGTHS)), (1, 8)])
-def test_chunks_of_training_and_evaluation_follow_the_gpu(
-    gpu_mib: int | None, num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_training_and_evaluation_follow_the_gpu(gpu_mib, num_tokens, monkeypatch):
     """Of 1 MiB, a hundredth is 2,621 numbers, so 2,048 logits. Without a GPU one chunk has all. The loss stays the same."""
     monkeypatch.setattr(chunked_loss, "FEWEST_LOGITS_AT_ONCE", 1)
     monkeypatch.setattr(wrap, "smallest_gpu_bytes", lambda device: gpu_mib and gpu_mib * 2**20)
@@ -225,11 +216,11 @@ def test_chunks_of_training_and_evaluation_follow_the_gpu(
         assert max(logits.shape[-2] for logits in seen) == num_tokens
 
 
-def watch_logits(model: Any) -> list[torch.Tensor]:
+def watch_logits(model) -> list[torch.Tensor]:
     """What the head's forward makes from now on. Its hooks see one call for all chunks."""
     seen, forward = [], model.lm_head.forward
 
-    def watched(*args: Any, **inputs: Any) -> Any:
+    def watched(*args, **inputs):
         seen.append(forward(*args, **inputs))
         return seen[-1] if isinstance(seen[-1], torch.Tensor) else seen.pop()
 
@@ -237,7 +228,7 @@ def watch_logits(model: Any) -> list[torch.Tensor]:
     return seen
 
 
-def test_numbers_of_a_batch_reach_the_loss_as_they_are() -> None:
+def test_numbers_of_a_batch_reach_the_loss_as_they_are():
     """FSDP casts the floats that its root gets."""
     model = build_causal("llama")
     chunked_loss.install(model)

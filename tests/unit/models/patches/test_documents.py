@@ -1,11 +1,8 @@
 """Attention by document equals attention under transformers' dense mask, without making one; documents cannot see each other."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +34,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def build(family: str, attention: str = documents.BY_DOCUMENT) -> Any:
+def build(family: str, attention: str = documents.BY_DOCUMENT):
     documents.register()
     model = build_causal(family)
     model.set_attn_implementation(attention)
@@ -46,7 +43,7 @@ def build(family: str, attention: str = documents.BY_DOCUMENT) -> Any:
     return model
 
 
-def take_loss_and_gradients(model: Any, packs: list[list[Any]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def take_loss_and_gradients(model, packs: list[list]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     is_one_row = model.config._attn_implementation != "sdpa"
     loss, _ = summed_loss(model, CausalCollator(0, one_row=is_one_row).collate(packs))
@@ -56,7 +53,7 @@ def take_loss_and_gradients(model: Any, packs: list[list[Any]]) -> tuple[torch.T
 
 @pytest.mark.parametrize("kernel", ["sdpa a document", "varlen"])
 @pytest.mark.parametrize("family", BY_DOCUMENT)
-def test_loss_and_gradients_are_those_of_a_dense_mask(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradients_are_those_of_a_dense_mask(family, kernel, monkeypatch):
     rows = build_rows(LENGTHS)
     packs = [rows[:3], rows[3:]]
     expected_loss, expected = take_loss_and_gradients(build(family, "sdpa"), packs)
@@ -74,7 +71,7 @@ def test_loss_and_gradients_are_those_of_a_dense_mask(family: str, kernel: str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", BY_DOCUMENT)
-def test_a_changed_document_changes_no_bit_of_the_others(family: str, dtype: torch.dtype) -> None:
+def test_a_changed_document_changes_no_bit_of_the_others(family, dtype):
     rows, others = build_rows(LENGTHS), build_rows(LENGTHS, seed=1)
     changed = [rows[0], others[1], *rows[2:]]
     for row in (rows[1], others[1]):
@@ -88,13 +85,13 @@ def test_a_changed_document_changes_no_bit_of_the_others(family: str, dtype: tor
     assert all(torch.equal(gradient, gradients_beside[name]) for name, gradient in gradients.items())
 
 
-def test_a_mask_of_another_kind_stays_dense() -> None:
+def test_a_mask_of_another_kind_stays_dense():
     """Tokens that see later ones (those of an image, in Gemma 3) are not the causal documents that a kernel computes."""
     model = build("llama")
     lengths, starts = (2, 3), torch.tensor([0, 2, 5], dtype=torch.int32)
     embeds_1TD, positions_1T = torch.zeros(1, 5, 32), torch.tensor([[0, 1, 0, 1, 2]])
 
-    def build_mask(**options: Any) -> Any:
+    def build_mask(**options):
         with masks.known_masks(is_packed=True, documents=documents.Documents(lengths, starts)):
             return masking_utils.create_causal_mask(model.config, embeds_1TD, None, None, positions_1T, **options)
 
@@ -106,7 +103,7 @@ def test_a_mask_of_another_kind_stays_dense() -> None:
 
 @pytest.mark.parametrize("options", [{"dropout": 0.5, "scaling": 2.0}, {"dropout": 0.0}], ids=["dropout", "default scale"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_documents_are_those_of_sdpa_one_after_the_other(dtype: torch.dtype, options: dict[str, float]) -> None:
+def test_documents_are_those_of_sdpa_one_after_the_other(dtype, options):
     """With the same dropout masks and scale; the documents are alike, so that their masks tell them apart."""
     module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 6, 8, generator=generator).to(dtype).unbind()
@@ -120,7 +117,7 @@ def test_documents_are_those_of_sdpa_one_after_the_other(dtype: torch.dtype, opt
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_on_a_gpu_dropout_is_not_left_to_the_kernel_that_has_none(dropout: float) -> None:
+def test_on_a_gpu_dropout_is_not_left_to_the_kernel_that_has_none(dropout):
     place = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
     with FakeTensorMode(), patch.object(documents, "_varlen") as kernel, patch(place) as sdpa:
         sdpa.return_value = torch.empty(1, 6, 2, 8), None
@@ -131,7 +128,7 @@ def test_on_a_gpu_dropout_is_not_left_to_the_kernel_that_has_none(dropout: float
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
+def test_the_installed_varlen_kernel_takes_our_call(window):
     """On fake tensors torch's own operators check arguments and shapes, forward and backward."""
     with FakeTensorMode():
         query, key, value = (torch.empty(1, heads, 20, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
@@ -144,11 +141,11 @@ def test_the_installed_varlen_kernel_takes_our_call(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_flash_attention_gets_the_documents_and_searches_for_none(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_gets_the_documents_and_searches_for_none(family, monkeypatch):
     """Without these four arguments it looks for packed rows in every block, which reads the device."""
     seen = []
 
-    def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    def flash(module, query, key, value, mask, **options):
         assert mask is None
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         seen.append([options[name].tolist() if isinstance(options[name], torch.Tensor) else options[name] for name in names])
@@ -165,7 +162,7 @@ def test_flash_attention_gets_the_documents_and_searches_for_none(family: str, m
         assert seen == [[starts, starts, 14, 14]] * 2, json.dumps(seen)
 
 
-def test_compiled_blocks_do_not_compile_again_for_other_lengths() -> None:
+def test_compiled_blocks_do_not_compile_again_for_other_lengths():
     torch.compiler.reset()
     counter = CompileCounter()
     model = build("llama")
@@ -184,7 +181,7 @@ def test_compiled_blocks_do_not_compile_again_for_other_lengths() -> None:
         torch.testing.assert_close(gradient, expected[name.replace("_orig_mod.", "")], rtol=1e-4, atol=1e-6)
 
 
-def test_lengths_stay_on_the_host() -> None:
+def test_lengths_stay_on_the_host():
     batch = move_to(torch.device("meta"), CausalCollator(0, one_row=True).collate([build_rows()]))
     assert batch["document_lengths"] == [5, 9, 14, 3]
     assert batch["document_starts"].device.type == "meta"

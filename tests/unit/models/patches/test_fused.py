@@ -1,7 +1,5 @@
 """Norms and activations by torch's kernels: the same formulas as transformers', and only where the code is the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.activations import NewGELUActivation
@@ -16,7 +14,7 @@ from toolkit.tools.plan.kernels import kernels_of_cuda
 
 
 @pytest.mark.parametrize("kind", [T5LayerNorm, UMT5LayerNorm, LlamaRMSNorm, Qwen3RMSNorm, NewGELUActivation])
-def test_the_kernel_has_the_values_and_gradients_of_transformers(kind: type[torch.nn.Module]) -> None:
+def test_the_kernel_has_the_values_and_gradients_of_transformers(kind):
     module = kind() if kind is NewGELUActivation else kind(24, eps=1e-5)
     torch.manual_seed(0)
     for parameter in module.parameters():
@@ -38,7 +36,7 @@ def test_the_kernel_has_the_values_and_gradients_of_transformers(kind: type[torc
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
-def test_other_code_stays_and_the_planner_keeps_what_the_kernel_keeps() -> None:
+def test_other_code_stays_and_the_planner_keeps_what_the_kernel_keeps():
     other = Gemma2RMSNorm(8)  # multiplies by 1 + weight
     fused.install(other)
     assert "forward" not in vars(other)
@@ -53,7 +51,7 @@ def test_other_code_stays_and_the_planner_keeps_what_the_kernel_keeps() -> None:
     assert hidden.grad is not None and norm.weight.grad is not None
 
 
-def test_without_the_source_of_transformers_every_module_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_source_of_transformers_every_module_stays(monkeypatch):
     monkeypatch.setattr(fused, "_code", lambda kind: "")
     fused.install(model := torch.nn.Sequential(LlamaRMSNorm(8), torch.nn.Linear(8, 8)))
     assert not any("forward" in vars(module) for module in model.modules())

@@ -1,10 +1,7 @@
 """Masks made without a read are those that transformers makes, in every family; what families read by themselves is listed."""
 
-from __future__ import annotations
-
 import types
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -46,17 +43,17 @@ WITHOUT_POSITIONS = ("biogpt",)
 """Families whose masks can get no positions in transformers 5.23."""
 
 
-def build_of_images(kind: str) -> Any:
+def build_of_images(kind: str):
     return transformers.AutoModelForImageTextToText.from_config(tiny_config(kind), experts_implementation="batched_mm")
 
 
 @pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *GIVEN_POSITIONS, *HYBRID, *OF_IMAGES, *WITHOUT_POSITIONS])
-def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_are_packed_where_masks_can_tell_them_apart(family, caplog):
     packs = family not in WITHOUT_POSITIONS
     with torch.device("meta"):
         model = build_of_images(family) if family in OF_IMAGES else causal_skeleton(family)
 
-    def chosen(packing: Any) -> bool | str:
+    def chosen(packing) -> bool | str:
         with caplog.at_level("INFO", "toolkit"):
             config = LLMConfig(model=ModelConfig(name_or_path=family), data=LLMDataConfig(packing=packing))
             return masks.choose_packing(config, model).data.packing
@@ -72,7 +69,7 @@ def test_rows_are_packed_where_masks_can_tell_them_apart(family: str, caplog: py
         chosen(True)
 
 
-def test_of_a_base_in_codes_packing_is_chosen_before_it_loads() -> None:
+def test_of_a_base_in_codes_packing_is_chosen_before_it_loads():
     model = causal_skeleton("biogpt", hidden_size=64)
     config = LLMConfig(
         model=ModelConfig(name_or_path="biogpt", revision="1"),
@@ -84,9 +81,9 @@ def test_of_a_base_in_codes_packing_is_chosen_before_it_loads() -> None:
 
 
 @pytest.mark.parametrize("takes_positions", [True, False])
-def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions: bool) -> None:
+def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions):
     """Of `trust_remote_code`. What fails on the meta device is left to the check of the real model."""
-    model: Any = torch.nn.Module()
+    model = torch.nn.Module()
     model.base_model, model.config = torch.nn.Module(), types.SimpleNamespace(_attn_implementation="eager")
     model.config.is_encoder_decoder, model.config.get_text_config = False, lambda: model.config
 
@@ -101,7 +98,7 @@ def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions: b
 @pytest.mark.parametrize(
     ("family", "settings"), [*((family, {}) for family in (*GIVEN_POSITIONS, *OF_IMAGES)), ("falcon", {"alibi": True})]
 )
-def test_rows_do_not_see_each_other_where_masks_are_given_positions(family: str, settings: dict[str, Any]) -> None:
+def test_rows_do_not_see_each_other_where_masks_are_given_positions(family, settings):
     """A packed row has the loss that it has alone, and does not change with the row before it."""
     torch.manual_seed(0)
     if family in OF_IMAGES:
@@ -132,7 +129,7 @@ def test_rows_do_not_see_each_other_where_masks_are_given_positions(family: str,
         *((family, "eager") for family in ("llama", "mistral", "t5", "bart")),
     ],
 )
-def test_masks_are_those_of_transformers(family: str, attention: str) -> None:
+def test_masks_are_those_of_transformers(family, attention):
     model, batches = build(family)
     model.set_attn_implementation(attention)
     chunked_loss.install(model)
@@ -145,7 +142,7 @@ def test_masks_are_those_of_transformers(family: str, attention: str) -> None:
         assert reads == {f"{place} _local_scalar_dense": number for place, number in LEFT.get(family, {}).items()}
 
 
-def build(family: str) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+def build(family: str) -> tuple:
     """A tiny model, and batches: of padded and of packed rows, or of padded and of full ones."""
     if family in CAUSAL_FAMILIES:
         rows = build_rows()
@@ -160,9 +157,7 @@ def build(family: str) -> tuple[Any, list[dict[str, torch.Tensor]]]:
     return model, batches
 
 
-def take_loss_and_gradients(
-    model: Any, batch: dict[str, torch.Tensor]
-) -> tuple[tuple[torch.Tensor, dict[str, Any]], Counter[str]]:
+def take_loss_and_gradients(model, batch: dict[str, torch.Tensor]) -> tuple[tuple[torch.Tensor, dict], Counter[str]]:
     """Of one micro-batch: loss, gradients by name, and the reads."""
     model.zero_grad()
     reads: Counter[str] = Counter()
@@ -173,7 +168,7 @@ def take_loss_and_gradients(
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
-def test_a_mask_that_is_given_is_applied(family: str) -> None:
+def test_a_mask_that_is_given_is_applied(family):
     """`generate` pads at the start, where causal attention would see the padding."""
     model = build_causal(family)
     inputs = CausalCollator(0).prompts([{**row, "prompt_length": len(row["input_ids"])} for row in build_rows((9, 4))])
@@ -186,7 +181,7 @@ def test_a_mask_that_is_given_is_applied(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "t5gemma"])
-def test_an_encoder_decoder_generates_the_same(family: str) -> None:
+def test_an_encoder_decoder_generates_the_same(family):
     model = build_seq2seq(family)
     prompts = build_collator(model).prompts([{"input_ids": list(range(5, 5 + length))} for length in (7, 3)])
     asked = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
@@ -196,7 +191,7 @@ def test_an_encoder_decoder_generates_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("length", [4, 8, 20])
-def test_a_window_to_both_sides_masks_what_is_beyond_it(length: int) -> None:
+def test_a_window_to_both_sides_masks_what_is_beyond_it(length):
     """Of an encoder. No family here has one under sdpa, which alone leaves masks out."""
     config = ModernBertConfig(hidden_size=32, num_attention_heads=4, local_attention=12, attn_implementation="sdpa")
     expected = masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, length, 32), None)
@@ -206,7 +201,7 @@ def test_a_window_to_both_sides_masks_what_is_beyond_it(length: int) -> None:
     assert mask is None or torch.equal(mask, expected)
 
 
-def test_what_was_replaced_is_put_back_after_an_error() -> None:
+def test_what_was_replaced_is_put_back_after_an_error():
     kept = {name: getattr(masking_utils, name) for name in dir(masking_utils)}
     model = build_causal("llama")
     masks.install(model)

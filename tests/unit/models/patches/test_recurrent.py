@@ -1,9 +1,6 @@
 """Layers that mix tokens other than by attention start afresh at each document of a packed row, and a leak of one is seen."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ LAYERS = {
 """A family of each kind of layer, and the classes of its layers."""
 
 
-def build(kind: str) -> Any:
+def build(kind: str):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32).eval()
     for parameter in model.parameters():
@@ -53,12 +50,12 @@ def build(kind: str) -> Any:
     return model
 
 
-def take(model: Any, packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def take(model, packs: list) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients, a pack at a time."""
     total = 0.0
     for pack in packs:
         loss, _ = summed_loss(model, CausalCollator(0, one_row=masks.attends_by_document(model)).collate([pack]))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.item()
     return total, take_gradients(model)
 
@@ -71,7 +68,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_packed_rows_have_the_loss_and_the_gradients_that_they_have_alone(kind: str) -> None:
+def test_packed_rows_have_the_loss_and_the_gradients_that_they_have_alone(kind):
     model, rows = build(kind), build_rows(LENGTHS)
     layers = recurrent.find_layers(model)
     assert sorted({type(layer).__name__ for layer in layers}) == LAYERS[kind].split()
@@ -85,7 +82,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_that_they_have_alone(kind: 
     assert leaking != pytest.approx(alone, rel=TOLERANCE) and largest_difference(gradients, of_leak) > 10 * TOLERANCE
 
 
-def test_a_recomputation_has_the_documents_of_its_forward() -> None:
+def test_a_recomputation_has_the_documents_of_its_forward():
     model, rows = build("qwen3_next"), build_rows(LENGTHS)
     _, expected = take(model, [rows])
     for block in model.model.layers:
@@ -94,7 +91,7 @@ def test_a_recomputation_has_the_documents_of_its_forward() -> None:
     assert largest_difference(expected, recomputed) == 0
 
 
-def test_generate_reads_a_row_as_one_text_after_a_packed_batch() -> None:
+def test_generate_reads_a_row_as_one_text_after_a_packed_batch():
     model, rows = build("lfm2"), build_rows(LENGTHS)
     tokens_BT = torch.tensor([rows[2]["input_ids"]])
     expected = model(tokens_BT).logits
@@ -102,12 +99,12 @@ def test_generate_reads_a_row_as_one_text_after_a_packed_batch() -> None:
     assert torch.equal(model(tokens_BT).logits, expected)
 
 
-def test_kernels_that_keep_documents_apart_get_their_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_keep_documents_apart_get_their_starts(monkeypatch):
     """Both kernels of each layer, once a forward; the stand-ins compute nothing that is compared."""
     calls: list[tuple[str, torch.Tensor]] = []
     convolve, delta_rule = modeling_qwen3_next.causal_conv1d_fn, modeling_qwen3_next.torch_chunk_gated_delta_rule
 
-    def stand_in(name: str, function: Any, *args: Any, **inputs: Any) -> Any:
+    def stand_in(name: str, function, *args, **inputs):
         calls.append((name, inputs.pop(name)))
         return function(*args, **{key: value for key, value in inputs.items() if key not in ("seq_idx", "cu_seq_lens_q")})
 
@@ -124,12 +121,12 @@ def test_kernels_that_keep_documents_apart_get_their_starts(monkeypatch: pytest.
         assert given.tolist() == ([[0, 0, 1, 1, 1, 2]] if name == "seq_idx" else [0, 2, 5, 6])
 
 
-def test_starts_are_made_on_the_device() -> None:
+def test_starts_are_made_on_the_device():
     """On a GPU the copy of a tensor of the host would wait for all that is queued, in every layer."""
     devices = set()
 
     class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             devices.add(result.device.type)
             return result
@@ -144,7 +141,7 @@ def test_starts_are_made_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("kind", "takes"), [("qwen3_next", True), ("olmo_hybrid", True), ("qwen3_5_text", True), ("bamba", False)]
 )
-def test_starts_go_to_layers_whose_kernels_are_installed(kind: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_go_to_layers_whose_kernels_are_installed(kind, takes, monkeypatch):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind))
     layer = recurrent.find_layers(model)[0]
@@ -153,7 +150,7 @@ def test_starts_go_to_layers_whose_kernels_are_installed(kind: str, takes: bool,
         assert recurrent.takes_starts(layer) is (takes and len(installed) == 2)
 
 
-def test_compressed_blocks_of_tokens_are_not_packed() -> None:
+def test_compressed_blocks_of_tokens_are_not_packed():
     """DeepSeek V4's go across documents."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
@@ -161,7 +158,7 @@ def test_compressed_blocks_of_tokens_are_not_packed() -> None:
     assert masks.choose_packing(config, model).data.packing is False
 
 
-def test_packs_of_short_rows_are_warned_about() -> None:
+def test_packs_of_short_rows_are_warned_about():
     model = build("qwen3_next")
     warning = recurrent.warn_of_short_rows(model, 23.6)
     what = "rows have 24 tokens on average, and 1 of the layers of Qwen3NextForCausalLM compute those of a pack one by one"

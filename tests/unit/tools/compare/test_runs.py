@@ -1,11 +1,8 @@
 """`compare` around its launches: presets with changes, what is refused, what fails and lets the rest go on; and the figures of
 runs as written in metrics.jsonl, their differences and the table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,9 +16,9 @@ from toolkit.tools.compare.table import Outcome, as_json, common_changes, format
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[str, str]]]:
+def launched(monkeypatch) -> list[tuple[dict, dict[str, str]]]:
     """Launches that were asked for: the accelerate YAML and the flags. Each writes two steps of figures, FSDP1 fails."""
-    seen: list[tuple[dict[str, Any], dict[str, str]]] = []
+    seen = []
 
     def launch(preset: Path, command: list[str], log_path: Path) -> int:
         mapping, flags = yaml.safe_load(preset.read_text()), dict(flag[2:].split("=", 1) for flag in command[1:] if "=" in flag)
@@ -45,9 +42,7 @@ def run(*arguments: object) -> int:
     return call_toolkit("compare", *arguments, "--", "recipes/mnist.py", "--data.source=digits")
 
 
-def test_presets_run_one_after_the_other_with_flags_of_their_own(
-    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_presets_run_one_after_the_other_with_flags_of_their_own(tmp_path, launched, capsys):
     output = tmp_path / "new"
     presets = "ddp,fsdp2_size_wrap:fsdp_min_num_params=7+mixed_precision=no"
     assert (
@@ -69,9 +64,7 @@ def test_presets_run_one_after_the_other_with_flags_of_their_own(
     assert (output / "comparison.png").stat().st_size > 1000
 
 
-def test_a_preset_that_fails_gets_its_sentence_and_the_rest_goes_on(
-    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_that_fails_gets_its_sentence_and_the_rest_goes_on(tmp_path, launched, capsys, monkeypatch):
     monkeypatch.setattr("toolkit.launch.environment.cpu_has_bf16", lambda: False)
     presets = "fsdp1_full_shard,fsdp2_hsdp,fsdp1_hybrid_shard,fsdp2_cpu"
     assert run("--presets", presets, "--use-cpu", "--num-processes", 2, "--output", tmp_path) == 1
@@ -86,9 +79,7 @@ def test_a_preset_that_fails_gets_its_sentence_and_the_rest_goes_on(
     assert "failed" not in rows[3]
 
 
-def test_a_gpu_preset_without_gpus_says_how_to_run(
-    tmp_path: Path, launched: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_preset_without_gpus_says_how_to_run(tmp_path, launched, capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
@@ -113,15 +104,13 @@ def test_a_gpu_preset_without_gpus_says_how_to_run(
         (["--presets", "ddp", "--output", "recipes"], "--output recipes exists and is not an empty folder: name a new one"),
     ],
 )
-def test_what_is_wrong_is_reported_before_anything_runs(
-    launched: list[Any], capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-) -> None:
+def test_what_is_wrong_is_reported_before_anything_runs(launched, capsys, arguments, sentence):
     assert run(*arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence}")
     assert not launched
 
 
-def test_the_recipe_stands_after_two_dashes(launched: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_stands_after_two_dashes(launched, capsys):
     missing = "error: compare needs a recipe after its own options: add -- recipes/t5.py"
     unknown = "unrecognized arguments: recipes/t5.py: write the recipe and its flags after --"
     for rest, sentence in (([], missing), (["--"], missing), (["recipes/t5.py"], unknown)):
@@ -130,7 +119,7 @@ def test_the_recipe_stands_after_two_dashes(launched: list[Any], capsys: pytest.
     assert not launched
 
 
-def test_changes_of_a_preset_are_checked_as_its_file_is() -> None:
+def test_changes_of_a_preset_are_checked_as_its_file_is():
     changed = load_preset("fsdp2_compile:dynamo_backend=AOT_EAGER+fsdp_reshard_after_forward=false+num_processes=4")
     assert changed["dynamo_config"]["dynamo_backend"] == "AOT_EAGER" and changed["num_processes"] == 4
     assert changed["fsdp_config"]["fsdp_reshard_after_forward"] is False
@@ -142,7 +131,7 @@ def test_changes_of_a_preset_are_checked_as_its_file_is() -> None:
         assert refusal(load_preset, preset).startswith(sentence)
 
 
-def step(number: int, loss: float | None, seconds: float, **others: Any) -> dict[str, Any]:
+def step(number: int, loss: float | None, seconds: float, **others) -> dict:
     figures = {"loss": loss, "step_time_s": seconds, "num_rows": 4, "num_tokens": 40, "peak_memory_gib": 1.0 + number / 8}
     return {"kind": "train", "step": number, **figures, **others}
 
@@ -156,11 +145,11 @@ LINES = [
 ]
 
 
-def outcome(tmp_path: Path, preset: str, lines: list[dict[str, Any]], *changes: str) -> Outcome:
+def outcome(tmp_path: Path, preset: str, lines: list[dict], *changes: str) -> Outcome:
     return Outcome(preset, 2, "no", list(changes), read_figures(save_jsonl(tmp_path / "metrics.jsonl", lines), 2))
 
 
-def test_the_first_steps_are_not_timed_and_a_save_that_training_waits_for_stands_when_it_goes_on(tmp_path: Path) -> None:
+def test_the_first_steps_are_not_timed_and_a_save_that_training_waits_for_stands_when_it_goes_on(tmp_path):
     figures = read_figures(save_jsonl(tmp_path / "metrics.jsonl", LINES), 2)
     assert (figures.num_timed_steps, figures.loop_s, figures.speed, figures.unit) == (4, 2.0, 80.0, "tokens/s")
     assert list(figures.losses) == [1, 2, 3, 4, 5, 6] and figures.peak_memory_gib == 1.75
@@ -171,13 +160,13 @@ def test_the_first_steps_are_not_timed_and_a_save_that_training_waits_for_stands
     # Rows of one token are counted as rows; what a run lacks has no column.
     lines = [step(number, 1.0, 0.5, num_tokens=4) for number in range(1, 5)]
     few = outcome(tmp_path, "ddp", lines)
-    assert few.figures is not None and (few.figures.save_waits_s, few.figures.evaluation) == (None, {})
+    assert (few.figures.save_waits_s, few.figures.evaluation) == (None, {})
     head, _, row = format_comparison([few]).splitlines()
     assert "rows/s" in head and "ROUGE" not in head and len(head.split("|")) == len(row.split("|")) == 13
 
 
-def test_the_loss_difference_is_the_largest_relative_one(tmp_path: Path) -> None:
-    def figures(*losses: float | None) -> Any:
+def test_the_loss_difference_is_the_largest_relative_one(tmp_path):
+    def figures(*losses: float | None):
         lines = [step(number, loss, 1.0) for number, loss in enumerate(losses, start=1)]
         return read_figures(save_jsonl(tmp_path / "metrics.jsonl", lines), 0)
 
@@ -188,7 +177,7 @@ def test_the_loss_difference_is_the_largest_relative_one(tmp_path: Path) -> None
     assert loss_difference(figures(2.0, None), figures(2.0, 1.0)) == float("inf")
 
 
-def test_the_table_names_the_reference_the_failures_and_what_was_changed(tmp_path: Path) -> None:
+def test_the_table_names_the_reference_the_failures_and_what_was_changed(tmp_path):
     other = [line | ({"loss": 1.25 * line["loss"]} if line["kind"] == "train" else {}) for line in LINES]
     outcomes = [
         Outcome("hsdp", 2, "no", ["use_cpu false → true"], failure="a mesh | of 3"),

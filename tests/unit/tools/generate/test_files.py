@@ -1,8 +1,6 @@
 """Which texts `generate` finds in a file, and what it says where there are none. Its output is written by one process at a time,
 and continued by the same command, whatever ended the last one."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -13,7 +11,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +29,7 @@ def write(folder: Path, name: str, text: str) -> str:
 
 
 def read_rows(
-    file: str, column: str | None = None, usage: Usage | None = None, *, is_chat: bool = True, **given: Any
+    file: str, column: str | None = None, usage: Usage | None = None, *, is_chat: bool = True, **given
 ) -> tuple[list[tuple[str, Example]], str]:
     """The rows of `--file`, and how they are read."""
     others: dict = {"texts": [], "plain": False, "output": None, "batch_size_rows": None, "dtype": None, "settings": {}}
@@ -44,7 +41,7 @@ def read_rows(
         return read, rows.reading
 
 
-def test_the_runs_own_column_is_read_and_the_others_are_named(tmp_path: Path) -> None:
+def test_the_runs_own_column_is_read_and_the_others_are_named(tmp_path):
     file = write(tmp_path, "a.csv", 'id,body,source\n1,"one, two",no\n2,three,no\n')
     rows, how = read_rows(file, usage=Usage(source_column="body"))
     assert [(where, row.prompt) for where, row in rows] == [(f"{file}, row 1", "one, two"), (f"{file}, row 2", "three")]
@@ -75,9 +72,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
         ),
     ],
 )
-def test_chats_are_read_as_for_training_and_lose_the_answer_that_they_are_to_be_given(
-    tmp_path: Path, row: dict[str, Any], messages: list[tuple[str, str]], how: str
-) -> None:
+def test_chats_are_read_as_for_training_and_lose_the_answer_that_they_are_to_be_given(tmp_path, row, messages, how):
     file = write(tmp_path, "a.jsonl", json.dumps(row))
     [(_, read)], said = read_rows(file)
     assert read.messages == [{"role": role, "content": content} for role, content in messages]
@@ -85,9 +80,7 @@ def test_chats_are_read_as_for_training_and_lose_the_answer_that_they_are_to_be_
 
 
 @pytest.mark.parametrize(("name", "given"), [("column", "body"), ("csv_delimiter", ";")])
-def test_what_only_a_file_has_is_refused_for_standard_input_which_has_a_text_a_line(
-    name: str, given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_only_a_file_has_is_refused_for_standard_input_which_has_a_text_a_line(name, given, monkeypatch):
     """It was ignored."""
     with pytest.raises(UserError, match=rf"--{name.replace('_', '-')} is '{given}', but there is no --file with columns"):
         read_rows("-", **{name: given})
@@ -111,12 +104,12 @@ def test_what_only_a_file_has_is_refused_for_standard_input_which_has_a_text_a_l
         ("a.csv", "text\nNaN\n", None, r"row 1 is a row with a missing prompt"),
     ],
 )
-def test_a_file_without_texts_is_refused(tmp_path: Path, name: str, text: str, column: str | None, sentence: str) -> None:
+def test_a_file_without_texts_is_refused(tmp_path, name, text, column, sentence):
     with pytest.raises(UserError, match=sentence):
         read_rows(write(tmp_path, name, text), column)
 
 
-def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
+def test_what_is_no_model_is_said_so(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     said = refusal(find_folder, str(tmp_path / "run"))
     assert "without an export: let the run end, or give the folder that " in said and "/run writes" in said
@@ -124,7 +117,7 @@ def test_what_is_no_model_is_said_so(tmp_path: Path) -> None:
     assert "a.csv is a file: give a run folder, an export or a model folder" in refusal(find_folder, file)
 
 
-def test_a_file_need_not_be_written_as_the_runs_was(tmp_path: Path) -> None:
+def test_a_file_need_not_be_written_as_the_runs_was(tmp_path):
     """It was read as the run's file without a way to say otherwise: Müller in UTF-8 became MÃ¼ller in silence."""
     usage = Usage(source_column="text", csv_delimiter=";", encoding="cp1252")
     file = write(tmp_path, "a.csv", "text;id\nMüller;1\n")
@@ -144,7 +137,7 @@ NUM_TEXTS, PATIENCE_S = 300, 600
 UNFINISHED = "is not what this command left unfinished"
 
 
-def options(output: Path, **given: Any) -> Options:
+def options(output: Path, **given) -> Options:
     names = [field.name for field in dataclasses.fields(Options)]
     return Options(**{**dict.fromkeys(names), "model": str(output.parent / "model"), "output": output, "texts": [], **given})
 
@@ -153,7 +146,7 @@ def text(row: int) -> str:
     return f"text {row} " * 20
 
 
-def write_all(output: Path, how: str, pipe: Any) -> None:
+def write_all(output: Path, how: str, pipe) -> None:
     """As a process of `generate` does; the pipe gets each moment, and the sentence of a refusal."""
     try:
         done = begin_output(options(output))
@@ -172,7 +165,7 @@ def write_all(output: Path, how: str, pipe: Any) -> None:
 
 
 @contextmanager
-def writer(output: Path, how: str = "") -> Iterator[tuple[Any, Any]]:
+def writer(output: Path, how: str = "") -> Iterator[tuple]:
     """A process that writes all texts, a fork of this one, and its pipe."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -187,7 +180,7 @@ def writer(output: Path, how: str = "") -> Iterator[tuple[Any, Any]]:
         process.join()
 
 
-def told(pipe: Any) -> Iterator[str]:
+def told(pipe) -> Iterator[str]:
     """All that a writer sends, until it has ended."""
     with suppress(EOFError):
         while True:
@@ -198,7 +191,7 @@ def rows(output: Path) -> list[tuple[int, str]]:
     return [(line["row"], line["prediction"]) for line in map(json.loads, output.read_text().splitlines())]
 
 
-def test_of_two_starts_one_writes(tmp_path: Path) -> None:
+def test_of_two_starts_one_writes(tmp_path):
     """Both used to, each all of its texts, and ended with status 0."""
     output = tmp_path / "out.jsonl"
     with writer(output, "waits") as (first, pipe):
@@ -215,7 +208,7 @@ def test_of_two_starts_one_writes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
-def test_no_text_is_lost_by_kills_at_any_moment(tmp_path: Path) -> None:
+def test_no_text_is_lost_by_kills_at_any_moment(tmp_path):
     """The rewriting of what was there used to lose all of it."""
     output, moments = tmp_path / "out.jsonl", random.Random(0)
     num_kills, size, status = 0, 0, None
@@ -235,7 +228,7 @@ def test_no_text_is_lost_by_kills_at_any_moment(tmp_path: Path) -> None:
     assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
 
 
-def test_what_is_there_is_never_written_again_and_an_output_that_is_removed_does_not_lose_its_first_texts(tmp_path: Path) -> None:
+def test_what_is_there_is_never_written_again_and_an_output_that_is_removed_does_not_lose_its_first_texts(tmp_path):
     output = tmp_path / "out.jsonl"
     assert begin_output(options(output)) == 0
     append_texts(output, 0, ["one", "two\u2028"], "")
@@ -254,7 +247,7 @@ def test_what_is_there_is_never_written_again_and_an_output_that_is_removed_does
 
 
 @pytest.mark.parametrize("line", [b'{"row": 2, "prediction": "twice"}\n', b"\0\0\0\n", b"[]\n"])
-def test_lines_that_are_not_the_rows_are_named(tmp_path: Path, line: bytes) -> None:
+def test_lines_that_are_not_the_rows_are_named(tmp_path, line):
     """As two processes wrote them, or a power cut left them."""
     output = tmp_path / "out.jsonl"
     begin_output(options(output))
@@ -270,7 +263,7 @@ MODEL_FILES += ["adapter_model.safetensors", "base/config.json", "base/model.saf
 
 
 @pytest.mark.parametrize("changed", ["max_new_tokens", "adapter_config.json", *MODEL_FILES])
-def test_only_the_same_texts_are_continued(tmp_path: Path, changed: str) -> None:
+def test_only_the_same_texts_are_continued(tmp_path, changed):
     output, model = tmp_path / "out.jsonl", tmp_path / "model"
     (model / "base").mkdir(parents=True)
     for name in MODEL_FILES:
@@ -289,7 +282,7 @@ def test_only_the_same_texts_are_continued(tmp_path: Path, changed: str) -> None
     assert sorted(os.listdir(tmp_path)) == ["model", "out.jsonl", "out.jsonl.unfinished"]
 
 
-def test_a_full_disk_keeps_what_was_written(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_was_written(tmp_path):
     """A limit of the file's size stands in for it: the write that reaches it tears a line."""
     output = tmp_path / "out.jsonl"
     with writer(output, "full disk") as (_, pipe):

@@ -1,8 +1,6 @@
 """`generate` as it is called: rows window by window, one sentence for what cannot be used, and nothing that is code or lies
 outside of the model's folder; and how it takes the launch and its devices."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -10,7 +8,6 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -31,7 +28,7 @@ from toolkit.tools.generate.model import _choose_device, load_generator, open_mo
 from toolkit.training.run import release
 
 POSITIONS, NEW = 64, 4
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "max_position_embeddings": POSITIONS, "bos_token_id": 1,
 }  # fmt: skip
@@ -42,13 +39,13 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory) -> Path:
     """`llama` and `t5`, models of one layer, and `adapter`, a LoRA on the former."""
     parent = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     tokenizer = train_byte_level_tokenizer(["hello"], 300)
-    sizes: dict[str, Any] = {"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 1}
-    llama: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **sizes))
+    sizes = {"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 1}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **sizes))
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, **sizes)
     )
@@ -64,21 +61,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def seen(monkeypatch) -> list:
     """The rows that are read; no text is generated for them."""
-    rows: list[Any] = []
+    rows = []
     monkeypatch.setattr(command.Generator, "encode", lambda self, of_window, plain: rows.extend(of_window) or [])
     monkeypatch.setattr(command, "_generate_window", lambda *_: [])
     return rows
 
 
 @pytest.fixture
-def copies(folders: Path, tmp_path: Path) -> Path:
+def copies(folders: Path, tmp_path) -> Path:
     """Copies of the models, to be changed."""
     return Path(shutil.copytree(folders, tmp_path / "models"))
 
 
-def change_json(path: Path, **changes: Any) -> None:
+def change_json(path: Path, **changes) -> None:
     settings = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**settings, **changes}))
 
@@ -105,12 +102,12 @@ def predictions(output: Path) -> list[str]:
     return [line["prediction"] for line in lines]
 
 
-def test_no_text_is_generated_with_cudnns_attention(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_text_is_generated_with_cudnns_attention(folders, monkeypatch):
     """It plans each new shape, and each token that is generated makes one."""
     seen = []
     forward = transformers.LlamaForCausalLM.forward
 
-    def see_forward(*args: Any, **options: Any) -> Any:
+    def see_forward(*args, **options):
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         return forward(*args, **options)
 
@@ -121,9 +118,7 @@ def test_no_text_is_generated_with_cudnns_attention(folders: Path, monkeypatch: 
     assert torch.backends.cuda.cudnn_sdp_enabled(), "and afterwards as before"
 
 
-def test_a_row_that_is_refused_keeps_the_texts_before_and_is_gone_on_from(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_that_is_refused_keeps_the_texts_before_and_is_gone_on_from(folders, tmp_path, monkeypatch, capsys):
     rows = [{"text": chr(97 + i) * (1 + i % 5)} for i in range(12)]
     file, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     arguments = (folders / "llama", "--file", file, "--batch-size-rows", 2, "--output")
@@ -155,7 +150,7 @@ def test_a_row_that_is_refused_keeps_the_texts_before_and_is_gone_on_from(
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
 
 
-def test_rows_are_read_window_by_window(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_window_by_window(folders, monkeypatch):
     """All rows were read and made into tokens before the first text."""
     num_read, num_written = 0, 0
 
@@ -185,16 +180,12 @@ def test_rows_are_read_window_by_window(folders: Path, monkeypatch: pytest.Monke
         (("--file", "-", "--encoding", "utf-16"), b"one", "standard input is not valid UTF-16 ("),
     ],
 )
-def test_what_is_no_text_is_one_sentence(
-    folders: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], stdin: bytes, sentence: str
-) -> None:
+def test_what_is_no_text_is_one_sentence(folders, capsys, arguments, stdin, sentence):
     assert refused(capsys, folders / "t5", *arguments, stdin=stdin).startswith(sentence)
     assert call(folders / "t5", "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
 
 
-def test_a_byte_order_mark_before_standard_input_is_not_text_and_tools_and_inputs_of_late_rows_are_read(
-    folders: Path, tmp_path: Path, seen: list[Any]
-) -> None:
+def test_a_byte_order_mark_before_standard_input_is_not_text_and_tools_and_inputs_of_late_rows_are_read(folders, tmp_path, seen):
     """Such a mark is what Windows' shells write; only keys of the first thousand rows were read."""
     assert call(folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
     assert [row.prompt for _, row in seen] == ["one", "\ufefftwo"]
@@ -209,9 +200,7 @@ def test_a_byte_order_mark_before_standard_input_is_not_text_and_tools_and_input
     assert seen[-1][1].prompt.endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
 
 
-def test_a_chat_beyond_the_positions_ends_with_a_sentence(
-    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chat_beyond_the_positions_ends_with_a_sentence(folders, monkeypatch, capsys):
     turns = iter(["hello", "x" * 60, "never", "hello"])
     monkeypatch.setattr("builtins.input", lambda _: next(turns, None) or (_ for _ in ()).throw(EOFError))
     assert call(folders / "llama", "--chat", "--max-new-tokens", NEW) == 0
@@ -221,7 +210,7 @@ def test_a_chat_beyond_the_positions_ends_with_a_sentence(
     assert printed.count("(a new chat)") == 2
 
 
-def test_a_folder_reaches_no_code(copies: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_reaches_no_code(copies, capsys, tmp_path):
     """It asked on stdin, and ran the folder's code after "y"."""
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w')\n"
@@ -253,7 +242,7 @@ def test_a_folder_reaches_no_code(copies: Path, capsys: pytest.CaptureFixture[st
     assert not ran.exists()
 
 
-def test_a_folder_reaches_no_kernel_and_no_mode_of_the_hub(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_reaches_no_kernel_and_no_mode_of_the_hub(copies, capsys):
     folder = copies / "llama"
     change_json(folder / "generation_config.json", penalty_alpha=0.6, top_k=4)
     assert call(folder, "--text", "hello") == 0
@@ -271,7 +260,7 @@ def test_a_folder_reaches_no_kernel_and_no_mode_of_the_hub(copies: Path, capsys:
         )
 
 
-def test_texts_do_not_depend_on_the_batch_where_the_rope_follows_its_longest_row(folders: Path, tmp_path: Path) -> None:
+def test_texts_do_not_depend_on_the_batch_where_the_rope_follows_its_longest_row(folders, tmp_path):
     """Rows that stay below the limit, cross it, and begin above it."""
     torch.manual_seed(0)
     factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 4.0, 16.0, 32.0]}
@@ -299,8 +288,8 @@ def test_texts_do_not_depend_on_the_batch_where_the_rope_follows_its_longest_row
 
 @pytest.mark.parametrize(("preset", "expected"), [("ddp_cpu", "cpu"), ("ddp", "cuda:1"), (None, None)])
 def test_several_processes_of_a_cpu_preset_leave_gpus_alone_and_those_of_torchrun_are_connected_too(
-    monkeypatch: pytest.MonkeyPatch, preset: str | None, expected: str | None
-) -> None:
+    monkeypatch, preset, expected
+):
     """The launcher passes use_cpu to a single process only (accelerate/utils/launch.py:133, and nothing of it below). Each alone,
     processes of torchrun would all write every text into the output."""
     path = REPOSITORY / "accelerate_configs" / f"{preset}.yaml"
@@ -314,12 +303,12 @@ def test_several_processes_of_a_cpu_preset_leave_gpus_alone_and_those_of_torchru
     monkeypatch.setattr(command, "build_accelerator", (lambda **_: read_launch()) if preset else ends)
     monkeypatch.setattr(command, "_generate", ends if preset else Mock())
     with pytest.raises(ConnectionAbortedError):
-        command.generate(SimpleNamespace(model="m", output=None))  # type: ignore[arg-type]
+        command.generate(SimpleNamespace(model="m", output=None))
     assert expected is None or str(_choose_device()) == expected
 
 
 @pytest.mark.parametrize("base", ["runs/base/export", "../base/export"])
-def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path: Path, base: str) -> None:
+def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path, base):
     """Its path counts from the directory of the run."""
     LoraConfig(base_model_name_or_path=base, task_type="CAUSAL_LM").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"the adapter {tmp_path} needs its base {base}, not found from here .*export"):
@@ -327,13 +316,13 @@ def test_an_adapter_whose_base_is_elsewhere_is_named(tmp_path: Path, base: str) 
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)])
-def test_a_model_computes_as_its_run_did(copies: Path, asked: str | None, expected: torch.dtype) -> None:
+def test_a_model_computes_as_its_run_did(copies, asked, expected):
     (copies / "llama" / "toolkit.json").write_text('{"dtype": "bfloat16"}')
     generator = load_generator(open_model(str(copies / "llama")), asked, {})
     assert {weight.dtype for weight in generator.model.parameters()} == {expected}
 
 
-def test_a_model_beyond_the_device_is_named_on_all_ranks(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_beyond_the_device_is_named_on_all_ranks(folders, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
@@ -344,7 +333,7 @@ def test_a_model_beyond_the_device_is_named_on_all_ranks(folders: Path, monkeypa
     assert raised.value.printed_by == "run"
 
 
-def test_several_processes_are_watched_and_started_alike() -> None:
+def test_several_processes_are_watched_and_started_alike():
     """A stopped rank was waited for without a word, and each rank took settings of its own."""
     plain = {"settings": {"num_beams": 3}, "dtype": None, "batch_size_rows": None, "output": Path("texts.jsonl")}
     others = [{"output": Path("elsewhere/texts.jsonl")}, {"settings": {"num_beams": 4}}, {"batch_size_rows": 2}, {"output": None}]
@@ -354,7 +343,7 @@ def test_several_processes_are_watched_and_started_alike() -> None:
     ]  # fmt: skip
 
 
-def _start_generate(cases: list[tuple[dict[str, Any], ...]]) -> list[str]:
+def _start_generate(cases: list[tuple[dict, ...]]) -> list[str]:
     """How `generate` ends with each rank's options: watched, or with the start of its error."""
     from toolkit.distributed import watchdog
 
@@ -362,7 +351,7 @@ def _start_generate(cases: list[tuple[dict[str, Any], ...]]) -> list[str]:
     with patch.object(command, "_generate", lambda _: ends.append("watched" if watchdog._current else "not watched")):
         for options in cases:
             try:
-                command.generate(SimpleNamespace(model="m", **options[int(os.environ["RANK"])]))  # type: ignore[arg-type]
+                command.generate(SimpleNamespace(model="m", **options[int(os.environ["RANK"])]))
             except UserError as error:
                 ends.append(str(error).partition(" on rank 1 ")[0])
                 release()

@@ -1,7 +1,5 @@
 """The planner against closed forms, against memory that is really allocated, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -9,7 +7,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -73,7 +70,7 @@ CPU = Strategy(kind="single", num_shards=1, num_replicas=1, num_machines=1, comp
 FOLDERS = tempfile.TemporaryDirectory(prefix="planned-")
 
 
-def model_folder(settings: dict[str, Any]) -> str:
+def model_folder(settings: dict) -> str:
     """A model folder with a config alone, the same for the same settings."""
     text = json.dumps(settings)
     path = Path(FOLDERS.name, hashlib.sha256(text.encode()).hexdigest())
@@ -99,7 +96,7 @@ def trace(settings: dict, strategy: Strategy, arguments: tuple[str, ...], rows: 
     return _trace(model_folder(settings), strategy, arguments, rows)
 
 
-def with_(**changes: Any) -> Strategy:
+def with_(**changes) -> Strategy:
     return dataclasses.replace(FSDP2, **changes)
 
 
@@ -119,7 +116,7 @@ def plan(
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Iterator[Any]:
+def edited(tmp_path) -> Iterator:
     """A preset with some of its text replaced."""
 
     def save(preset: str, old: str, new: str) -> Path:
@@ -132,7 +129,7 @@ def edited(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("num_shards", [4, 8])
-def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shards: int) -> None:
+def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shards):
     traced, share = trace(LLAMA, with_(num_shards=num_shards), UNPACKED), NUM_PARAMETERS * 4 / num_shards
     # Weights of 256 elements take more than their share: the allocator's 512 bytes are the least.
     assert at_the_end(traced) == pytest.approx({SHARDED_PARAMETERS: share, GRADIENTS: share, OPTIMIZER: 2 * share}, rel=0.005)
@@ -149,7 +146,7 @@ def test_ranks_share_parameters_gradients_and_moments_and_nothing_else(num_shard
 
 
 @pytest.mark.parametrize(("num_shards", "remark"), [(3, ""), (4, ", each expert cut by rows"), (7, "")])
-def test_experts_that_ranks_cannot_share_evenly_are_cut_by_rows(num_shards: int, remark: str) -> None:
+def test_experts_that_ranks_cannot_share_evenly_are_cut_by_rows(num_shards, remark):
     """6 on 4 ranks: with whole experts, two ranks would hold a quarter less, and the first ones a third more than their share."""
     strategy = with_(num_shards=num_shards)
     subject = _subject(model_folder(MIXTRAL), strategy, UNPACKED)
@@ -162,7 +159,7 @@ def test_experts_that_ranks_cannot_share_evenly_are_cut_by_rows(num_shards: int,
         assert traced.peak[SHARDED_PARAMETERS] == pytest.approx(4 * size / num_shards, rel=0.005)
 
 
-def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to() -> None:
+def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to():
     about = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     plain, quantized = (
         build_subject(model_folder(settings), FSDP2, list(UNPACKED), None).skeleton
@@ -172,7 +169,7 @@ def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to() -> 
     assert sizes[0] == sizes[1] and sum(parameter.numel() for parameter in quantized.parameters()) == NUM_PARAMETERS
 
 
-def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once() -> None:
+def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once():
     traced = trace(LLAMA, FSDP2, UNPACKED)
     # torch keeps the last block gathered no longer than the others; the head stays from its forward to its backward.
     assert traced.gathered_bytes == pytest.approx(2 * (2 * LAYERS * BLOCK + 3 * END), rel=0.001)
@@ -186,7 +183,7 @@ def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once() ->
     assert highest(traced, UNSHARDED_GRADIENTS) <= 2 * (END + BLOCK) * 1.001
 
 
-def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_by_document(edited: Any) -> None:
+def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_by_document(edited):
     dense = (*UNPACKED[:1], "--model.attn_implementation=sdpa")
     unpacked, packed, by_document = (trace(LLAMA, FSDP2, arguments) for arguments in (UNPACKED, dense, UNPACKED[:1]))
     for kind in (ACTIVATIONS, TEMPORARIES):
@@ -204,7 +201,7 @@ def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_b
     assert "dense mask" not in plan_as_text(plan(LLAMA, "fsdp2_full_shard", 4, UNPACKED[0]))
 
 
-def test_checkpointing_keeps_a_block_s_input_alone() -> None:
+def test_checkpointing_keeps_a_block_s_input_alone():
     whole, selective, checkpointed = (
         trace(LLAMA, with_(activation_checkpointing=mode), UNPACKED) for mode in ("none", "selective", "full")
     )
@@ -220,8 +217,8 @@ def test_checkpointing_keeps_a_block_s_input_alone() -> None:
     assert (checkpointed.gathered_bytes, checkpointed.reduced_bytes) == (whole.gathered_bytes, whole.reduced_bytes)
 
 
-def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept() -> None:
-    def kept(settings: dict[str, Any], mode: Any, *arguments: str) -> int:
+def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept():
+    def kept(settings: dict, mode, *arguments: str) -> int:
         one = dataclasses.replace(CPU, compute_dtype=torch.bfloat16, is_cpu=False, activation_checkpointing=mode)
         return highest(trace(settings, one, arguments), ACTIVATIONS)
 
@@ -234,7 +231,7 @@ def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept
 
 
 @pytest.mark.parametrize(("rows", "gradient_bytes"), [(4, 2), (1, 4)])
-def test_weights_in_bf16_take_half_and_gradients_add_up_in_fp32(rows: int, gradient_bytes: int) -> None:
+def test_weights_in_bf16_take_half_and_gradients_add_up_in_fp32(rows, gradient_bytes):
     one = dataclasses.replace(CPU, compute_dtype=torch.bfloat16, is_cpu=False)
     arguments = (
         *UNPACKED, "--model.trained_dtype=bfloat16_stochastic", "--optim.name=lion", "--train.global_batch_size_rows=4",
@@ -249,7 +246,7 @@ def test_weights_in_bf16_take_half_and_gradients_add_up_in_fp32(rows: int, gradi
     assert sentence in refusal(plan, LLAMA, "fsdp1_full_shard", 4, *arguments)
 
 
-def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() -> None:
+def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments():
     traced = trace(LLAMA, FSDP2, (*UNPACKED, *LORA))
     assert traced.peak[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS * 2 + NUM_LORA * 4) / 4, rel=0.01)
     assert traced.peak[OPTIMIZER] == NUM_LORA * 8 // 4
@@ -267,9 +264,7 @@ def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments() ->
     ],
     ids=["llama", "t5"],
 )
-def test_chunked_logits_do_not_grow_beyond_a_chunk(
-    model: dict[str, Any], rows: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_logits_do_not_grow_beyond_a_chunk(model, rows, monkeypatch):
     vocab_size = 16384
     monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 128 * vocab_size)
     lengths = [tuple(flag.format(n=n) for flag in rows) for n in (256, 1024)]
@@ -287,7 +282,7 @@ def test_chunked_logits_do_not_grow_beyond_a_chunk(
     ],
     ids=["t5", "bart", "dora"],
 )
-def test_every_family_is_sharded_by_what_trains(settings: dict, arguments: tuple[str, ...]) -> None:
+def test_every_family_is_sharded_by_what_trains(settings, arguments):
     traced = trace(settings, FSDP2, arguments)
     parameters = list(_subject(model_folder(settings), FSDP2, arguments).skeleton.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -299,7 +294,7 @@ def test_every_family_is_sharded_by_what_trains(settings: dict, arguments: tuple
 
 
 @pytest.mark.parametrize(("settings", "kind"), [(LLAMA, "fsdp2"), (T5, "fsdp2"), (LLAMA, "ddp")], ids=["llama", "t5", "ddp"])
-def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
+def test_few_blocks_tell_of_many(settings, kind):
     deep = settings | {"num_hidden_layers" if settings is LLAMA else "num_layers": 5}
     strategy = with_(kind=kind, num_shards=4 if kind == "fsdp2" else 1, num_replicas=1 if kind == "fsdp2" else 4)
     arguments = UNPACKED if settings is LLAMA else ()
@@ -319,9 +314,7 @@ def test_few_blocks_tell_of_many(settings: dict, kind: str) -> None:
     ],
     ids=["sdpa-cuda", "packed", "experts", "t5"],
 )
-def test_the_trace_is_what_a_real_micro_batch_allocates(
-    settings: dict, attention: str, dtype: torch.dtype, is_cpu: bool, request: pytest.FixtureRequest
-) -> None:
+def test_the_trace_is_what_a_real_micro_batch_allocates(settings, attention, dtype, is_cpu, request):
     strategy = dataclasses.replace(CPU, compute_dtype=dtype, is_cpu=is_cpu)
     is_packed = by_document = attention == "documents"
     own = () if by_document else (f"--model.attn_implementation={attention}",)
@@ -364,7 +357,7 @@ def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtyp
     return peak
 
 
-def test_ddp_holds_whole_gradients_in_its_buckets() -> None:
+def test_ddp_holds_whole_gradients_in_its_buckets():
     planned = plan(LLAMA, "ddp", 4, *UNPACKED)
     assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS * 4, rel=0.001)
     assert planned.device_bytes[GRADIENTS] == NUM_PARAMETERS * 4
@@ -376,7 +369,7 @@ def test_ddp_holds_whole_gradients_in_its_buckets() -> None:
     assert sum(alone.moved_bytes.values()) == 0
 
 
-def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived() -> None:
+def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived():
     planned = plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *LORA)
     assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS + NUM_LORA) * 4 / 4, rel=0.01)  # fp32 base
     traced = trace(LLAMA, with_(kind="fsdp1"), (*UNPACKED, *LORA))
@@ -384,7 +377,7 @@ def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived(
     assert any("derived" in note for note in planned.notes)
 
 
-def test_a_model_loads_piece_by_piece_but_from_scratch_and_under_fsdp1_and_offloaded_shards_are_the_hosts() -> None:
+def test_a_model_loads_piece_by_piece_but_from_scratch_and_under_fsdp1_and_offloaded_shards_are_the_hosts():
     for preset in ("fsdp2_full_shard", "ddp"):
         assert plan(LLAMA, preset, 4, *UNPACKED).host_bytes["while loading"] == 2 * PIECE_BYTES
     for preset, flags in (("fsdp2_full_shard", ["--model.from_scratch=true"]), ("fsdp1_full_shard", [])):
@@ -396,7 +389,7 @@ def test_a_model_loads_piece_by_piece_but_from_scratch_and_under_fsdp1_and_offlo
 
 
 @pytest.mark.parametrize(("base_dtype", "bytes_of_64"), [("nf4", 32 + 4), ("int8", 64 + 4)])
-def test_a_quantized_base_is_planned_in_its_codes(base_dtype: str, bytes_of_64: int) -> None:
+def test_a_quantized_base_is_planned_in_its_codes(base_dtype, bytes_of_64):
     all_linear = ("--adapter.method=lora", "--adapter.rank=8", f"--adapter.base_dtype={base_dtype}")
     planned = plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, *all_linear)
     num_lora = LAYERS * 8 * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER))
@@ -422,7 +415,7 @@ def test_a_quantized_base_is_planned_in_its_codes(base_dtype: str, bytes_of_64: 
     ],
     ids=["adamw_8bit", "adafactor", "lion"],
 )
-def test_other_optimizers_are_planned_in_their_own_bytes(name: str, of_matrix: Any, of_vector: Any) -> None:
+def test_other_optimizers_are_planned_in_their_own_bytes(name, of_matrix, of_vector):
     planned = plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, f"--optim.name={name}")
 
     def held(num_shards: int) -> float:
@@ -434,7 +427,7 @@ def test_other_optimizers_are_planned_in_their_own_bytes(name: str, of_matrix: A
     assert (planned.device_bytes[OPTIMIZER], planned.checkpoint_bytes[OPTIMIZER]) == (held(4), held(1))
 
 
-def test_float8_is_planned_as_bf16_and_says_so() -> None:
+def test_float8_is_planned_as_bf16_and_says_so():
     float8, bf16 = (plan(LLAMA, preset, 4, *UNPACKED) for preset in ("fsdp2_fp8", "fsdp2_compile"))
     assert float8.device_bytes == bf16.device_bytes
     assert [note for note in float8.notes if note not in bf16.notes] == [
@@ -442,7 +435,7 @@ def test_float8_is_planned_as_bf16_and_says_so() -> None:
     ]
 
 
-def test_a_pair_is_planned_as_two_rows_and_the_pass_of_its_reference_is_said() -> None:
+def test_a_pair_is_planned_as_two_rows_and_the_pass_of_its_reference_is_said():
     pairs = {
         loss: plan(LLAMA, "fsdp2_full_shard", 4, *UNPACKED, f"--preference.loss={loss}", "--eval.batch_size_rows=16")
         for loss in ("sigmoid", "orpo")
@@ -455,7 +448,7 @@ def test_a_pair_is_planned_as_two_rows_and_the_pass_of_its_reference_is_said() -
     ]
 
 
-def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:
+def test_hybrid_shards_are_reduced_over_the_replicas_too(edited):
     preset = edited("fsdp2_hsdp", "dp_shard_size: 8", "dp_shard_size: 4")
     preset.write_text(preset.read_text().replace("num_processes: 16", "num_processes: 8"))
     planned = plan(LLAMA, preset, 8, *UNPACKED)
@@ -464,7 +457,7 @@ def test_hybrid_shards_are_reduced_over_the_replicas_too(edited: Any) -> None:
     assert "dp_replicate_size 2 x dp_shard_size 4 = 8 ranks" in refusal(load_strategy, preset, 6)
 
 
-def test_size_based_wrap_and_the_dynamo_section_are_taken_as_the_launcher_takes_them(edited: Any) -> None:
+def test_size_based_wrap_and_the_dynamo_section_are_taken_as_the_launcher_takes_them(edited):
     preset = edited("fsdp2_full_shard", "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")
     assert load_strategy(preset, 4).min_num_parameters == 10**8  # of the launcher, where the file has none
     assert [unit["unit"] for unit in plan(LLAMA, preset, 4, *UNPACKED).units] == ["LlamaForCausalLM (the rest)"]
@@ -475,7 +468,7 @@ def test_size_based_wrap_and_the_dynamo_section_are_taken_as_the_launcher_takes_
     assert not load_strategy(preset, 4).is_compiled
 
 
-def test_verdict_names_the_largest_micro_batch_and_the_cheapest_change() -> None:
+def test_verdict_names_the_largest_micro_batch_and_the_cheapest_change():
     model = LLAMA | {"num_hidden_layers": 1}
     roomy = plan(model, "fsdp2_full_shard", 4, *UNPACKED)
     gib = roomy.total / 2**30 / 0.92
@@ -490,7 +483,7 @@ def test_verdict_names_the_largest_micro_batch_and_the_cheapest_change() -> None
     assert hopeless.change is None and "no change" in plan_as_text(hopeless)
 
 
-def test_with_offload_fewer_micro_batches_are_proposed_where_they_fit() -> None:
+def test_with_offload_fewer_micro_batches_are_proposed_where_they_fit():
     batch = (*UNPACKED, "--train.global_batch_size_rows=16", "--train.micro_batch_size_rows=1")
 
     def proposed(strategy: Strategy, largest: int | None) -> list[str]:
@@ -502,7 +495,7 @@ def test_with_offload_fewer_micro_batches_are_proposed_where_they_fit() -> None:
     assert proposed(with_(offload=True), 1) == proposed(with_(offload=True), None) == proposed(FSDP2, 64) == []
 
 
-def test_units_and_ties_are_listed_and_json_has_all() -> None:
+def test_units_and_ties_are_listed_and_json_has_all():
     planned = plan(LLAMA | {"tie_word_embeddings": True}, "fsdp2_full_shard", 4, *UNPACKED)
     described = json.loads(json.dumps(plan_as_dict(planned)))
     assert [unit["count"] for unit in described["units"]] == [LAYERS, 1]
@@ -527,9 +520,7 @@ def test_units_and_ties_are_listed_and_json_has_all() -> None:
         (LLAMA, "fsdp2_multi_node", 5, [], "cannot spread evenly over its num_machines 2"),
     ],
 )
-def test_bad_input_is_reported_in_a_sentence(
-    edited: Any, settings: Any, preset: str, num_processes: int, flags: list[str], sentence: str
-) -> None:
+def test_bad_input_is_reported_in_a_sentence(edited, settings, preset, num_processes, flags, sentence):
     path = PRESETS / f"{preset}.yaml"
     if flags == ["prefetch"]:
         path, flags = edited(preset, "fsdp_config:", "fsdp_config:\n  fsdp_forward_prefetch: true"), []
@@ -538,7 +529,7 @@ def test_bad_input_is_reported_in_a_sentence(
     assert "--gpu-memory-gib is nan" in refusal(build_plan, model, PRESETS / "single.yaml", 1, [], None, float("nan"))
 
 
-def test_a_hub_id_out_of_reach_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_out_of_reach_is_asked_for_once(monkeypatch):
     ask = Mock(side_effect=OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your connection"))
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", ask)
     said = refusal(build_plan, "some/model", PRESETS / "single.yaml", 1, [], None, 80.0)
@@ -551,7 +542,7 @@ def test_a_hub_id_out_of_reach_is_asked_for_once(monkeypatch: pytest.MonkeyPatch
     [("0.2", "--data.packing=false", 0), ("0.2", RUN_YAML, 0), ("0.001", "", 1), ("0.2", "--data.x=1", 2)],
     ids=["fits", "run-yaml", "too-large", "unknown-flag"],
 )
-def test_the_command_s_exit_code_is_its_verdict(gib: str, flag: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_s_exit_code_is_its_verdict(gib, flag, code, capsys):
     """Also with a run YAML whose data is not there."""
     preset, model = str(PRESETS / "fsdp2_full_shard.yaml"), model_folder(LLAMA | {"num_hidden_layers": 1})
     words = ["--model", model, "--accelerate-config", preset, "--num-processes", "4", "--gpu-memory-gib", gib]
@@ -565,7 +556,7 @@ def test_the_command_s_exit_code_is_its_verdict(gib: str, flag: str, code: int, 
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_ranks_share_the_adapters_of_experts(tmp_path: Path, num_processes: int) -> None:
+def test_ranks_share_the_adapters_of_experts(tmp_path, num_processes):
     """Of 6 experts of 2 layers; 4 ranks cut each by rows."""
     settings = MIXTURES["qwen3_moe"][1] | {"hidden_size": 256, "moe_intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_moe", "vocab_size": 256}))

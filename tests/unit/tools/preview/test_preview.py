@@ -1,7 +1,5 @@
 """`preview`: its views hold what the run will take, whatever stands in the rows, and its refusals are sentences."""
 
-from __future__ import annotations
-
 import html
 import io
 import json
@@ -9,7 +7,6 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +37,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u061c\u20
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("preview")
     save_inputs(folder)
     save_hostile_rows(folder)
@@ -48,14 +45,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _at_the_inputs(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_the_inputs(inputs: Path, monkeypatch) -> None:
     monkeypatch.chdir(inputs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_piped_view_is_the_golden_text_and_needs_no_weights_and_no_process_group(
-    case: str, inputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_piped_view_is_the_golden_text_and_needs_no_weights_and_no_process_group(case, inputs, capsys):
     before = dict(PartialState._shared_state)  # another test's
     assert call_preview(CASES[case]) == 0
     golden = (GOLDEN / f"{case}.txt").read_text(encoding="utf-8")
@@ -64,7 +59,7 @@ def test_the_piped_view_is_the_golden_text_and_needs_no_weights_and_no_process_g
     assert not torch.distributed.is_initialized() and PartialState._shared_state == before
 
 
-def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys):
     found = collect(["--config=chats.yaml"], None, None, 4, None)
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, color_system="truecolor", width=60, no_color=False)
@@ -86,7 +81,7 @@ def test_a_terminal_gets_colours_in_place_of_marks_and_its_own_width(capsys: pyt
     assert shown.get() == "    a|b\x1b[2m|\x1b[0m\x1b[1;32mc\x1b[0m\n", "only the marks between tokens are dim"
 
 
-def test_hostile_texts_stay_text_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_texts_stay_text_in_the_terminal(capsys):
     assert call_preview(HOSTILE_ROWS) == 0
     printed = capsys.readouterr().out
     assert not CONTROLS.search(printed.replace("\n", ""))
@@ -95,7 +90,7 @@ def test_hostile_texts_stay_text_in_the_terminal(capsys: pytest.CaptureFixture[s
         assert f"    answer {visible(text)}<|im_end|>\n" in printed
 
 
-def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_texts_stay_text_in_the_page(tmp_path, capsys):
     file = tmp_path / "page.html"
     assert call_preview(f"{HOSTILE_ROWS} --html {file}") == 0
     content, page = file.read_text(encoding="utf-8"), Page(file)
@@ -114,12 +109,12 @@ def test_hostile_texts_stay_text_in_the_page(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("config", ["t5.yaml", "chats.yaml"])
-def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str, tmp_path: Path) -> None:
+def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config, tmp_path):
     found = collect([f"--config={config}", "--run.name=<i>name"], None, None, 4, None)
     found.rows[0].sides[0].tokens.insert(1, (CONTEXT, "</s>"))  # as T5's last token
     content = render_page(found.title, list_parts(found, has_remarks=True))
     (tmp_path / "page.html").write_text(content)
-    assert found.step is not None and content.count("&lt;i&gt;name") == 2
+    assert content.count("&lt;i&gt;name") == 2
     assert re.findall("<h3>([A-Z][a-z]+)</h3>", content) == ["Rows", "Lengths", "Tokenizer"]
     sides = [(row, side) for row in found.rows for side in row.sides]
     shown = ["".join(token for _, token in side.tokens) for _, side in sides]
@@ -138,7 +133,7 @@ def test_the_page_has_the_tokens_kinds_and_places_of_the_view(config: str, tmp_p
     assert f"<td>{html.escape('</s>' if config == 't5.yaml' else '<|im_end|>')}</td>" in content
 
 
-def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path, capsys):
     assert call_preview(LONG_ROW) == 0
     shown = capsys.readouterr().out
     assert len(shown) < 20_000
@@ -154,7 +149,7 @@ def test_a_long_row_is_shortened_and_row_shows_it_in_full(tmp_path: Path, capsys
     assert LONG in capsys.readouterr().out
 
 
-def test_the_begin_the_cuts_and_the_end_of_a_long_row_are_shown_once() -> None:
+def test_the_begin_the_cuts_and_the_end_of_a_long_row_are_shown_once():
     kinds = [(CONTEXT, 0, 10), (LOST, 10, 15), (CONTEXT, 15, 500), (LOST, 500, 1000)]
     tokens = [(kind, str(number)) for kind, first, last in kinds for number in range(first, last)]
     pieces = shorten_tokens(tokens, 7, is_whole=False)
@@ -181,19 +176,19 @@ BAD: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("flags", "sentence"), BAD)
-def test_bad_input_is_one_sentence(flags: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_sentence(flags, sentence, capsys):
     assert call_preview(shlex.split(flags)) == 2
     printed = capsys.readouterr().err
     assert re.search(sentence, printed) and printed.count("error: ") == 1 and "Traceback" not in printed
 
 
-def test_it_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_one_process(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert call_preview("--config chats.yaml") == 2
     assert "start it without accelerate launch" in capsys.readouterr().err
 
 
-def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_stops_early_is_no_failure(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as closed_pipe:
@@ -206,10 +201,9 @@ def test_a_reader_that_stops_early_is_no_failure(monkeypatch: pytest.MonkeyPatch
         assert os.path.samestat(os.fstat(closed_pipe.fileno()), os.stat(os.devnull))
 
 
-def test_the_summary_is_plain_values() -> None:
+def test_the_summary_is_plain_values():
     summary = collect(["--config=chats.yaml", "--config=mix.yaml"], None, None, 0, None).summary
-    assert summary is not None
-    values: dict[str, Any] = json.loads(json.dumps(summary))
+    values = json.loads(json.dumps(summary))
     assert values == summary
     assert values["sources"][0]["weight_share"] == 0.75
     assert values["splits"][0]["num_rows"] == sum(source["num_rows"] for source in values["sources"])

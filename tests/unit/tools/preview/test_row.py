@@ -1,11 +1,8 @@
 """A row's view: the text of its tokens, its turns, and what a limit has cut off."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ from toolkit.tools.preview.step import CONTEXT, LOSS, LOST
 class Rows:
     """Tokenized rows with their settings."""
 
-    def __init__(self, folder: Path, rows: list[dict[str, Any]], is_llm: bool, **settings: Any) -> None:
+    def __init__(self, folder: Path, rows: list[dict], is_llm: bool, **settings) -> None:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
         if not is_llm:
@@ -31,7 +28,7 @@ class Rows:
         tokenizer.save_pretrained(folder / "model")
         self.model = ModelConfig(name_or_path=str(folder / "model"))
         is_pair = "rejected" in rows[0]
-        kind: Any = [[DataConfig, LLMDataConfig], [Seq2SeqPreferenceDataConfig, PreferenceDataConfig]][is_pair][is_llm]
+        kind = [[DataConfig, LLMDataConfig], [Seq2SeqPreferenceDataConfig, PreferenceDataConfig]][is_pair][is_llm]
         files = {"files": str(folder / "rows.jsonl"), "cache_dir": str(folder / "cache")}
         self.config = kind(**{"eval_fraction": 0.0, **files, **settings})
         self.rows: TokenizedRows = prepare_rows(self.config, self.model, 400)
@@ -40,7 +37,7 @@ class Rows:
         return view_row(built_in(self.config.objective), self.rows, self.config, self.model, row_id)
 
 
-def _ends_texts(eos: int) -> Any:
+def _ends_texts(eos: int):
     from tokenizers import processors
 
     return processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", eos)])
@@ -56,7 +53,7 @@ def uses(row: RowView) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", EXACT_KINDS)
-def test_the_tokens_spell_what_they_decode_to(kind: str) -> None:
+def test_the_tokens_spell_what_they_decode_to(kind):
     tokenizer = EXACT_KINDS[kind]()
     draw = random.Random(1)
     for text in ["a\n👩‍👩‍👧 日本", *(draw_text(draw) for _ in range(30))]:
@@ -69,7 +66,7 @@ def test_the_tokens_spell_what_they_decode_to(kind: str) -> None:
         assert spelt.endswith(decoded.removeprefix("<s>")) or "<s>" in text
 
 
-def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None:
+def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path):
     chat = say("hello there", "it is four", "thanks", "welcome", system="be brief")
     whole = Rows(tmp_path, [{"messages": chat}], True).view(0)
     assert whole.turns == [
@@ -96,14 +93,14 @@ def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path: Path) -> None
         (LOST, "<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nwelcome<|im_end|>\n"),
     ]
     found = find_cut_row(built_in(cut.config.objective), cut.rows, cut.config, cut.model)
-    assert found is not None and found.row_id == 0
+    assert found.row_id == 0
 
 
-def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
+def test_turns_that_do_not_count_are_named(tmp_path):
     first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four")
-    first[1]["weight"] = 0  # type: ignore[assignment]
+    first[1]["weight"] = 0
     of_prompt = {"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}
-    rows: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    rows = [
         ({"messages": first}, {}, ["context", "context, as its weight is 0", "context", "2 tokens count"]),
         (of_prompt, {}, ["context", "context, as a part of the prompt", "context", "2 tokens count"]),
         ({"messages": last}, {"loss_on": "all"}, ["counts, as data.loss_on is all"] * 2),
@@ -112,7 +109,7 @@ def test_turns_that_do_not_count_are_named(tmp_path: Path) -> None:
         assert uses(Rows(tmp_path, [row], True, **settings).view(0)) == expected
 
 
-def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Path) -> None:
+def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path):
     pair = {"source": "hello there thanks welcome", "target": "what is two and two"}
     rows = Rows(tmp_path, [pair], False, prefix="so ", max_source_length_tokens=6, max_target_length_tokens=4)
     source, target = rows.view(0).sides
@@ -124,7 +121,7 @@ def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path: Pa
     assert list(rows.rows.train[0]["labels"])[-1] == rows.rows.tokenizer.eos_token_id
 
 
-def test_both_answers_of_a_pair_show_what_each_has_lost(tmp_path: Path) -> None:
+def test_both_answers_of_a_pair_show_what_each_has_lost(tmp_path):
     pair = {"prompt": "hello there", "chosen": " thanks welcome four", "rejected": " four welcome thanks"}
     full = Rows(tmp_path, [pair], True).view(0).sides[0]
     most = full.num_tokens // 2 - 2
@@ -138,6 +135,6 @@ def test_both_answers_of_a_pair_show_what_each_has_lost(tmp_path: Path) -> None:
     assert [kind for kind, _ in kinds(target.tokens)] == [LOSS, LOST, LOSS, LOST, LOSS] and target.num_tokens == target.limit == 6
 
 
-def test_the_turn_of_an_answer_says_how_much_of_it_counts(tmp_path: Path) -> None:
+def test_the_turn_of_an_answer_says_how_much_of_it_counts(tmp_path):
     pair = {"chosen": say("hello there", "it is four"), "rejected": say("hello there", "welcome")}
     assert uses(Rows(tmp_path, [pair], True).view(0)) == ["context", "4 tokens count"]

@@ -1,9 +1,5 @@
 """The first step's view: every row once, and the padding of the tensors that the ranks really get."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from datasets import Dataset
 
@@ -29,19 +25,19 @@ def make_rows(ids: list[list[int]], labels: list[list[int]], num_tokens: list[in
     return Dataset.from_dict({"row_id": list(range(100, 100 + len(ids))), **columns})
 
 
-def view(rows: Dataset, collator: Any, num_processes: int, **settings: Any) -> StepView:
+def view(rows: Dataset, collator, num_processes: int, **settings) -> StepView:
     columns = rows.with_format("numpy")
     train = TrainConfig(global_batch_size_rows=7, micro_batch_size_rows=2, max_steps=1)
     plan = BatchPlan(columns["num_tokens"][:], columns["num_label_tokens"][:], train, num_processes, **settings)
     kinds = {PairCollator: Preference, SourcePairCollator: Seq2SeqPreference, CausalCollator: Causal}
-    objective: Any = kinds.get(type(collator), Seq2Seq)()
+    objective = kinds.get(type(collator), Seq2Seq)()
     return view_step(objective, plan, rows, collator, 1)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("pack_length", [None, 12])
 @pytest.mark.parametrize("one_row", [False, True])
-def test_every_row_is_in_one_pack(num_processes: int, pack_length: int | None, one_row: bool) -> None:
+def test_every_row_is_in_one_pack(num_processes, pack_length, one_row):
     step = view(causal_rows(), CausalCollator(0, one_row=one_row), num_processes, pack_length_tokens=pack_length)
     shown = [row for pack in step.packs for row in pack.row_ids]
     assert sorted(shown) == list(range(100, 107)) and sorted(step.plan.step(1).rows) == list(range(7))
@@ -62,7 +58,7 @@ def test_every_row_is_in_one_pack(num_processes: int, pack_length: int | None, o
     assert all(pack is step.find_pack(row) for pack in step.packs for row in pack.row_ids) and step.find_pack(9) is None
 
 
-def test_a_rank_without_rows_is_padding() -> None:
+def test_a_rank_without_rows_is_padding():
     step = view(causal_rows(), CausalCollator(0), 3)
     # Two micro-batches of two rows on three ranks: seven rows leave two ranks without one in the second.
     assert step.num_micro_batches == 2 and len(step.packs) == 7
@@ -71,7 +67,7 @@ def test_a_rank_without_rows_is_padding() -> None:
     assert sum(step.positions.values()) == drawn + 2 * filler
 
 
-def test_an_encoder_decoder_pads_sources_and_targets() -> None:
+def test_an_encoder_decoder_pads_sources_and_targets():
     num_labels = list(range(1, 8))
     num_tokens = [n + more for n, more in zip(LENGTHS, num_labels, strict=True)]
     rows = make_rows([[5] * n for n in LENGTHS], [[6] * n for n in num_labels], num_tokens, num_labels)
@@ -90,7 +86,7 @@ def test_an_encoder_decoder_pads_sources_and_targets() -> None:
 
 
 @pytest.mark.parametrize("of_source", [False, True])
-def test_documents_of_a_pair_are_padded_each_by_itself_unless_they_are_packed(of_source: bool) -> None:
+def test_documents_of_a_pair_are_padded_each_by_itself_unless_they_are_packed(of_source):
     answers = [(n, other) for n, other in zip(LENGTHS, LENGTHS[::-1], strict=True)]
     labels = [[6] * n + [6] * other if of_source else [-100, *[6] * (n - 1), -100, *[6] * (other - 1)] for n, other in answers]
     ids = [[5] * (4 if of_source else n + other) for n, other in answers]
@@ -98,7 +94,7 @@ def test_documents_of_a_pair_are_padded_each_by_itself_unless_they_are_packed(of
     rows = rows.add_column("num_chosen_tokens", LENGTHS)
     collator = SourcePairCollator(0, 0) if of_source else PairCollator(0)
     step = view(rows, collator, 1)
-    of_step: dict[int, list[Any]] = {}
+    of_step = {}
     for pack in step.packs:
         of_step.setdefault(pack.micro_batch, []).append(pack)
     for packs in of_step.values():

@@ -1,9 +1,5 @@
 """The summary of all rows: lengths, duplicates over both splits, special tokens."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -26,7 +22,7 @@ def load_rows(config):
 """
 
 
-def test_the_summary_of_rows(tmp_path: Path) -> None:
+def test_the_summary_of_rows(tmp_path):
     (tmp_path / "rows.py").write_text(SOURCE)
     build_chat_tokenizer().save_pretrained(tmp_path / "model")
     config = LLMDataConfig(source=f"{tmp_path}/rows.py:load_rows", cache_dir=str(tmp_path / "cache"), max_length_tokens=16)
@@ -55,7 +51,7 @@ def test_the_summary_of_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("largest", [1, 2, 15, 16, 17, 999, 1024, 10**6])
-def test_any_lengths_fit_few_bins_which_hold_every_row(largest: int) -> None:
+def test_any_lengths_fit_few_bins_which_hold_every_row(largest):
     lengths = np.random.default_rng(0).integers(0, largest, size=50, endpoint=True)
     bins = _spread("row", lengths, None)["bins"]
     assert all(count == ((lengths >= low) & (lengths <= high)).sum() for low, high, count in bins)

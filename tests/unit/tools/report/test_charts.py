@@ -1,10 +1,6 @@
 """Each curve, in the page and in the picture of a run, has the figure and the steps that it is named after."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ from toolkit.tools.report.page import draw_curves, render_page
 STEPS, EVALUATED = [1, 2, 3, 4, 5, 6], [2, 4, 6]
 
 
-def test_curves_and_marks_are_those_of_their_names(tmp_path: Path) -> None:
+def test_curves_and_marks_are_those_of_their_names(tmp_path):
     charts = list_charts(read_runs([save_distinct_run(tmp_path / "run")]))
     found = {chart.title: {curve.label: (curve.steps, curve.values) for curve in chart.curves} for chart in charts}
     trained = [(STEPS, [tens + step for step in STEPS]) for tens in (10, 20, 30, 40, 50, 60)]
@@ -35,12 +31,12 @@ def test_curves_and_marks_are_those_of_their_names(tmp_path: Path) -> None:
     assert "evaluation: from 3 at step 2 to 2.75 at step 6, lowest 2.5, highest 3." in charts[0].description
 
 
-WRONG: list[dict[str, Any]] = [{"measured_on": of} for of in ("x", 5, {"sets": ["news"]}, {"sets": "news"})]
+WRONG = [{"measured_on": of} for of in ("x", 5, {"sets": ["news"]}, {"sets": "news"})]
 WRONG += [{"step": step} for step in (10**400, -1, True, "3", 1.5, None, [1], 2**60)]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:30])
-def test_a_line_that_does_not_say_what_it_is_of_is_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_line_that_does_not_say_what_it_is_of_is_left_out(tmp_path, wrong):
     kinds = ["train", "eval", "checkpoint", "baseline", ["train"]] if "step" in wrong else ["eval"]
     lines = [evaluation(0, loss=2.0), train(1, grad_norm=0.0), train(2)]
     lines += [{**evaluation(1, loss=1.0), "kind": kind, **wrong} for kind in kinds]
@@ -51,7 +47,7 @@ def test_a_line_that_does_not_say_what_it_is_of_is_left_out(tmp_path: Path, wron
     assert not chart.is_log and "log" not in chart.unit, "it has a zero"
 
 
-def test_sets_share_the_charts_of_their_run_and_have_none_beside_other_runs(tmp_path: Path) -> None:
+def test_sets_share_the_charts_of_their_run_and_have_none_beside_other_runs(tmp_path):
     of_sets = {"news/loss": 3.0, "mail/loss": 1.0, "measured_on": {"rows": "0", "sets": {"news": "1", "mail": "2"}}}
     folders = [save_run(tmp_path / name, evaluation(0, loss=2.0, **of_sets)) for name in ("a", "b")]
     for shown, labels in ((folders[:1], ["evaluation", "news", "mail"]), (folders, ["a: evaluation", "b: evaluation"])):
@@ -59,7 +55,7 @@ def test_sets_share_the_charts_of_their_run_and_have_none_beside_other_runs(tmp_
         assert [curve.label for curve in chart.curves] == labels
 
 
-def test_means_of_a_long_curve() -> None:
+def test_means_of_a_long_curve():
     curve = Curve("", "", list(range(10, 130)), [float(step % 2) for step in range(10, 130)])
     assert table_rows(curve)[:2] == [("10 to 11", "0 to 1, mean 0.5"), ("12 to 13", "0 to 1, mean 0.5")]
     steps, averaged = means(Curve("", "", curve.steps, [3.0] * 120))
@@ -67,7 +63,7 @@ def test_means_of_a_long_curve() -> None:
     assert steps[0] == 10 and steps[-1] == 129 and averaged == pytest.approx([3.0] * len(steps))
 
 
-def test_figures_of_other_rows_share_no_axis(tmp_path: Path) -> None:
+def test_figures_of_other_rows_share_no_axis(tmp_path):
     """Losses depend on the rows alone, texts also on how they are generated."""
     measured = {"a": {"rows": "1", "num_beams": 1}, "b": {"rows": "1", "num_beams": 4}, "c": {"rows": "2", "num_beams": 1}}
     folders = [
@@ -89,7 +85,7 @@ def test_figures_of_other_rows_share_no_axis(tmp_path: Path) -> None:
     assert describe_unlike([runs[0], runs[3]]) == describe_unlike(runs[3:]) == ""
 
 
-def test_losses_of_pairs_with_other_settings_share_no_axis_and_their_texts_do(tmp_path: Path) -> None:
+def test_losses_of_pairs_with_other_settings_share_no_axis_and_their_texts_do(tmp_path):
     of_runs = {name: {"rows": "1", "num_beams": 1, "loss": {"loss": name}} for name in ("sigmoid", "simpo")}
     figures = {"loss": 2.0, "rewards/margins": 1.0, "rougeL": 9.0}
     runs = read_runs(
@@ -103,15 +99,15 @@ def test_losses_of_pairs_with_other_settings_share_no_axis_and_their_texts_do(tm
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def drawn(monkeypatch) -> list:
     """The axes that are drawn, in order."""
-    axes: list[Any] = []
+    axes = []
     draw = page.draw_chart
     monkeypatch.setattr(page, "draw_chart", lambda ax, chart: (axes.append(ax), draw(ax, chart)))
     return axes
 
 
-def test_the_picture_has_the_charts_of_the_report(tmp_path: Path, drawn: list[Any]) -> None:
+def test_the_picture_has_the_charts_of_the_report(tmp_path, drawn):
     """Each curve with its own values, and each mark at its steps."""
     [facts] = read_runs([save_distinct_run(tmp_path / "run")])
     draw_curves(facts.lines, facts.folder / "curves.png")
@@ -131,7 +127,7 @@ def test_the_picture_has_the_charts_of_the_report(tmp_path: Path, drawn: list[An
 
 
 @pytest.mark.parametrize("name", ["costs $5 or $^$", "$\\frac{$", "\ud800\n\x1b[2J"])
-def test_names_may_have_any_text(tmp_path: Path, name: str, drawn: list[Any]) -> None:
+def test_names_may_have_any_text(tmp_path, name, drawn):
     baseline = {"kind": "baseline", "step": 1, "name": name, "rougeL": 2.0, "measured_on": {"rows": "a"}}
     folder = tmp_path / "$\\run{$"
     folder.mkdir()
@@ -139,7 +135,7 @@ def test_names_may_have_any_text(tmp_path: Path, name: str, drawn: list[Any]) ->
     assert (folder / "curves.png").stat().st_size > 1000 and len(drawn) == 2
 
 
-def test_only_charts_with_data_and_without_what_was_not_finite_or_is_no_step(tmp_path: Path, drawn: list[Any]) -> None:
+def test_only_charts_with_data_and_without_what_was_not_finite_or_is_no_step(tmp_path, drawn):
     points = [(1, 2.0), (2, None), ("3", 2.0), (4, 0.0), (5, 10**400), (6, math.nan), (7, "2.0"), (8, True), (9, [2.0])]
     lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in points]
     draw_curves(lines, tmp_path / "curves.png")
@@ -149,9 +145,7 @@ def test_only_charts_with_data_and_without_what_was_not_finite_or_is_no_step(tmp
     assert not (tmp_path / "none.png").exists()
 
 
-def test_without_matplotlib_there_is_no_picture_and_a_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_matplotlib_there_is_no_picture_and_a_line_says_so(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "toolkit")
     monkeypatch.setattr(page, "find_spec", lambda _: None)
     draw_curves([train(1)], tmp_path / "curves.png")

@@ -1,13 +1,9 @@
 """`report.html`, read back as a browser would parse it; its texts stand beside their own row's source, reference and scores."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -35,7 +31,7 @@ def write(tmp_path: Path, *folders: Path) -> Page:
     return Page(tmp_path / "page.html")
 
 
-def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
+def test_a_run_is_shown_whole_and_without_a_request(tmp_path):
     page = write(tmp_path, save_whole_run(tmp_path / "run"))
 
     # All sections, with a table and a name for each chart.
@@ -68,7 +64,7 @@ def test_a_run_is_shown_whole_and_without_a_request(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import", "".join(page.texts["style"]))
 
 
-def test_names_and_settings_stay_text(tmp_path: Path) -> None:
+def test_names_and_settings_stay_text(tmp_path):
     lines = [evaluation(0, loss=3.0), {**evaluation(1, loss=2.0), "<b>own</b>": 1.0}]
     run = save_run(tmp_path / "<script>alert(2)<", *lines)
     (run / "config.yaml").write_text(json.dumps({"data": {"files": HOSTILE}}))
@@ -81,7 +77,7 @@ def test_names_and_settings_stay_text(tmp_path: Path) -> None:
     assert len(page.scripts) == 4 and not any(tag in ("img", "b") or "onload" in attributes for tag, attributes in page.tags)
 
 
-def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
+def test_several_runs_with_the_keys_that_differ(tmp_path):
     lines = [evaluation(0, loss=3.0), train(1), evaluation(1, loss=2.0, rougeL=9.0)]
     one = save_run(tmp_path / "one", *lines, lr=0.1, predictions={1: ["a", "b"]})
     two = save_run(tmp_path / "two", *lines, lr=0.2, predictions={1: ["c"]})
@@ -100,7 +96,7 @@ def test_several_runs_with_the_keys_that_differ(tmp_path: Path) -> None:
     assert page.texts["h1"] == [f"{one} · {other}"] and {"2.00", "4.50"} <= set(page.texts["td"])
 
 
-def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Path) -> None:
+def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path):
     long = long_texts()
     page = write(tmp_path, save_long_run(tmp_path / "run"))
     assert (tmp_path / "page.html").stat().st_size <= 5_000_000
@@ -112,7 +108,7 @@ def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path: Pat
     assert all(row["texts"][1] == f"{text[:most]}…" for row, text in zip(predictions["rows"], long, strict=True))
 
 
-def test_thinning_keeps_the_extremes() -> None:
+def test_thinning_keeps_the_extremes():
     values = [float(i % 10) for i in range(5000)]
     values[1234], values[4321] = 99.0, -99.0
     steps, kept = thinned(range(5000), values)
@@ -121,7 +117,7 @@ def test_thinning_keeps_the_extremes() -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "memory.json", "record.json"])
-def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path, name: str) -> None:
+def test_what_is_missing_or_broken_is_a_sentence(tmp_path, name):
     run = save_run(tmp_path / "run", train(1), {"kind": "train", "step": 2, "loss": None, "loss_is": "nan"})
     (run / "memory.json").unlink(missing_ok=True)
     (run / name).unlink(missing_ok=True)
@@ -140,9 +136,7 @@ def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path, name: str) -> N
     ],
     ids=["units", "processes", "memory"],
 )
-def test_a_file_that_lacks_something_costs_one_section_of_its_run(
-    tmp_path: Path, file: str, change: Callable[[dict[str, Any]], Any]
-) -> None:
+def test_a_file_that_lacks_something_costs_one_section_of_its_run(tmp_path, file, change):
     run, other = save_whole_run(tmp_path / "run"), save_whole_run(tmp_path / "other")
     content = json.loads((run / file).read_text())
     change(content)
@@ -153,7 +147,7 @@ def test_a_file_that_lacks_something_costs_one_section_of_its_run(
     assert both.words.count(sentence) == 1 and both.texts["h2"] == SECTIONS
 
 
-def test_a_run_that_is_still_training_is_shown(tmp_path: Path) -> None:
+def test_a_run_that_is_still_training_is_shown(tmp_path):
     run = save_run(tmp_path / "run", evaluation(0, loss=3.0), train(1), train(2))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
@@ -164,9 +158,7 @@ def test_a_run_that_is_still_training_is_shown(tmp_path: Path) -> None:
     assert "not valid: has no manifest.json: it was never finished" in page.texts["td"]
 
 
-def test_a_page_that_fails_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_page_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     run = save_run(tmp_path / "run", train(1))
     save_run_page(run)
     before = (run / "report.html").read_bytes()
@@ -194,14 +186,13 @@ def save_texts(folder: Path, first_reference: str, sources: dict[str, str], **te
     return run
 
 
-def collected(*runs: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
+def collected(*runs: Path) -> tuple[list[str], list[tuple]]:
     found = collect_predictions(read_runs(runs))
-    assert found is not None
     names = ("id", "reference", "source", "texts", "scores")
     return found["columns"], [tuple(row[name] for name in names) for row in found["rows"]]
 
 
-def test_first_and_last_texts_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_and_last_texts_of_the_same_rows(tmp_path, monkeypatch):
     one = save_texts(tmp_path / "one", "ref", {"7": "source 7", "8": "source 8"}, first=["a", "b"], last=["c", "d"])
     assert collected(one) == (
         ["after step 2", "after step 6"],
@@ -214,7 +205,7 @@ def test_first_and_last_texts_of_the_same_rows(tmp_path: Path, monkeypatch: pyte
     assert [row[0] for row in collected(one)[1]] == ["7"]
 
 
-def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> None:
+def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path):
     """Runs on other data number other rows: an id says nothing about another run's row."""
     one = save_texts(tmp_path / "one", "ref", {"7": "source 7"}, first=["a", "b"], last=["c", "d"])
     two = save_texts(tmp_path / "two", "other", {"7": "their 7", "8": "source 8"}, first=["e", "f"], last=["g", "h"])
@@ -228,17 +219,17 @@ def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path: Path) -> N
     )
 
 
-def test_a_text_that_is_cut_is_counted(tmp_path: Path) -> None:
+def test_a_text_that_is_cut_is_counted(tmp_path):
     sources = {"7": "s" * facts.LONGEST_TEXT, "8": "s" * (facts.LONGEST_TEXT + 1)}
     run = save_texts(tmp_path / "run", "ref", sources, first=["a", "b"], last=["c", "d" * (facts.LONGEST_TEXT + 1)])
     found = collect_predictions(read_runs([run]))
-    assert found is not None and found["num_cut"] == 1 and len(found["rows"][1]["texts"][1]) == facts.LONGEST_TEXT
+    assert found["num_cut"] == 1 and len(found["rows"][1]["texts"][1]) == facts.LONGEST_TEXT
     whole, cut = (row["source"] for row in found["rows"])
     assert whole == sources["7"] and cut == f"{'s' * (facts.LONGEST_TEXT - 1)}…" and found["rows"][1]["texts"][1].endswith("d…")
 
 
-def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
-    def unit(class_name: str, name: str, num_trainable: int, num_bytes: int) -> Any:
+def test_equal_units_share_a_line_with_the_bytes_of_all():
+    def unit(class_name: str, name: str, num_trainable: int, num_bytes: int):
         facts = {"num_parameters": 10, "num_trainable": num_trainable, "dtypes": ("float32",), "local_bytes": lambda: num_bytes}
         facts |= {"cut": lambda: ""}
         return SimpleNamespace(class_name=class_name, name=name, **facts)
@@ -252,9 +243,9 @@ def test_equal_units_share_a_line_with_the_bytes_of_all() -> None:
     ]
 
 
-def test_sources_are_kept_of_the_rows_with_a_prompt_and_predictions_at_even_distances() -> None:
+def test_sources_are_kept_of_the_rows_with_a_prompt_and_predictions_at_even_distances():
     columns = {"row_id": [5, 6, 7, 8], "prompt_length": [0, 3, 0, 5], "lead_text": ["a", "b", "c", "d"]}
-    tokenizer: Any = None
+    tokenizer = None
     assert _sources(EvaluationRows(Dataset.from_dict(columns), tokenizer, CausalCollator(0), Causal())) == {"6": "b", "8": "d"}
     assert even_places(3, MOST_PREDICTIONS) == [0, 1, 2]
     places = even_places(5 * MOST_PREDICTIONS // 2, MOST_PREDICTIONS)

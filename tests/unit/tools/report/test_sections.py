@@ -1,11 +1,8 @@
 """Tables, bars and sentences of a page have the figures that they name."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from toolkit.tools.report.sections import Section, describe_checkpoints, describ
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFacts:
+def run(tmp_path) -> RunFacts:
     return read_runs([save_distinct_run(tmp_path / "run")])[0]
 
 
@@ -27,7 +24,7 @@ def cells(page: str) -> list[str]:
     return re.findall("<td.*?>(.*?)</td>", page)
 
 
-def test_the_best_is_the_first_evaluation_with_the_last_checkpoints_best_value(run: RunFacts) -> None:
+def test_the_best_is_the_first_evaluation_with_the_last_checkpoints_best_value(run):
     assert run.best_evaluation() == ("rougeL", 30.0, 4)
     run.checkpoints[1] = replace(run.checkpoints[1], num_bytes=3 * 2**20)
     assert cells(shown(describe_checkpoints, run)) == [
@@ -37,7 +34,7 @@ def test_the_best_is_the_first_evaluation_with_the_last_checkpoints_best_value(r
     ]
 
 
-def test_where_a_run_stands(run: RunFacts) -> None:
+def test_where_a_run_stands(run):
     page = shown(describe_summary, run)
     assert (
         "6 steps of 8 on 2 processes; the best rougeL is 30, after step 4, whose checkpoint is kept; 1 evaluation is not shown: "
@@ -50,7 +47,7 @@ def test_where_a_run_stands(run: RunFacts) -> None:
     ]
 
 
-def test_the_summary_has_tokens_duration_and_date_and_what_is_wrong_with_the_texts(run: RunFacts, tmp_path: Path) -> None:
+def test_the_summary_has_tokens_duration_and_date_and_what_is_wrong_with_the_texts(run, tmp_path):
     assert "training steps" not in shown(describe_summary, run), "its lines have no tokens, as those of older runs"
     for step, line in enumerate([line for line in run.lines if line["kind"] == "train"], start=1):
         line |= {"num_tokens": 1000 * step, "num_rows": 10, "step_time_s": 60.5}
@@ -68,7 +65,7 @@ def test_the_summary_has_tokens_duration_and_date_and_what_is_wrong_with_the_tex
     assert "num" not in "".join(re.findall("<th.*?>(.*?)</th>", page)), "a count has no column"
 
 
-def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run: RunFacts) -> None:
+def test_the_best_checkpoint_is_offered_for_export_or_the_last_one_kept(run):
     assert f"export {run.folder} --checkpoint 4" in shown(describe_commands, run)
     shutil.rmtree(run.folder / "checkpoints" / "step-00000004")
     [run] = read_runs([run.folder])

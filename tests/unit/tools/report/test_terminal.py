@@ -1,10 +1,7 @@
 """The end of a run in the terminal; several runs: their evaluations in one table, and their memory beside its plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -47,7 +44,7 @@ def printed(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[str, list[
     return before, [line.split() for table in tables for line in table.splitlines()], memory
 
 
-def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path, capsys):
     base = save_run(
         tmp_path / "base", evaluation(0, loss=9.0), {"kind": "train", "step": 1}, evaluation(5, loss=8.0), evaluation(9, loss=7.0)
     )
@@ -64,9 +61,7 @@ def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("prediction", [{"reference": "Return the oar."}, "Return the oar.", {"prediction": 3, "reference": ""}])
-def test_predictions_that_no_run_writes_are_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], prediction: Any
-) -> None:
+def test_predictions_that_no_run_writes_are_one_sentence(tmp_path, capsys, prediction):
     run, other = (save_run(tmp_path / name, evaluation(0, loss=1.0)) for name in ("run", "other"))
     (run / "predictions-0.jsonl").write_text(json.dumps(prediction) + "\n")
     said, table, _ = printed(capsys, run, other)
@@ -74,9 +69,7 @@ def test_predictions_that_no_run_writes_are_one_sentence(
     assert table[-1] == ["other,", "before", "training", "1.00"]
 
 
-def test_a_name_that_would_turn_the_line_around_is_escaped_and_keeps_the_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_would_turn_the_line_around_is_escaped_and_keeps_the_columns(tmp_path, capsys, monkeypatch):
     runs = [str(save_run(tmp_path / name, evaluation(0, loss=9.0))) for name in ("a\u202eb", "other\nline")]
     for arguments in (["--text", *runs], runs[:1]):
         monkeypatch.setattr("sys.argv", ["toolkit", "report", *arguments])
@@ -88,7 +81,7 @@ def test_a_name_that_would_turn_the_line_around_is_escaped_and_keeps_the_columns
     assert [row.partition(",")[0] for row in rows] == ["a\\u202eb", "other\\nline"]
 
 
-def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path, capsys):
     measured = {"one": "a", "two": "b\nrows", "three": "a"}
     runs = (save_run(tmp_path / name, evaluation(0, loss=2.0, measured_on={"rows": of})) for name, of in measured.items())
     before, table, _ = printed(capsys, *runs)
@@ -96,7 +89,7 @@ def test_runs_of_other_rows_have_a_table_of_their_own(tmp_path: Path, capsys: py
     assert before.splitlines()[-1].startswith("The figures of one, three and of two were measured on other rows")
 
 
-def test_a_folder_that_is_no_runs_is_refused_and_a_young_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_runs_is_refused_and_a_young_run_is_shown(tmp_path, capsys):
     assert "nothing is not a run folder" in refusal(show_runs, [tmp_path / "nothing"])
     before, table, memory = printed(capsys, save_run(tmp_path / "young", {"kind": "train", "step": 1}))
     assert before.splitlines() == ["1 steps.", "There is no evaluation."] and not table
@@ -107,7 +100,7 @@ def test_a_folder_that_is_no_runs_is_refused_and_a_young_run_is_shown(tmp_path: 
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_folder(tmp_path, monkeypatch) -> Path:
     """A run of one process that has saved what it took."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
@@ -120,12 +113,12 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def change(folder: Path, **figures: Any) -> None:
+def change(folder: Path, **figures) -> None:
     found = json.loads((folder / "memory.json").read_text())
     (folder / "memory.json").write_text(json.dumps(found | figures))
 
 
-def test_the_plan_of_a_run_stands_beside_its_memory(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_a_run_stands_beside_its_memory(run_folder, capsys):
     found = json.loads((run_folder / "memory.json").read_text())
     assert found["row_tokens"] == {"row": 96} and found["micro_batch_size_rows"] == 4 and found["device"] == "cpu"
     change(run_folder, num_processes=2, peak_gib=[1.5, 1.25])
@@ -148,7 +141,7 @@ def test_the_plan_of_a_run_stands_beside_its_memory(run_folder: Path, capsys: py
     ]
 
 
-def test_a_run_is_planned_for_its_own_gpu_and_launch(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_planned_for_its_own_gpu_and_launch(run_folder, monkeypatch):
     planned = MagicMock(return_value=MagicMock(total=2**30))
     monkeypatch.setattr(plan, "build_plan", planned)
     for gpu_gib in (23.6, None):
@@ -167,7 +160,7 @@ def test_a_run_is_planned_for_its_own_gpu_and_launch(run_folder: Path, monkeypat
         assert planned.call_count == 1, name
 
 
-def test_why_there_is_no_plan_is_reported(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_there_is_no_plan_is_reported(run_folder, capsys):
     change(run_folder, device="cuda")
     (run_folder / "model" / "config.json").unlink()
     assert "There is no memory plan: model.name_or_path" in printed(capsys, run_folder)[2]
@@ -181,9 +174,7 @@ def test_why_there_is_no_plan_is_reported(run_folder: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("content", [None, "", '{"reference": "a", "predi', {"reference": "b\x07", "prediction": "c\x07\nd"}])
-def test_samples_are_printed_without_control_characters_or_are_gone_or_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture, content: Any
-) -> None:
+def test_samples_are_printed_without_control_characters_or_are_gone_or_changed(tmp_path, capsys, content):
     from datasets import Dataset
 
     path = tmp_path / "predictions-1.jsonl"

@@ -1,15 +1,12 @@
 """What `verify` makes of what runs have left, on records written by hand; what it refuses before any run; and which kernels its
 runs take on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -34,7 +31,7 @@ FSDP = {"distributed_type": "FSDP", "num_processes": 2}
 WEIGHTS = {"a": np.arange(1.0, 5.0), "b": np.array([1e-9])}
 
 
-def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: Any) -> WatchedRun:
+def watched(folder: Path, name: str, mapping: dict = FSDP, **about) -> WatchedRun:
     """A run of four steps with losses 4, 3, 2, 1 that has left everything."""
     run = WatchedRun(name=name, title=name, mapping=mapping, flags={}, from_step=2, output=folder)
     run.folder.mkdir(parents=True)
@@ -64,24 +61,24 @@ def watched(folder: Path, name: str, mapping: dict[str, Any] = FSDP, **about: An
     return run
 
 
-def write_lines(run: WatchedRun, lines: list[dict[str, Any]]) -> None:
+def write_lines(run: WatchedRun, lines: list[dict]) -> None:
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def change_line(run: WatchedRun, step: int, **figures: Any) -> None:
+def change_line(run: WatchedRun, step: int, **figures) -> None:
     lines = load_json_lines(run.folder / "metrics.jsonl")
     write_lines(run, [line | figures if line["kind"] == "train" and line["step"] == step else line for line in lines])
 
 
 @pytest.mark.parametrize(("loss", "passed"), [(3.0 + 2e-5, True), (3.0 + 4e-5, False), (float("nan"), False), (None, False)])
-def test_a_loss_may_differ_by_the_tolerance(tmp_path: Path, loss: float | None, passed: bool) -> None:
+def test_a_loss_may_differ_by_the_tolerance(tmp_path, loss, passed):
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     change_line(two, 2, loss=loss)
     proof = checks.compare_figures(one, two, "loss", "router_aux_loss", tolerance=1e-5)
     assert (proof.passed, proof.detail) == (passed, "" if passed else "largest in loss of step 2")
 
 
-def test_figures_that_are_finite_on_no_side_prove_nothing(tmp_path: Path) -> None:
+def test_figures_that_are_finite_on_no_side_prove_nothing(tmp_path):
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     for run in (one, two):
         change_line(run, 4, loss=None, loss_is="nan", grad_norm=None, grad_norm_is="nan")
@@ -92,7 +89,7 @@ def test_figures_that_are_finite_on_no_side_prove_nothing(tmp_path: Path) -> Non
         assert not proof.passed and "step 4" in proof.detail
 
 
-def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path: Path) -> None:
+def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path):
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     save_file(WEIGHTS | {"b": np.array([-3e-9])}, two.records / "gradients.safetensors")
     assert checks.compare_gradients(one, two, 1e-5).passed
@@ -101,7 +98,7 @@ def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path: Pat
     assert not proof.passed and proof.detail == "largest in b"
 
 
-def test_a_relu_may_open_in_one_run_only(tmp_path: Path) -> None:
+def test_a_relu_may_open_in_one_run_only(tmp_path):
     one, two = watched(tmp_path, "one", has_relu=True), watched(tmp_path, "two", has_relu=True)
     change_line(two, 2, grad_norm=1.0 + 3.5e-5)
     proof = checks.compare_gradients(one, two, 1e-5)
@@ -110,17 +107,17 @@ def test_a_relu_may_open_in_one_run_only(tmp_path: Path) -> None:
     assert checks.compare_gradients(one, two, 1e-5).detail == "largest in grad_norm of step 2"
 
 
-def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path: Path) -> None:
+def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path):
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
     assert checks.compare_late_gradients(one, two) is None
     for run in (one, two):
         save_file(WEIGHTS | {"b": np.zeros(1)}, run.records / "gradients.safetensors")
         save_file({"b": np.ones(1)}, run.records / "late_gradients.safetensors")
     proof = checks.compare_late_gradients(one, two)
-    assert proof is not None and (proof.passed, proof.difference) == (True, 0.0)
+    assert (proof.passed, proof.difference) == (True, 0.0)
     save_file({"b": np.full(1, 1.02)}, two.records / "late_gradients.safetensors")
     proof = checks.compare_late_gradients(one, two)
-    assert proof is not None and (proof.passed, proof.detail) == (False, "largest in b")
+    assert (proof.passed, proof.detail) == (False, "largest in b")
     (two.records / "late_gradients.safetensors").unlink()
     with pytest.raises(NotReached):
         checks.compare_late_gradients(one, two)
@@ -134,22 +131,22 @@ def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path:
         ({"parameter_bytes": 32, "moment_bytes": 96}, "a rank holds 100% of the moments"),
     ],
 )
-def test_a_rank_holds_its_shard_only(tmp_path: Path, held: dict[str, int], detail: str) -> None:
+def test_a_rank_holds_its_shard_only(tmp_path, held, detail):
     run = watched(tmp_path, "run", ranks=[{"parameter_bytes": 16, "moment_bytes": held["moment_bytes"]}, held])
     proof = checks.check_shards(run, "adamw")
     assert (proof.passed, proof.detail) == (not detail, detail)
 
 
-def test_what_did_not_move_or_changed_is_named(tmp_path: Path) -> None:
+def test_what_did_not_move_or_changed_is_named(tmp_path):
     run = watched(tmp_path, "run")
     assert checks.check_moved(run).detail == "model.a has not moved, and 1 more"
     trained = json.loads((run.records / "trained.json").read_text())
     (run.records / "trained.json").write_text(json.dumps(trained | {"frozen": {"d": "1"}}))
     frozen = checks.check_frozen(run, True)
-    assert frozen is not None and frozen.detail == "d has changed"
+    assert frozen.detail == "d has changed"
 
 
-def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
+def test_a_resume_is_exact_to_the_last_bit(tmp_path):
     whole, resumed = (watched(tmp_path, name) for name in ("whole", "resumed"))
     assert checks.compare_resumed(whole, resumed).detail == "steps [1, 2, 3, 4] were logged"
     lines = load_json_lines(whole.folder / "metrics.jsonl")
@@ -169,7 +166,7 @@ def test_a_resume_is_exact_to_the_last_bit(tmp_path: Path) -> None:
     assert "dropout changes nothing" in checks.compare_resumed(whole, resumed).compared
 
 
-def test_a_run_that_ended_early_fails_and_its_checks_are_not_reached(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_fails_and_its_checks_are_not_reached(tmp_path):
     names = ("reference", "ddp", "preset-0", "resharded", "dropout", "resumed", "resumed-again")
     runs = {name: watched(tmp_path, name) for name in names}
     runs["preset-0"] = replace(runs["preset-0"], failure="disk full")
@@ -192,8 +189,8 @@ def test_a_run_that_ended_early_fails_and_its_checks_are_not_reached(tmp_path: P
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, None), (False, 1)])
-def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, passed: bool, code: int | None) -> None:
-    called: list[Any] = []
+def test_command_exits_1_where_a_check_fails(monkeypatch, passed, code):
+    called = []
     monkeypatch.setattr("toolkit.tools.verify.verify.verify", lambda *args, **settings: called.append((args, settings)) or passed)
     monkeypatch.setattr("sys.argv", ["toolkit", "verify", "--model", "m", "--presets", "a,b", "--adapter.method", "lora"])
     with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end:
@@ -220,21 +217,19 @@ def test_command_exits_1_where_a_check_fails(monkeypatch: pytest.MonkeyPatch, pa
         ({"output": "taken/thesis.tex/below"}, [], "cannot be written .Not a directory"),
     ],
 )
-def test_mistakes_are_reported_before_any_run(
-    tmp_path: Path, settings: dict[str, Any], arguments: list[str], sentence: str
-) -> None:
+def test_mistakes_are_reported_before_any_run(tmp_path, settings, arguments, sentence):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     settings = {"num_processes": 2, **settings, "output": tmp_path / settings.get("output", "output")}
 
-    def launch(*_: Any) -> int:
+    def launch(*_) -> int:
         raise AssertionError("it was launched")
 
     with pytest.raises(UserError, match=sentence):
         verify(arguments, use_cpu=True, launch=launch, **settings)
 
 
-def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None:
+def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path):
     box = build_box([], presets=["fsdp2_cpu"], num_processes=2, use_cpu=True, output=tmp_path)
     kept: list[list[str]] = []
 
@@ -247,20 +242,18 @@ def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path: Path) -> None
     assert kept == [[], [], [], ["preset-0"], [], ["dropout"], ["dropout", "resumed"], ["dropout"]]
 
 
-def test_only_an_optimizer_whose_step_does_not_shrink_with_the_gradient_has_a_largest_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_an_optimizer_whose_step_does_not_shrink_with_the_gradient_has_a_largest_rate(tmp_path, monkeypatch):
     def rate(name: str) -> float:
         box = build_box([f"--optim.name={name}", "--optim.lr=0.5"], num_processes=2, use_cpu=True, output=tmp_path)
         return plan_runs(box)["reference"].flags["optim.lr"]
 
     assert {rate(name) for name in OPTIMIZERS} == {1e-4}
     sgd = SimpleNamespace(DEFAULTS={}, write_out=lambda _, weight, gradient, state, step, lr, weight_decay: (-lr * gradient, {}))
-    monkeypatch.setitem(OPTIMIZERS, "lion", sgd)  # type: ignore[arg-type]
+    monkeypatch.setitem(OPTIMIZERS, "lion", sgd)
     assert rate("lion") == 0.5
 
 
-def test_a_model_that_no_process_holds_is_run_sharded_only(tmp_path: Path) -> None:
+def test_a_model_that_no_process_holds_is_run_sharded_only(tmp_path):
     presets = ["fsdp2_cpu", "fsdp1_full_shard"]
     plans = plan_runs(build_box([], presets=presets, num_processes=3, use_cpu=True, sharded=True, output=tmp_path))
     few = {"reference": 2, "resharded": 2}
@@ -268,7 +261,7 @@ def test_a_model_that_no_process_holds_is_run_sharded_only(tmp_path: Path) -> No
     assert set(plans) == {*few, "preset-0", "preset-1", "dropout", "resumed", "resumed-again"}
 
 
-def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) -> None:
+def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path):
     """Under both names of the key that accelerate takes; the run with dropout of the first preset is there already."""
     preset = (REPOSITORY / "accelerate_configs" / "fsdp2_activation_checkpointing.yaml").read_text()
     (tmp_path / "short.yaml").write_text(preset.replace("fsdp_activation_checkpointing", "activation_checkpointing"))
@@ -284,7 +277,7 @@ def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path: Path) ->
         assert other.mapping | {"fsdp_config": None} == one.mapping | {"fsdp_config": None}
 
 
-def test_where_the_config_recomputes_each_preset_is_run_once_more_without(tmp_path: Path) -> None:
+def test_where_the_config_recomputes_each_preset_is_run_once_more_without(tmp_path):
     flags = ["--train.activation_checkpointing=selective"]
     plans = plan_runs(build_box(flags, presets=["fsdp2_cpu", "ddp_cpu"], num_processes=2, use_cpu=True, output=tmp_path))
     assert list(plans)[-3:] == ["kept-0", "recomputed-1", "kept-1"]
@@ -294,9 +287,7 @@ def test_where_the_config_recomputes_each_preset_is_run_once_more_without(tmp_pa
 
 
 @pytest.mark.parametrize(("precision", "is_exact"), [("no", True), ("bf16", False)])
-def test_a_run_in_fp32_takes_attention_that_adds_in_a_fixed_order(
-    monkeypatch: pytest.MonkeyPatch, precision: str, is_exact: bool
-) -> None:
+def test_a_run_in_fp32_takes_attention_that_adds_in_a_fixed_order(monkeypatch, precision, is_exact):
     """`warn_only` leaves the memory-efficient kernel its split backward: two equal runs on a GPU differed in their last bits."""
     monkeypatch.setattr(os, "environ", {"ACCELERATE_MIXED_PRECISION": precision})
     switches = {name: getattr(torch.backends.cuda, f"enable_{name}_sdp") for name in ("flash", "mem_efficient", "cudnn", "math")}
@@ -309,7 +300,7 @@ def test_a_run_in_fp32_takes_attention_that_adds_in_a_fixed_order(
         assert (torch._fused_sdp_choice(query, query, query) == SDPBackend.MATH.value) == is_exact
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         if is_exact:
-            model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", is_encoder_decoder=True))
+            model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", is_encoder_decoder=True))
             said = describe_attention(model, torch.device("cuda"), torch.float32, packing=False)
             assert said == "sdpa, torch's math kernel"
     finally:
@@ -318,9 +309,7 @@ def test_a_run_in_fp32_takes_attention_that_adds_in_a_fixed_order(
             switch(True)
 
 
-def test_the_first_line_says_which_kernels_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_line_says_which_kernels_are_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr("toolkit.tools.verify.verify.launch_all", MagicMock(side_effect=InterruptedError))
     on_gpus = "8 processes on GPUs, fp32 (products in ieee precision, attention by torch's math kernel): 8 runs"
