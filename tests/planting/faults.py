@@ -23,7 +23,7 @@ LLAMA, LLAMA_ON_2, T5 = f"{ABSOLUTE}[llama-single]", f"{ABSOLUTE}[llama-fsdp2_cp
 LOSS = "loss of a step"
 PAIRS = "tests/unit/objectives/test_preference.py::test_a_loss_is_its_formula"
 LORA = "tests/unit/models/test_lora.py::test_alpha_and_dropout_are_those_of_the_config"
-ROUTERS = "tests/unit/training/test_router_loss.py::test_"
+ROUTERS = "tests/unit/training/test_user_functions.py::test_"
 SAME_MASKS = {"t5": ({"dropout"}, "the same elements are dropped")}
 NOT_ADAMW = {"t5": ({"update"}, "is not what AdamW makes of its gradient")}
 

@@ -1,6 +1,8 @@
-"""One encoder pass a batch; what figures are measured on; predictions that cannot be written."""
+"""One encoder pass a batch; what figures are measured on; predictions that cannot be written. Which held-out rows are
+evaluated and how they are cut into batches; sets of them, and their figures in tables."""
 
 import contextlib
+import hashlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +13,20 @@ import torch
 from tests.support import seq2seq_families
 from tests.support.eval_rows import eval_rows, rows_for
 from tests.support.model_folders import FAMILIES
+from tests.support.refusals import refusal
 from tests.support.tiny_models import one_process
 from toolkit.checkpoint.find import BestMetric
 from toolkit.config.schema import EvalConfig
+from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
 from toolkit.errors import UserError
 from toolkit.evaluation import generate, loop
 from toolkit.evaluation.generate import Score, gather_scores
+from toolkit.evaluation.rows import EvaluationRows, choose_rows, list_by_set, of_all_rows, plan_evaluation, split_metric
 from toolkit.files.json_lines import load_json_lines
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.parallel import wrap
-from toolkit.training.best_metric import build_best_metric
+from toolkit.training.best_metric import build_best_metric, check_metric, check_metric_on_rows
 
 ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target": f"text {i}"} for i in range(3)]
 
@@ -126,3 +131,121 @@ def test_figures_are_sums_over_rows_by_the_names_that_they_have(tmp_path, monkey
     with torch.no_grad():
         sums.add(model, [])
     assert not sums.sums.any()
+
+
+def make_rows(*counts: int) -> EvaluationRows:
+    """So many rows of each set, one after another, of different lengths; before them, 10 rows that are not evaluated."""
+    rows = [{"row_id": 10 + i, "num_tokens": 5 + i * 7 % 11, "num_label_tokens": 1 + i % 3} for i in range(sum(counts))]
+    return eval_rows(rows, inputs=((10, ""), *((count, name) for name, count in zip("abcd", counts, strict=False))))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "of_each"), [(3, [1, 1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (40, [18, 18, 4]), (64, [30, 30, 4])]
+)
+def test_every_set_gives_as_many_rows_as_any_other_while_it_has_them(num_rows, of_each):
+    chosen = choose_rows(make_rows(30, 50, 4), num_rows)
+    assert [len(rows.rows) for rows in chosen.sets.values()] == of_each
+    first_row = {"a": 10, "b": 40, "c": 90}
+    assert all(first_row[name] <= row_id for name, rows in chosen.sets.items() for row_id in rows.rows["row_id"][:])
+
+
+def test_more_rows_include_those_of_fewer_in_their_order_and_are_not_the_first():
+    held_out = make_rows(30, 50, 4)
+    chosen = [choose_rows(held_out, num_rows).rows["row_id"][:] for num_rows in range(1, 85)]
+    assert all(set(fewer) < set(more) for fewer, more in zip(chosen, chosen[1:], strict=False))
+    assert all(row_ids == sorted(row_ids) for row_ids in chosen)
+    row_ids = held_out.rows["row_id"][:]
+    assert choose_rows(held_out, None).rows["row_id"][:] == choose_rows(held_out, 999).rows["row_id"][:] == row_ids
+    hashes = {row_id: hashlib.blake2b(f"evaluation row/{row_id}".encode(), digest_size=8).hexdigest() for row_id in row_ids}
+    without_sets = choose_rows(replace(held_out, inputs=()), 5).rows["row_id"][:]
+    assert without_sets == sorted(sorted(row_ids, key=hashes.__getitem__)[:5])
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_batch_holds_rows_of_one_set_and_every_row_comes_once(world_size):
+    data = make_rows(7, 9, 0, 1)
+    batches = [plan_evaluation(data, 4, rank, world_size) for rank in range(world_size)]
+    assert len({len(of_rank) for of_rank in batches}) == 1
+    filled = [batch for of_rank in batches for batch in of_rank if batch]
+    assert sorted(row for batch in filled for row in batch) == list(range(17))
+    assert all(len(set(data.places[batch])) == 1 and len(batch) <= 4 for batch in filled)
+    dealt = [of_rank[turn][0] for turn in range(len(batches[0])) for of_rank in batches if of_rank[turn]]
+    lengths = [row["num_tokens"] - row["num_label_tokens"] for row in map(data.rows.__getitem__, dealt)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert all(plan_evaluation(make_rows(world_size), 4, rank, world_size)[0] for rank in range(world_size))
+    of_rope = [batch for rank in range(2) for batch in plan_evaluation(data, 4, rank, 2, [("longrope", 10)]) if batch]
+    assert sorted(row for batch in of_rope for row in batch) == list(range(17))
+    assert all(len({data.rows[row]["num_tokens"] > 10 for row in batch}) == 1 for batch in of_rope)
+
+
+def test_rows_without_a_name_and_names_without_rows_are_no_sets_and_pieces_of_a_text_are_of_its_set():
+    data = make_rows(2, 3)
+    unnamed = replace(data, inputs=((10, "train"), (2, ""), (3, "b"), (0, "c")))
+    assert {name: len(rows.rows) for name, rows in unnamed.sets.items()} == {"b": 3}
+    assert replace(data, inputs=()).sets == {}
+    rows = data.rows.map(lambda row: {"row_id": row["row_id"] + 3 * ROW_IDS_OF_A_PIECE})
+    assert [part.rows["num_tokens"][:] for part in replace(data, rows=rows).sets.values()] == [[5, 12], [8, 15, 11]]
+
+
+SETS = {"news": "1", "mail": "2"}
+
+
+def test_a_figure_is_of_the_set_before_its_first_slash():
+    metrics = ("loss", "news/loss", "news/bleu/score", "bleu/score", "loss/news")
+    split = [split_metric(metric, SETS) for metric in metrics]
+    assert split == [("", "loss"), ("news", "loss"), ("news", "bleu/score"), ("", "bleu/score"), ("", "loss/news")]
+
+
+def test_a_table_has_each_set_below_all_rows_without_figures_of_other_rows():
+    of_now = {"loss": 2.0, "news/loss": 3.0, "mail/loss": 1.0, "measured_on": {"rows": "0", "sets": SETS}}
+    renamed = {**of_now, "measured_on": {"rows": "0", "sets": {"news": "1", "mail": "3"}}}
+    older = {"loss": 4.0, "measured_on": {"rows": "0"}}
+    lines = {"lead": {"rougeL": 5.0, "mail/rougeL": 6.0}, "old": older, "renamed": renamed, "now": of_now}
+    listed = list_by_set(lines, SETS)
+    for figures in listed.values():
+        figures.pop("measured_on", None)
+    losses = {"old": 4.0, "renamed": 2.0, "now": 2.0, "news: renamed": 3.0, "news: now": 3.0, "mail: now": 1.0}
+    of_lead = {"lead": {"rougeL": 5.0}, "mail: lead": {"rougeL": 6.0}}
+    assert listed == of_lead | {name: {"loss": loss} for name, loss in losses.items()}
+    assert [name.partition(": ")[0] for name in listed] == ["lead", "old", "renamed", "now", "news", "news", "mail", "mail"]
+    assert of_all_rows(older) == of_all_rows(of_now) == {"rows": "0"} and of_all_rows({}) is None
+
+
+def make_data(*inputs: tuple[int, str], prompt_lengths: tuple[int, ...] = (1, 1, 0)) -> EvaluationRows:
+    rows = [{**row, "prompt_length": length} for row, length in zip(ROWS, prompt_lengths, strict=True)]
+    return eval_rows(rows, inputs=inputs)
+
+
+def test_a_goal_of_a_set_compares_where_the_sets_have_the_same_rows():
+    data = make_data((2, "news"), (1, "mail"))
+    of_loss, of_rouge = (EvalConfig(best_metric=metric) for metric in ("mail/loss", "mail/rougeL"))
+    best_metric = build_best_metric(of_loss, data)
+    assert (best_metric.name, best_metric.higher_is_better, best_metric.compared) == ("mail/loss", False, ("rows", "sets"))
+    assert build_best_metric(of_rouge, data).higher_is_better and "num_beams" in build_best_metric(of_rouge, data).compared
+    for inputs in (((2, "mail"), (1, "news")), ((1, "news"), (2, "mail"))):
+        assert best_metric.changes(build_best_metric(of_loss, replace(data, inputs=inputs)).measured_on) == ["sets"]
+    of_all = build_best_metric(EvalConfig(), data)
+    assert of_all.changes(build_best_metric(EvalConfig(), replace(data, inputs=())).measured_on) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "trouble"),
+    [
+        ({"best_metric": "post/loss"}, "percent_distinct, bleu/…, news/loss, mail/loss"),
+        ({"best_metric": "news/rougeL", "generate": False}, "eval.best_metric is news/rougeL: choose one of loss, "),
+        ({"best_metric": "news/bleu/score"}, "eval.best_metric is news/bleu/score: also say which value is better, by eval."),
+        ({"best_metric": "news/loss", "higher_is_better": True}, "eval.higher_is_better is true, but of loss the other value"),
+    ],
+)
+def test_a_name_that_no_evaluation_has_is_refused(settings, trouble):
+    assert trouble in refusal(check_metric, EvalConfig(**settings), ["bleu"], ["news", "mail"])
+
+
+def test_a_set_without_rows_or_prompts_is_no_goal():
+    data = make_data((2, "news"), (1, "mail"), (0, "post"))
+    for metric in ("news/rougeL", "mail/loss", "news/loss"):
+        check_metric_on_rows(EvalConfig(best_metric=metric), data)
+    trouble = "eval.best_metric is post/loss, but the set post has no rows to evaluate on"
+    assert refusal(check_metric_on_rows, EvalConfig(best_metric="post/loss"), data) == trouble
+    trouble = "eval.best_metric is mail/rougeL, but no held-out row has a prompt: choose loss or the like"
+    assert refusal(check_metric_on_rows, EvalConfig(best_metric="mail/rougeL"), data).startswith(trouble)

@@ -1,4 +1,4 @@
-"""What an export keeps of a run so that others can use the model."""
+"""What an export keeps of a run so that others can use the model; of `trainer_state.json`, what transformers reads of it."""
 
 import dataclasses
 import json
@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 from peft import LoraConfig
-from transformers import GenerationConfig, GPT2Config, T5Config
+from transformers import GenerationConfig, GPT2Config, T5Config, TrainerState
+from transformers.modelcard import parse_log_history
 
 from tests.support.model_folders import _build_tokenizer
 from tests.support.refusals import refusal
@@ -19,7 +20,7 @@ from toolkit.config.python import load_config
 from toolkit.errors import UserError
 from toolkit.export.card import Origin
 from toolkit.export.paths import ExportPaths
-from toolkit.export.run_data import RunData, load_run_data, save_run_data
+from toolkit.export.run_data import RunData, load_run_data, save_run_data, save_trainer_state
 from toolkit.export.usage import list_commands, load_usage, save_usage, set_generation, write_python
 from toolkit.models.generation import list_end_ids
 from toolkit.objectives import built_in
@@ -162,3 +163,56 @@ def test_an_adapter_is_given_on_its_base():
     settings = [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"r": 1024}]
     for refused in (*settings, {"trainable_token_indices": {"embed_tokens": [7]}}):
         assert not any("vllm" in line for line in commands("llm", places, LoraConfig(**refused))), refused
+
+
+def train(step: int, loss: float | None, **figures) -> dict:
+    line = {"kind": "train", "step": step, "epoch": 0, "loss": loss, "learning_rate": 0.1 / step, "grad_norm": 4.0, "num_rows": 5}
+    return line | {"num_tokens": 100, "step_time_s": 0.5} | figures
+
+
+LINES = [
+    {"kind": "eval", "step": 0, "loss": 3.0, "rouge_tokenizer": "words", "rows_per_s": 9.0, "num_rows": 3},
+    train(1, 2.5),
+    {"kind": "checkpoint", "step": 1, "num_bytes": 7},
+    train(2, None, loss_is="nan", num_rows=3, num_input_tokens_seen=160),
+    {"kind": "eval", "step": 2, "loss": 2.0, "rougeL": 50.0, "rows_per_s": 6.0, "num_rows": 3},
+    train(3, 1.0),
+]
+
+
+@pytest.fixture
+def state(tmp_path) -> TrainerState:
+    save_trainer_state(tmp_path, LINES, step=2, num_training_rows=10)
+    return TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+
+
+def test_transformers_reads_the_figures_up_to_the_exported_step(state):
+    assert (state.global_step, state.epoch, state.num_input_tokens_seen) == (2, 0.8, 160)
+    first, second = {"epoch": 0.5, "num_input_tokens_seen": 100}, {"epoch": 0.8, "num_input_tokens_seen": 160}
+    evaluated = {"eval_num_rows": 3, "eval_samples_per_second": 6.0, "eval_runtime": 0.5, "eval_loss": 2.0, "eval_rougeL": 50.0}
+    assert state.log_history[1:4] == [
+        {"loss": 2.5, "grad_norm": 4.0, "learning_rate": 0.1, "step": 1, **first},
+        {"loss": None, "grad_norm": 4.0, "learning_rate": 0.05, "step": 2, **second},
+        {**evaluated, "step": 2, **second},
+    ]
+    assert state.log_history[0]["epoch"] == 0 and len(state.log_history) == 5
+
+
+def test_its_model_card_finds_the_training_and_the_evaluations(state):
+    summary, lines, figures = parse_log_history(state.log_history)
+    assert summary["train_runtime"] == 1.0 and summary["train_loss"] == 2.5 and summary["train_samples_per_second"] == 8
+    assert [(line["Step"], line["Epoch"], line["Validation Loss"]) for line in lines] == [(0, 0, 3.0), (2, 0.8, 2.0)]
+    assert lines[0]["Training Loss"] == "No log" and figures["Rougel"] == 50.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "num_rows", "epoch", "num_tokens"),
+    [
+        ([train(1, 2.0), train(2, 1.0, epoch=1)], None, 1, 200),  # of an older version, which kept no facts of its rows
+        ([train(21, 2.0, epoch=2), train(22, 1.0, epoch=2)], 10, 2, 200),  # the first lines are lost
+    ],
+)
+def test_where_rows_cannot_be_counted_an_epoch_is_that_of_the_line(tmp_path, lines, num_rows, epoch, num_tokens):
+    save_trainer_state(tmp_path, lines, step=22, num_training_rows=num_rows)
+    state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert (state.epoch, state.num_input_tokens_seen) == (epoch, num_tokens)

@@ -218,7 +218,7 @@ def test_the_launchers_arguments_are_read_from_its_command_line(command, argumen
     ],
 )
 def test_the_file_is_the_launchers_and_not_the_scripts(tmp_path, monkeypatch, arguments, expected):
-    """The whole way, with real processes, is in test_launch.py."""
+    """The whole way, with real processes, is in test_run_folder.py."""
     default = tmp_path / "default_config.yaml"
     default.touch()
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))

@@ -1,25 +1,38 @@
-"""The generation config of a run: what its YAML sets, then what is valid of the base's."""
+"""The generation config of a run: what its YAML sets, then what is valid of the base's. What is read from a model's config
+before its weights, and the positions that rows and texts may fill."""
 
 import json
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BartConfig,
     GenerationConfig,
+    LlamaConfig,
     PreTrainedModel,
+    T5Config,
     WatermarkingConfig,
 )
 
 from tests.families.kinds import tiny_config
 from tests.support.model_folders import BART_SIZES, BART_TOKENS
-from toolkit.config.schema import EvalConfig, ModelConfig
+from tests.support.refusals import refusal
+from toolkit.config.schema import AdapterConfig, EvalConfig, ModelConfig
 from toolkit.errors import UserError
+from toolkit.models.config import check_weight_files, hub_commit, load_model_config
 from toolkit.models.generation import choose_generation
+from toolkit.models.lora import add_adapter
+from toolkit.models.position_limits import check_positions, group_by_rope, warn_of_shared_rope
+from toolkit.objectives.causal import Causal
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.seq2seq import Seq2Seq
 
 
 def as_said(settings: dict) -> list[str]:
@@ -109,3 +122,183 @@ def test_a_model_for_which_transformers_can_build_no_cache_generates_without(tmp
     blt = AutoModelForCausalLM.from_config(tiny_config("blt")).eval()
     choose(blt, tmp_path, {})
     assert blt.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2, pad_token_id=0).shape == (1, 5)
+
+
+DROPOUT_RATES: dict[str, tuple[Objective, list[str]]] = {
+    "T5Config": (Seq2Seq(), ["dropout_rate"]),
+    "BartConfig": (Seq2Seq(), ["dropout", "attention_dropout", "activation_dropout"]),
+    "T5GemmaConfig": (Seq2Seq(), ["dropout_rate", "encoder.dropout_rate", "decoder.attention_dropout"]),
+    "LlamaConfig": (Causal(), ["attention_dropout"]),
+    "GPT2Config": (Causal(), ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
+    "GPTNeoXConfig": (Causal(), ["attention_dropout", "hidden_dropout"]),
+    "Phi3Config": (Causal(), ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
+    "Starcoder2Config": (Causal(), ["attention_dropout", "embedding_dropout", "residual_dropout"]),
+}
+
+
+@pytest.mark.parametrize("family", DROPOUT_RATES)
+def test_dropout_is_that_of_every_rate(tmp_path, family):
+    task, names = DROPOUT_RATES[family]
+    getattr(transformers, family)(decoder_start_token_id=0).save_pretrained(tmp_path)
+    own, changed = (load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=p), task) for p in (None, 0.25))
+    assert [attrgetter(name)(changed) for name in names] == [0.25] * len(names)
+    assert all(attrgetter(name)(own) != 0.25 for name in names)
+
+
+def test_a_rate_that_is_declared_a_whole_number_stays_one(tmp_path):
+    """MPT's `attn_pdrop`: as 0.0 it ended every run, and with another rate its export could not be read again."""
+    transformers.MptConfig().save_pretrained(tmp_path)
+    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.0), Causal())
+    assert type(config.attn_config.attn_pdrop) is int
+    sentence = "model.dropout 0.25 cannot be attn_pdrop of a mpt, which is declared a whole number: set it to 0, or leave it out"
+    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal()) == sentence
+
+
+def test_layers_are_never_dropped_and_outputs_have_names(tmp_path, capsys):
+    """Losses, checks and the export read `logits` by its name."""
+    transformers.OPTConfig(layerdrop=0.1, return_dict=False).save_pretrained(tmp_path)
+    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal())
+    assert (config.dropout, config.layerdrop, config.return_dict) == (0.25, 0.0, True)
+    printed = capsys.readouterr().err
+    assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in printed
+    assert f"return_dict of {tmp_path} is set to true: outputs are read by their names\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "name"),
+    [
+        *(("BertConfig", {}, "bert"), ("BertConfig", {"is_decoder": True}, "")),
+        *(("BartConfig", {}, "bart"), ("GPTNeoXConfig", {"is_decoder": False}, "")),  # a decoder that does not say so
+    ],
+)
+def test_a_model_with_an_encoder_is_no_causal_one(tmp_path, family, settings, name):
+    getattr(transformers, family)(**settings).save_pretrained(tmp_path)
+    model = ModelConfig(name_or_path=str(tmp_path))
+    if not name:
+        assert load_model_config(model, Causal()).model_type
+        return
+    sentence = f"is a {name} model, not a causal language model: take one such as Llama, Qwen or Gemma"
+    assert refusal(load_model_config, model, Causal()).endswith(sentence)
+
+
+@pytest.mark.parametrize("longest", [10, 11])
+def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
+        max_position_embeddings=64, original_max_position_embeddings=10, initializer_range=0.2,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    rows_BT = torch.randint(1, 64, (2, longest))
+    together, alone = model(rows_BT).logits[0, :6], model(rows_BT[:1, :6]).logits[0]
+    warning = warn_of_shared_rope(config, longest)
+    assert torch.allclose(together, alone, atol=1e-4) == (warning is None)
+    if longest > 10:
+        assert "the longest row has 11 tokens: beyond 10 the model's longrope rope has" in warning
+    assert warn_of_shared_rope(transformers.LlamaConfig(), 100_000) is None
+
+
+@pytest.mark.parametrize("named", ["user/kernel", {"text_config": "user/kernel"}])
+def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(tmp_path, named):
+    (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
+    sentence = f"the config.json of {tmp_path} names the attention user/kernel, which is code of the hub: set "
+    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (("model.safetensors", "model-1-of-1.safetensors"), "model.safetensors and model-1-of-1.safetensors, of which"),
+        (("model-1-of-1.safetensors", "model-2-of-2.safetensors"), "model-1-of-1.safetensors and model-2-of-2.safetensors"),
+        (("model.safetensors", "model-1-of-2.safetensors", "model-2-of-2.safetensors"), "model-1-of-2.safetensors and 1 more"),
+        (("model.safetensors", "consolidated.safetensors", "pytorch_model.bin"), ""),
+        (("model-1-of-1.safetensors",), ""),
+    ],
+)
+def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path, files, sentence):
+    for file in files:
+        (tmp_path / file).touch()
+    index = {"weight_map": {"lm_head.weight": "model-1-of-1.safetensors"}}  # it may be older than model.safetensors
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if not sentence:
+        return check_weight_files(tmp_path, "the model")
+    said = refusal(check_weight_files, tmp_path, "the model")
+    assert said.startswith("the model holds two sets of weights, ") and said.endswith(": keep one of them there")
+    assert sentence in said
+
+
+def test_a_hub_models_files_are_of_one_commit(tmp_path, monkeypatch):
+    """A branch may move while a run loads; and an adapter says at which commit it was trained."""
+    commit, asked = "0123456789abcdef" * 2 + "01234567", []
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    transformers.LlamaConfig(**sizes).save_pretrained(tmp_path / "models--user--tiny" / "snapshots" / commit)
+    (tmp_path / "models--user--tiny" / "refs").mkdir()
+    (tmp_path / "models--user--tiny" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def has_no_index(name: str, file: str, revision: str | None, **options: bool) -> None:
+        asked.append(revision)
+
+    monkeypatch.setattr("transformers.utils.cached_file", has_no_index)
+    base = ModelConfig(name_or_path="user/tiny")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(load_model_config(base, Causal()))
+    add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base)
+    assert asked == [commit]
+    assert model.peft_config["default"].revision == commit
+    # a folder of that name is what loads
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "tiny").mkdir(parents=True)
+    assert hub_commit(base) is None
+
+
+def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path):
+    """In its config, or in its generation config alone."""
+    transformers.T5Config(bos_token_id=3).save_pretrained(tmp_path)
+    model = ModelConfig(name_or_path=str(tmp_path))
+    assert "has no decoder_start_token_id: add it" in refusal(load_model_config, model, Seq2Seq())
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 0}')
+    config = load_model_config(model, Seq2Seq())
+    assert config.decoder_start_token_id == 0
+
+
+def test_rows_share_a_forward_only_where_their_rope_is_the_same_as_alone():
+    def group(kind: str, *lengths: int) -> tuple[int, ...]:
+        return group_by_rope([(kind, 10)], *lengths)
+
+    assert group("longrope", 3, 10) == group("dynamic", 3, 10) == group("dynamic", 9, 9)
+    assert group("longrope", 11, 12) == group("longrope", 20, 30) != group("longrope", 10, 30) != group("longrope", 9, 30)
+    assert len({group("dynamic", length, 30) for length in (9, 11, 12)}) == 3
+    assert group_by_rope([], 9, 30) == ()
+
+
+LLAMA = LlamaConfig(max_position_embeddings=32)
+BART = BartConfig(max_position_embeddings=32)
+TOGETHER = "a prompt has up to 25 tokens and eval.max_new_tokens is 8, together 33"
+
+
+@pytest.mark.parametrize(
+    ("config", "fits", "longer", "what", "setting"),
+    [
+        (LLAMA, {"row": 32, "prompt": 24}, {"row": 33, "prompt": 24}, "the longest row has 33", "data.max_length_tokens"),
+        (LLAMA, {"row": 9, "prompt": 24}, {"row": 9, "prompt": 25}, TOGETHER, "data.max_length_tokens plus eval.max_new_tokens"),
+        (BART, {"source": 32, "target": 9}, {"source": 33, "target": 9}, "", "data.max_source_length_tokens"),
+        (BART, {"source": 9, "target": 32}, {"source": 9, "target": 33}, "", "data.max_target_length_tokens"),
+    ],
+)
+def test_a_limit_is_the_last_length_that_fits(config, fits, longer, what, setting):
+    check_positions(config, "tiny", fits, EvalConfig(max_new_tokens=8))
+    with pytest.raises(UserError, match=f"{what} tokens, but tiny has only 32 positions: set .*{setting} to at most 32$"):
+        check_positions(config, "tiny", longer, EvalConfig(max_new_tokens=8))
+
+
+def test_what_is_not_generated_takes_no_position():
+    for evaluation, prompt in ((EvalConfig(max_new_tokens=33, generate=False), 9), (EvalConfig(max_new_tokens=33), 0)):
+        check_positions(LLAMA, "tiny", {"row": 9, "prompt": prompt}, evaluation)
+    check_positions(BART, "tiny", {"source": 9, "target": 9}, EvalConfig(max_new_tokens=33, generate=False))
+    check_positions(T5Config(), "tiny", {"source": 9000, "target": 9000}, EvalConfig(max_new_tokens=9000))
+    with pytest.raises(UserError, match=r"a generated text may have 33 tokens, but tiny has only 32 positions"):
+        check_positions(BART, "tiny", {"source": 9, "target": 9}, EvalConfig(max_new_tokens=33))

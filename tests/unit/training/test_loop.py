@@ -1,19 +1,32 @@
-"""The order of what the loop does: train, evaluate, save, stop. The updates themselves are those of `tests/distributed/`."""
+"""The order of what the loop does: train, evaluate, save, stop; the updates themselves are those of `tests/distributed/`. What
+a run says of its start and does at its end, and what is due after a step."""
 
+import traceback
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.checkpoint_files import LOSS
+from tests.support.rows import load_rows
 from toolkit.checkpoint.state import TrainState
-from toolkit.config.data import DataConfig
-from toolkit.config.schema import CheckpointConfig, EvalConfig, OptimConfig, ProfileConfig
+from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
+from toolkit.config.schema import CheckpointConfig, EvalConfig, OptimConfig, ProfileConfig, TrainConfig
+from toolkit.data.batch_plan import BatchPlan
+from toolkit.distributed import device
 from toolkit.errors import Stopped
-from toolkit.training import loop
+from toolkit.training import loop, model
+from toolkit.training import run as runs
+from toolkit.training.after_step import is_due, say_without_gain
+from toolkit.training.finetune import FULL_MEMORY, _released_on_error
+from toolkit.training.model import _note_needless_shards
+from toolkit.training.run import _describe_data
 from toolkit.training.user_functions import UserHooks
 
 EVALUATION, SIGNAL = {"loss": 0.4}, "SIGTERM"
@@ -107,3 +120,92 @@ def test_what_a_caller_froze_stays_frozen(num_frozen, monkeypatch):
     with loop._garbage_kept():
         assert collector.disable.called and not collector.enable.called
     assert collector.freeze.called == collector.unfreeze.called == (num_frozen == 0) and collector.enable.called
+
+
+HOLDS = 4 * 16 * 80 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "version", "precision", "world_size", "preset"),
+    [
+        *((HOLDS, 2, "bf16", 8, "ddp.yaml"), (HOLDS, 1, "bf16", 1, "single.yaml"), (HOLDS - 1, 2, "bf16", 8, "")),
+        *((HOLDS, None, "bf16", 8, ""), (HOLDS, 2, "fp8", 8, ""), (None, 2, "bf16", 8, "")),
+    ],
+)
+def test_shards_that_one_gpu_does_not_need_are_a_line(gpu_bytes, version, precision, world_size, preset, monkeypatch, capsys):
+    """8 frozen parameters of 2 bytes take as much as one trainable of 16: together 80 x 2**20 x 16 bytes."""
+    frozen, trained = torch.nn.Linear(2**20, 8, bias=False, device="meta"), torch.nn.Linear(2**20, 79, bias=False, device="meta")
+    skeleton = torch.nn.Sequential(frozen.requires_grad_(False), trained)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), mixed_precision=precision)
+    monkeypatch.setattr(model, "fsdp_version", lambda _: version)
+    monkeypatch.setattr(model, "smallest_gpu_bytes", lambda _: gpu_bytes)
+    monkeypatch.setattr(model, "world_size", lambda: world_size)
+    _note_needless_shards(accelerator, skeleton, torch.bfloat16, "adamw")
+    line = "the preset shards a model that one GPU holds with room to spare: weights, gradients and moments take 1.2 of 5 GiB; "
+    assert capsys.readouterr().out.strip() == (preset and f"{line}{preset} gathers nothing")
+
+
+def describe(**settings) -> str:
+    texts = load_rows(LLMDataConfig(cache_dir="cache", **settings))
+    plan = SimpleNamespace(pack_length_tokens=None, num_tokens=np.array([1234]))
+    run = SimpleNamespace(rows=SimpleNamespace(train=texts.train, texts=texts), plan=plan)
+    return _describe_data(run)
+
+
+def test_an_evaluation_file_is_not_named_as_training_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "held_out"):
+        Path(f"{name}.csv").write_text(f"text\n{name}\n")
+    mix = [MixEntry(source="csv", files="a.csv"), MixEntry(source="csv", files="b.csv")]
+    assert describe(mix=mix, eval_files="held_out.csv") == "a.csv and 1 more: 2 training rows of 1,234 tokens"
+    assert describe(files="a.csv", eval_files="held_out.csv") == "a.csv: 1 training rows of 1,234 tokens"
+    assert describe(files="a.csv", eval_fraction=0.0) == "a.csv: 1 training rows of 1,234 tokens"
+
+
+@pytest.mark.parametrize(
+    ("state", "at_best"),
+    [
+        ({"start_value": 2.0, "best_value": 2.5}, "2.5"),
+        ({"start_value": 2.0, "best_value": 2.0}, "2"),
+        ({"start_value": 2.0, "num_evaluations_without_gain": 3}, "nan"),  # every figure was a NaN
+        ({"start_value": 2.0, "best_value": 1.9}, None),
+        ({"start_value": 2.0}, None),
+        ({"best_value": 2.5}, None),
+    ],
+)
+def test_it_is_said_where_no_step_gained_on_the_start(state, at_best, capsys):
+    say_without_gain(SimpleNamespace(state=TrainState(9, **state), best_metric=LOSS))
+    sentence = f"no evaluated step is better than the start: loss 2 before the first step, at best {at_best} after it\n"
+    assert capsys.readouterr().out == (sentence if at_best else "")
+
+
+@pytest.mark.parametrize(
+    ("section", "due"),
+    [({}, []), ({"every_steps": 3}, [3, 6, 9]), ({"every_epochs": 0.5}, [3, 5, 8, 10]), ({"every_epochs": 2.0}, [10])],
+)
+def test_what_repeats_is_due_by_steps_or_by_epochs(section, due):
+    ones = np.ones(10, dtype=np.int64)
+    plan = BatchPlan(ones, ones, TrainConfig(global_batch_size_rows=2), world_size=1)
+    for config in (EvalConfig(**section), CheckpointConfig(**section)):
+        assert [step for step in range(1, 11) if is_due(step, config, plan)] == due
+
+
+def test_an_export_beside_a_gpu_takes_all_cores(monkeypatch):
+    num_threads, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(device, "available_cores", lambda: num_threads + 3)
+    monkeypatch.setattr(runs, "export_model", lambda *_: seen.append(torch.get_num_threads()))
+    for name in ("_tool", "measure_baselines", "list_commands", "leave", "enter_phase"):
+        monkeypatch.setattr(runs, name, MagicMock())
+    run = MagicMock(num_steps=1, folder=Path("run"))
+    run.config.has_own_objective = False
+    for kind in ("cuda", "cpu"):
+        run.sharded.accelerator.device = torch.device(kind)
+        assert runs.finish(run) == Path("run/export")
+    assert seen == [num_threads + 3, num_threads] and torch.get_num_threads() == num_threads
+
+
+def test_below_an_out_of_memory_error_stands_what_to_do():
+    with pytest.raises(torch.OutOfMemoryError) as raised, _released_on_error():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    printed = "".join(traceback.format_exception(raised.value))
+    assert printed.endswith(f"OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n{FULL_MEMORY}\n")
