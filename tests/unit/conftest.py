@@ -1,9 +1,10 @@
-"""What every unit test has: the toolkit's log as a program has it, and one thread."""
+"""What every unit test has: the toolkit's log as a program has it, and one thread; and the tiny models of several rooms."""
 
 import logging
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,17 @@ def no_watchdog() -> Iterator[None]:
     from toolkit.distributed import watchdog  # imports torch
 
     watchdog.stop()
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory) -> Path:
+    """A folder with each of `BASES`; nobody changes it."""
+    from tests.support.adapter_models import BASES, save_base  # imports torch
+
+    folder = tmp_path_factory.mktemp("bases")
+    for name in BASES:
+        save_base(folder / name, name)
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

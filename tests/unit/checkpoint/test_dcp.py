@@ -115,10 +115,6 @@ def test_files_that_are_no_shards_of_the_folder_are_refused(tmp_path, name):
     refuse(tmp_path, f"names {re.escape(name)}, which is no shard of the checkpoint")
 
 
-def forget_all_tensors(metadata: Metadata) -> None:
-    del metadata.state_dict_metadata
-
-
 PLACE = MetadataIndex("model.weight", [0, 0])
 CHANGES = [
     (lambda m: m.state_dict_metadata["model.weight"].chunks.clear(), "does not say where all of model.weight is"),
@@ -128,7 +124,7 @@ CHANGES = [
     ),
     (lambda m: m.storage_data.pop(PLACE), "a part of model.weight lies outside it, or in no file"),
     (lambda m: setattr(next(iter(m.storage_data.values())), "transform_descriptors", ["stream.zstd/1"]), "as transformed"),
-    (forget_all_tensors, "no attribute 'state_dict_metadata'"),
+    (lambda m: delattr(m, "state_dict_metadata"), "no attribute 'state_dict_metadata'"),
 ]
 
 

@@ -21,7 +21,6 @@ from tests.support.adapter_models import (
     load_base,
     logits,
     randomize,
-    save_base,
 )
 from tests.support.model_folders import _build_tokenizer
 from tests.support.tiny_models import one_process
@@ -61,14 +60,9 @@ CASES = [
 IDS = [f"{name}-{settings.get('method', 'lora')}-{'-'.join(settings.get('modules_to_save', []))}" for name, settings in CASES]
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("bases")
-
-
 def trained(bases: Path, name: str, settings: dict) -> tuple[PreTrainedModel, Tensors, Tensors]:
     """A model with a trained adapter, a forward's inputs with its logits, and its weights by name."""
-    model = adapted(save_base(bases / name, name), name, **settings)
+    model = adapted(bases / name, name, **settings)
     randomize(model)
     inputs = forward_inputs(model)
     check = {**inputs, "logits": logits(model, inputs)}
@@ -83,13 +77,10 @@ def write_merged(folder: Path, model: PreTrainedModel, weights: Tensors) -> PreT
     files.begin()
     for name, weight in weights.items():
         if (merged := merge.merged(name, weight)) is not None:
-            files.add(*cast_as(merge.model, *merged))
+            other, values = merged
+            files.add(other, values.to(merge.model.get_parameter(other).dtype))
     files.finish()
     return merge.model
-
-
-def cast_as(model: PreTrainedModel, name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
-    return name, weight.to(model.get_parameter(name).dtype)
 
 
 def own(model: PreTrainedModel, weights: Tensors) -> Tensors:

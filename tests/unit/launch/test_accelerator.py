@@ -48,7 +48,8 @@ MESH = [
 def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch, flags, sentence):
     command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
-    for name, value in {**launched_environment(command), "WORLD_SIZE": "2"}.items():
+    arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
+    for name, value in {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": "2"}.items():  # as the launcher sets it
         monkeypatch.setenv(name, value)
     assert re.search(sentence, refusal(build_accelerator))
 
@@ -128,12 +129,6 @@ def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(monkeypatch,
     with pytest.raises(UserError if is_refused else ConnectionAbortedError) as raised:
         build_accelerator()
     assert not is_refused or "but it sees 1, and 8 run here" in str(raised.value)
-
-
-def launched_environment(command: list[str]) -> dict[str, str]:
-    """What `accelerate launch` sets, by its own functions."""
-    arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
-    return prepare_multi_gpu_env(arguments)
 
 
 SINGLE = REPOSITORY / "accelerate_configs" / "single.yaml"

@@ -106,10 +106,6 @@ def library(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def write_package(library: Path, text: str) -> None:
-    (library.parent / "packages" / "boats_for_tests" / "__init__.py").write_text(text)
-
-
 def test_a_row_is_a_function_without_its_docstring_and_what_it_takes_and_returns(library):
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     (row,) = functions.read_functions(())
@@ -169,7 +165,8 @@ def test_the_summary_of_the_one_function_that_is_taken(library, text, summary):
 def test_packages_train_and_their_copies_of_held_out_functions_are_dropped(library):
     (library / f"{HELD_OUT_MODULE}.py").write_text(BOATS)
     other = "\n\ndef row(boat, seconds):\n    boat.move(seconds, by=OARS)\n    return boat\n"
-    write_package(library, BOATS + other + BOATS.replace("take_oar", "take_another_oar"))
+    package = library.parent / "packages" / "boats_for_tests" / "__init__.py"
+    package.write_text(BOATS + other + BOATS.replace("take_oar", "take_another_oar"))
     rows = functions.read_functions(("boats_for_tests",))
     assert {(row["group"], row["split"], row["target"]) for row in rows} == {
         (HELD_OUT_MODULE, "eval", SUMMARY),

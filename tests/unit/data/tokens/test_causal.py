@@ -18,9 +18,8 @@ from tests.support.chats import (
 )
 from tests.support.refusals import refusal
 from tests.support.row_files import write_objects
-from tests.support.rows import prepare_rows
 from tests.support.template_shapes import MISTRAL
-from toolkit.config.data import LLMDataConfig, MixEntry
+from toolkit.config.data import MixEntry
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens import prepare as preparing
@@ -31,27 +30,13 @@ CHATS = [say("hello there", "it is four", "thanks", "welcome", system="be brief"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save(build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML), tmp_path_factory.mktemp("model"))
+def chatml():
+    return build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
 
 
 @pytest.fixture
-def prepare(tmp_path, model):
-    """Rows of a jsonl file (given as a list), or of what the settings say."""
-
-    def prepare(rows=None, *, model=model, **settings):
-        if rows is not None:
-            write_objects(tmp_path / "rows.jsonl", rows)
-            settings = {"source": "jsonl", "files": str(tmp_path / "rows.jsonl")} | settings
-        config = LLMDataConfig(**{"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.0, **settings})
-        return prepare_rows(config, model if isinstance(model, ModelConfig) else save(model, tmp_path / "model"), 400)
-
-    return prepare
-
-
-def save(tokenizer, folder):
-    tokenizer.save_pretrained(folder)
-    return ModelConfig(name_or_path=str(folder))
+def prepare(prepare, chatml):
+    return lambda rows=None, *, model=chatml, **settings: prepare(model, rows, **settings)
 
 
 def chats(*conversations, **columns):
@@ -291,7 +276,8 @@ def test_a_mix_is_one_dataset_with_the_entry_of_each_row(prepare, tmp_path, monk
 def test_tokenizers_that_cannot_do_it_are_refused(prepare, tmp_path):
     from transformers import ByT5Tokenizer
 
-    slow, endless = save(ByT5Tokenizer(), tmp_path / "slow"), build_chat_tokenizer()
+    ByT5Tokenizer().save_pretrained(tmp_path / "slow")
+    slow, endless = ModelConfig(name_or_path=str(tmp_path / "slow")), build_chat_tokenizer()
     (tmp_path / "slow" / "config.json").write_text('{"model_type": "t5"}')
     (tmp_path / "slow" / "vocab.txt").write_text("")  # what tells that the folder has a tokenizer
     assert "is a slow one (ByT5Tokenizer) without offsets" in refusal(prepare, [{"text": "a"}], model=slow)

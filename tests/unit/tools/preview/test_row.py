@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from tokenizers import processors
 
 from tests.support.chats import CHATML, build_chat_tokenizer, say
 from tests.support.rows import prepare_rows
@@ -31,7 +32,8 @@ class Rows:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
         if not is_llm:
-            tokenizer._tokenizer.post_processor = _ends_texts(tokenizer.eos_token_id)
+            end = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
+            tokenizer._tokenizer.post_processor = end
         tokenizer.save_pretrained(folder / "model")
         self.model = ModelConfig(name_or_path=str(folder / "model"))
         is_pair = "rejected" in rows[0]
@@ -42,12 +44,6 @@ class Rows:
 
     def view(self, row_id: int) -> RowView:
         return view_row(built_in(self.config.objective), self.rows, self.config, self.model, row_id)
-
-
-def _ends_texts(eos: int):
-    from tokenizers import processors
-
-    return processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", eos)])
 
 
 def kinds(tokens: list[Token]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.refusals import refusal
-from tests.support.report_runs import evaluation, save_distinct_run
+from tests.support.report_runs import evaluation, save_distinct_run, save_run
 from toolkit.objectives.causal import Causal
 from toolkit.tools.main import main
 from toolkit.tools.plan import plan
@@ -97,15 +97,6 @@ train: {global_batch_size_rows: 8, micro_batch_size_rows: 4, max_steps: 1}
 """
 
 
-def save_run(folder: Path, *lines: dict, predictions: dict[int, list[str]] | None = None) -> Path:
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step, texts in (predictions or {}).items():
-        rows = [{"reference": "Return the oar.", "prediction": text} for text in texts]
-        (folder / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
 def printed(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[str, list[list[str]], str]:
     """What is printed: before the table, its cells, and the memory."""
     show_runs(runs)
@@ -117,7 +108,7 @@ def test_first_and_last_evaluation_of_each_run_in_one_table(tmp_path, capsys):
     base = save_run(
         tmp_path / "base", evaluation(0, loss=9.0), {"kind": "train", "step": 1}, evaluation(5, loss=8.0), evaluation(9, loss=7.0)
     )
-    rambling = ["Return the oar.\n\n    And more", " Return the oar.\nMore"]
+    rambling = ["reference 0\n\n    And more", " reference 1\nMore"]
     tuned = save_run(tmp_path / "tuned", evaluation(0, loss=3.25, rougeL=50.0), predictions={0: rambling})
     before, table, _ = printed(capsys, base, tuned)
     assert "base: 9 steps." in before.splitlines()
