@@ -5,6 +5,7 @@ cast at each operation too, under every strategy."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models.patches.experts import experts_by_token
-from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel.units import repeated_blocks
 from toolkit.private import private
 
@@ -121,10 +121,11 @@ def _cast(tensors: Any, dtype: torch.dtype) -> list[torch.Tensor]:
 def mixes_dtypes(skeleton: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether matrix products of a forward get operands of two dtypes where parameters are in `dtype` and buffers stay: masks of
     GPT-1, decays of MiniMax. Seen on the meta device, as far as a forward runs there."""
-    probe: Any = copy_on_meta(skeleton)
-    probe.to("meta")
-    for parameter in probe.parameters():
-        parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
+    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in skeleton.buffers()}
+    for parameter in skeleton.parameters():
+        own = dtype if parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=own, device="meta"), requires_grad=False)
+    probe: Any = copy.deepcopy(skeleton, memo)
     for block in repeated_blocks(probe).values():
         block.register_forward_pre_hook(functools.partial(cast_inputs, dtype), with_kwargs=True)
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device="meta")
@@ -152,4 +153,6 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().partition(".")[0] in PRODUCTS:
             self.have_two_dtypes |= len({each.dtype for each in args if isinstance(each, torch.Tensor)}) > 1
+        if self.have_two_dtypes:
+            raise TypeError("found")  # before torch prints what a plan's fake tensors do with it
         return func(*args, **(kwargs or {}))

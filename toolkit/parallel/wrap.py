@@ -131,8 +131,7 @@ def shard_model(
     if memory_bytes:  # a GPU, or a planned one
         fused.install(model)
     dtype = compute_dtype(accelerator)
-    # A plan has no readers; its tensors are fake.
-    autocasts = readers is not None and dtype != torch.float32 and mixes_dtypes(skeleton, dtype)
+    autocasts = dtype != torch.float32 and mixes_dtypes(skeleton, dtype)
     if autocasts:
         autocast_forward(model, accelerator.device, dtype)
     if version:

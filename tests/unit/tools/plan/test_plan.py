@@ -279,8 +279,9 @@ def test_chunked_logits_do_not_grow_beyond_a_chunk(model, rows, monkeypatch):
         (T5 | {"num_layers": 1}, ()),
         (BART, ()),
         (LLAMA, (*UNPACKED, "--adapter.method=dora", *LORA[1:])),
+        ({"model_type": "openai-gpt", "n_embd": 256, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 1024}, ()),
     ],
-    ids=["t5", "bart", "dora"],
+    ids=["t5", "bart", "dora", "gpt1"],
 )
 def test_every_family_is_sharded_by_what_trains(settings, arguments):
     traced = trace(settings, FSDP2, arguments)
