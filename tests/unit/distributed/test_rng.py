@@ -1,13 +1,16 @@
-"""What ranks agree on: errors, and signals, known to all one step boundary later. What is done within `random_state_kept`
-leaves every generator as it was, and a checkpoint gives each rank its own back."""
+"""What ranks agree on: errors, and signals, known to all one step boundary later. What is done within `random_state_kept` leaves
+every generator as it was, and a checkpoint gives each rank its own back. How a run's devices are described; the cores that a
+process may use, and the threads of a rank for work on the host."""
 
 import contextlib
+import math
 import os
 import pickle
 import random
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,11 +18,14 @@ import pytest
 import torch
 
 from tests.support.launch import run_on_ranks
-from toolkit.distributed import comm, rng
+from toolkit.distributed import comm, device, rng
 from toolkit.distributed.comm import on_all_ranks
+from toolkit.distributed.device import _cpu_quota_cores, available_cores, check_own_gpu, describe_device
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.signals import Agreement, StopRequests
 from toolkit.errors import SIGNALS, UserError
+from toolkit.launch import accelerator
+from toolkit.launch.accelerator import _num_threads
 from toolkit.models.safetensors_index import ShardedReadUnsupported
 
 
@@ -90,7 +96,7 @@ def test_each_rank_gets_its_own_state_back(tmp_path, monkeypatch):
 NOTHING = Agreement(None, False)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def terminal() -> Iterator[None]:
     """As started in a terminal, whatever has started the tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -104,7 +110,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number):
+def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number, terminal):
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequests() as stops:
         assert all(signal.getsignal(number) not in before for number in SIGNALS)
@@ -116,7 +122,7 @@ def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_only_changes_the_name():
+def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_only_changes_the_name(terminal):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequests() as stops:
         send(signal.SIGHUP)
@@ -129,7 +135,7 @@ def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_onl
         assert stops.agree() == Agreement("SIGTERM", False)
 
 
-def test_beside_the_main_thread_no_handler_is_set():
+def test_beside_the_main_thread_no_handler_is_set(terminal):
     """Python allows it nowhere else; training in a thread goes on without."""
     before, agreements = [signal.getsignal(number) for number in SIGNALS], []
 
@@ -144,7 +150,7 @@ def test_beside_the_main_thread_no_handler_is_set():
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_ranks_agree_at_the_same_boundary():
+def test_ranks_agree_at_the_same_boundary(terminal):
     """Each rank gets other signals at other times, one's save fails, and another's fingerprint differs once."""
     sent = {1: {3: signal.SIGUSR1}, 0: {5: signal.SIGTERM}}
     failed = {0: {6}}
@@ -173,3 +179,98 @@ def agree_often(sent: dict[int, dict], failed: dict[int, set[int]]) -> list[Agre
         stops.agree()  # its own collective is read too: none is under way when the group ends
         stops._read()
     return agreements
+
+
+def test_a_run_says_what_its_processes_compute_on(monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_045_870_592)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(device, "available_cores", lambda: 12)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, ("another (1.0 GiB)", 1), own])
+    expected = (
+        "2 processes, each on NVIDIA H100 80GB HBM3 (79.2 GiB) with 3 threads; 1 process on another (1.0 GiB) with 1 thread"
+    )
+    assert describe_device(torch.device("cuda", 0)) == expected
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own])
+    assert describe_device(torch.device("cpu")) == "1 process on the CPU (12 cores) with 3 threads"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota", "cores"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, math.inf, 12),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5, 3),
+        ("0::/", {"cpu.max": "10000 100000"}, 0.1, 1),
+        ("0::/job/task", {"job/cpu.max": "400000 100000", "job/task/cpu.max": "max 100000"}, 4.0, 4),
+        ("0::/gone", {"cpu.max": "100000 100000"}, 1.0, 1),
+        ("3:memory:/job", {}, math.inf, 12),
+    ],
+)
+def test_affinity_and_the_smallest_quota_of_the_groups_around_limit_the_cores(tmp_path, monkeypatch, own, files, quota, cores):
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    assert _cpu_quota_cores(tmp_path / "root", tmp_path / "own") == quota
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(device, "_cpu_quota_cores", lambda: quota)
+    assert available_cores() == cores
+
+
+def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, 40 * 2**30])
+    assert device.smallest_gpu_bytes(torch.device("cuda", 0)) == 40 * 2**30
+    assert device.smallest_gpu_bytes(torch.device("cpu")) is None
+
+
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch):
+    """accelerate gives rank 2 the GPU of rank 0 where there are two, and nccl fails later with words about the network."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, "GPU-1"])
+    check_own_gpu(torch.device("cuda", 0))
+    monkeypatch.setattr(device, "gather_objects", lambda own: [own, "GPU-1", own, "GPU-1"])
+    with pytest.raises(UserError, match="4 processes share 2 GPUs, and each needs one of its own: set num_processes to 2"):
+        check_own_gpu(torch.device("cuda", 0))
+
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def twelve_cores(monkeypatch) -> Iterator[None]:
+    """A machine of 12 cores and 4 ranks, as `accelerate launch` starts them; torch's threads are put back."""
+    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr("toolkit.distributed.device._cpu_quota_cores", lambda: 12.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    yield
+    torch.set_num_threads(num_threads)
+
+
+MINE = {0, 1, 2}
+
+
+@pytest.mark.usefixtures("twelve_cores")
+@pytest.mark.parametrize(
+    ("device", "own_cores", "ranks", "num_threads"),
+    [
+        (GPU, set(range(12)), [(node, set(range(12))) for node in (0, 0, 0, 0, 1, 1, 1, 1)], 3),  # they share their node's
+        (GPU, MINE, [(0, MINE), (0, {3, 4, 5}), (0, {6, 7, 8}), (0, {9, 10, 11}), (1, MINE)], 3),  # each is bound to its own
+        (CPU, set(range(12)), [], 1),  # a rehearsal keeps the launcher's number
+    ],
+)
+def test_ranks_with_gpus_share_the_cores_of_their_node(monkeypatch, device, own_cores, ranks, num_threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own_cores)
+    monkeypatch.setattr(accelerator, "gather_objects", lambda _: ranks)
+    assert _num_threads(device) == num_threads
+
+
+def test_the_setting_overrides_the_launcher(monkeypatch, twelve_cores):
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    accelerator.build_accelerator(num_threads=3)
+    assert torch.get_num_threads() == 3

@@ -16,9 +16,10 @@ from mnist_config import ImageDataConfig, MnistConfig, check_mnist_config
 from mnist_images import IDX_FILES, load_images
 from PIL import Image
 
+from tests.support.launch import REPOSITORY
 from tests.support.refusals import refusal
-from tests.unit.recipe_sources.sources import wikihow
 from toolkit.config.load import load_config, save_config
+from toolkit.data.sources.own_function import run_file
 
 
 def load(*flags: str) -> MnistConfig:
@@ -185,6 +186,8 @@ def test_what_is_wrong_with_a_hub_dataset(dataset):
     no_column = "has no column 'digit' (its columns: image, label): set data.image_column"
     assert no_column in unread(dataset([flat], label_column="digit"))
 
+
+wikihow, _ = run_file(REPOSITORY / "recipes" / "sources" / "wikihow.py", "wikihow")
 
 # Shaped like the first rows of wikihowAll.csv: cells begin with a line break or a blank, lines end in \r\n, steps are joined
 # by ".,", ";\n," and "\n\n,".

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.recipe_sources.sources import docstrings, functions, pairs, stdlib
+from tests.support.launch import REPOSITORY
+from toolkit.data.sources.own_function import run_file
+
+docstrings, functions, pairs, stdlib = (
+    run_file(REPOSITORY / "recipes" / "sources" / f"{name}.py", name)[0]
+    for name in ("docstrings", "functions", "pairs", "stdlib")
+)
 
 MODULE = '''
 """Tools for boats."""
