@@ -124,14 +124,13 @@ def view_row(objective: Objective, rows: TokenizedRows, config: Any, model: Mode
         if example.messages is not None:
             first, kept = (objective.documents(columns)[0] for columns in (full, row))
             turns = _list_turns(example, config.loss_on, first["labels"], len(kept["input_ids"]))
-    counted = sum(label != IGNORED_LABEL for label in row["labels"])
     return RowView(
         row_id=row_id,
         where=where,
         split=SIDES[name],
         sides=[_build_side(objective, rows.tokenizer, side, text, row, full, config) for side, text in texts.items()],
         num_tokens=row["num_tokens"],
-        num_label_tokens=row["num_label_tokens"] if objective.label_side else counted,
+        num_label_tokens=sum(label != IGNORED_LABEL for label in row["labels"]),
         turns=turns,
         piece=(row_id // ROW_IDS_OF_A_PIECE + 1, num_pieces) if num_pieces > 1 else None,
     )

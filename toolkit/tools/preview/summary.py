@@ -62,9 +62,13 @@ def summarize(
 
 
 def _count(part: Dataset, chosen: np.ndarray | slice = slice(None)) -> dict[str, int]:
-    columns = part.with_format("numpy")
-    tokens, labels = columns["num_tokens"][:][chosen], columns["num_label_tokens"][:][chosen]
+    tokens, labels = part.with_format("numpy")["num_tokens"][:][chosen], _count_labels(part)[chosen]
     return {"num_rows": len(tokens), "num_tokens": int(tokens.sum()), "num_label_tokens": int(labels.sum())}
+
+
+def _count_labels(part: Dataset) -> np.ndarray:
+    """The tokens of each row that count in the loss; a pair counts as one, but its answers have more."""
+    return part.with_format("numpy")["num_answer_tokens" if "num_answer_tokens" in part.column_names else "num_label_tokens"][:]
 
 
 def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
@@ -83,11 +87,10 @@ def _list_sources(train: Dataset, config: DataConfig | LLMDataConfig) -> list[di
 
 
 def _measure(objective: Objective, train: Dataset, config: DataConfig | LLMDataConfig) -> list[dict[str, Any]]:
-    sides, columns = objective.side_lengths(train), train.with_format("numpy")
+    sides = objective.side_lengths(train)
     limits = {side: f"data.{limit} {getattr(config, limit)}" for side, limit in objective.limits.items()}
     spreads = [_spread(side, lengths, limits[side]) for side, lengths in sides.items()]
-    counted = "num_answer_tokens" if "num_answer_tokens" in train.column_names else "num_label_tokens"
-    return spreads if objective.label_side else [*spreads, _spread("counted", columns[counted][:], None)]
+    return spreads if objective.label_side else [*spreads, _spread("counted", _count_labels(train), None)]
 
 
 def _spread(name: str, lengths: np.ndarray, setting: str | None) -> dict[str, Any]:

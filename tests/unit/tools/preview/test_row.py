@@ -23,6 +23,7 @@ from toolkit.objectives.preference import PairCollator, Preference, Seq2SeqPrefe
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.tools.preview.row import RowView, Token, Tokens, find_cut_row, token_texts, view_row
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, PADDING, StepView, view_step
+from toolkit.tools.preview.summary import _count as count
 
 
 class Rows:
@@ -133,9 +134,11 @@ def test_both_answers_of_a_pair_show_what_each_has_lost(tmp_path):
     assert [kind for kind, _ in kinds(side.tokens)] == 2 * of_one and side.tokens != full.tokens
     assert (side.num_tokens, side.num_lost, side.limit) == (2 * most, 4, 2 * most)
     (tmp_path / "t5").mkdir()
-    source, target = Rows(tmp_path / "t5", [pair], False, max_target_length_tokens=3).view(0).sides
+    of_t5 = Rows(tmp_path / "t5", [pair], False, max_target_length_tokens=3)
+    source, target = of_t5.view(0).sides
     assert [kind for kind, _ in kinds(source.tokens)] == [CONTEXT] and source.num_lost == 0
     assert [kind for kind, _ in kinds(target.tokens)] == [LOSS, LOST, LOSS, LOST, LOSS] and target.num_tokens == target.limit == 6
+    assert of_t5.view(0).num_label_tokens == count(of_t5.rows.train)["num_label_tokens"] == 6  # not the pair
 
 
 def test_the_turn_of_an_answer_says_how_much_of_it_counts(tmp_path):
