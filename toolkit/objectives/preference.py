@@ -141,10 +141,11 @@ class Pairs(Objective):
         name, share = self.settings.loss, self.settings.label_smoothing
         if name not in LOSSES:
             raise UserError(f"preference.loss is {name}: choose one of {', '.join(LOSSES)}")
-        if share and name not in SMOOTHED:
-            raise UserError(f"preference.label_smoothing is {share}, but {name} has none: leave it out")
-        if self.settings.reference and name in WITHOUT_REFERENCE:
-            raise UserError(f"preference.reference is {self.settings.reference}, but {name} has none: leave it out")
+        takes = {"label_smoothing": SMOOTHED, "margin": ("simpo",), "reference": LOSSES.keys() - WITHOUT_REFERENCE}
+        for key, losses in takes.items():
+            given = getattr(self.settings, key)
+            if given != getattr(PreferenceLossConfig(), key) and name not in losses:
+                raise UserError(f"preference.{key} is {given}, but {name} has none: leave it out")
         if share >= 0.5:
             raise UserError(f"preference.label_smoothing is {share}, so most pairs would be wrong: give less than 0.5")
         if config is not None and config.optim.label_smoothing:
@@ -203,8 +204,8 @@ class Pairs(Objective):
             side = [*self.limits.values()][-1]
             limit = f"data.{side} = {getattr(config, side)}"
             if num_bad == len(is_good) and name == "train":
-                raise UserError(f"{what} have equal answers, or one of which nothing is left, after the cut to {limit}: raise it")
-            sentences = [f"left out {what}: within {limit}, one answer has nothing left, or both are equal"]
+                raise UserError(f"{what} have an empty answer or equal ones within {limit}: raise it, or change the rows")
+            sentences = [f"left out {what}: within {limit}, one answer is empty, or both are equal"]
         return sentences + super().report({column: cells[is_good] for column, cells in counts.items()}, config, name, origins)
 
     def build_collator(self, model: PreTrainedModel, pad_token_id: int) -> Collator:

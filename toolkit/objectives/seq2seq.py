@@ -84,7 +84,8 @@ class Seq2Seq(Objective):
         if marks_languages(tokenizer):
             sentences.append(f"sources are marked as {tokenizer.src_lang}, targets as {tokenizer.tgt_lang}")
         for what, column in (("targets", "completion"), ("sources", "prompt")):
-            sentences += describe_lost_text(tokenizer, [[text] for text in choose_few(rows)[column]], what)
+            texts = [[text] for text in choose_few(rows)[column] if text is not None]  # of a chat, which `tokenize` refuses
+            sentences += describe_lost_text(tokenizer, texts, what)
         return sentences
 
     def tokenize(

@@ -124,6 +124,8 @@ def test_a_dummy_has_no_loss_but_gradients_of_every_parameter():
         ),
         ({"loss": "kto"}, "preference.loss is kto: choose one of sigmoid, robust, ipo, simpo, orpo"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "preference.label_smoothing is 0.1, but ipo has none: leave it out"),
+        ({"margin": 2.0}, "preference.margin is 2.0, but sigmoid has none: leave it out"),
+        ({"loss": "orpo", "reference": "m"}, "preference.reference is m, but orpo has none: leave it out"),
         ({"label_smoothing": 0.5}, "preference.label_smoothing is 0.5, so most pairs would be wrong: give less than 0.5"),
     ],
 )
@@ -195,6 +197,7 @@ def test_one_encoding_serves_both_targets_as_in_plain_code_a_row_at_a_time(famil
 
 
 def test_rows_hold_both_targets_and_what_is_cut_or_equal_is_said(tmp_path):
+    from datasets import Dataset
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(build_model_folders(tmp_path, ["t5"])["t5"])
@@ -213,6 +216,8 @@ def test_rows_hold_both_targets_and_what_is_cut_or_equal_is_said(tmp_path):
     rows["messages"][1] = [{"role": "user", "content": "a"}]
     expected = "a.jsonl, row 2: a pair of lists of messages, and an encoder-decoder takes texts: give texts"
     assert refusal(Seq2SeqPreference().tokenize, rows, tokenizer, config, [("a.jsonl", 2)]) == expected
+    of_chat = SimpleNamespace(train=Dataset.from_dict({"prompt": [None, "read"], "completion": [None, "a"]}))
+    assert Seq2SeqPreference().describe(tokenizer, of_chat) == []  # comes before
 
 
 def test_a_model_of_the_other_kind_is_refused_with_the_recipe_that_takes_it():
