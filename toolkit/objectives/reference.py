@@ -81,10 +81,8 @@ def know_reference(
     known = on_all_ranks(lambda: _read_reference(path, digest)) if goes_on else None
     if known is None:
         if goes_on and config.model.init_from and not config.preference.reference:
-            raise UserError(
-                f"{path} is missing or of other rows, and the reference, model.init_from {config.model.init_from}, is not "
-                "loaded on a resume: put the file back, or begin a run with another run.name"
-            )
+            what = f"{path} is missing or of other rows, and the reference, model.init_from {config.model.init_from}"
+            raise UserError(f"{what}, is not loaded on a resume: put the file back, or begin a run with another run.name")
         if goes_on:
             logger.info(f"the reference is computed again: {path.name} is missing, damaged or of other rows")
         about = {"rows": digest}

@@ -75,10 +75,8 @@ def export(run_flags: list[str], **given: Any) -> None:
     try:
         folder = _export(options, config, objective)
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"the model does not fit this device ({str(error).splitlines()[0]}): set ACCELERATE_USE_CPU=true to export on the "
-            "CPU, or use accelerate launch with a preset that shards it"
-        ) from None
+        what = f"the model does not fit this device ({str(error).splitlines()[0]}): set ACCELERATE_USE_CPU=true to export"
+        raise UserError(f"{what} on the CPU, or use accelerate launch with a preset that shards it") from None
     finally:
         if world_size() == 1:
             release()

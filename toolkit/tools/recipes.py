@@ -129,7 +129,5 @@ def name_of_model(name_or_path: str) -> str:
         if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
             return "causal"
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(
-            f"model {name_or_path} is not a local folder and could not be read from the hub ({reason}): give a folder with its "
-            "config.json"
-        ) from None
+        what = f"model {name_or_path} is not a local folder and could not be read from the hub ({reason})"
+        raise UserError(f"{what}: give a folder with its config.json") from None

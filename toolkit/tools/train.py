@@ -97,10 +97,9 @@ def _choose_preset(
         print(f"{called} {'fits' if plan.fits else 'does not fit'}: {needs}, {num_gpus} of {gpu_gib:.1f} GiB", flush=True)
         if plan.fits:
             return path, flags
-    raise UserError(
-        f"no preset fits {model} on this machine, {num_gpus} x {gpu_gib:.1f} GiB: take a smaller train.micro_batch_size_rows, "
-        "shorter rows or an adapter, or name a preset by --preset"
-    )
+    what = f"no preset fits {model} on this machine, {num_gpus} x {gpu_gib:.1f} GiB"
+    remedy = "take a smaller train.micro_batch_size_rows, shorter rows or an adapter, or name a preset by --preset"
+    raise UserError(f"{what}: {remedy}")
 
 
 def _shown(path: Path) -> str:

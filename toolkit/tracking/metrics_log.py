@@ -236,7 +236,5 @@ def save_memory(folder: Path, memory: StepMemory, metrics: MetricsLog) -> None:
         if launched_with is not None:
             (folder / ACCELERATE_FILE).write_text(launched_with.read_text(encoding="utf-8"), encoding="utf-8")
     if gpu_bytes:
-        logger.info(
-            f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; `python -m toolkit report --text {folder}` "
-            "compares it with the memory plan"
-        )
+        command = f"`python -m toolkit report --text {folder}` compares it with the memory plan"
+        logger.info(f"memory of training steps: {max(peaks):.2f} GiB on the rank with most; {command}")

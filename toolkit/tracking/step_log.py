@@ -145,10 +145,8 @@ class StepLog:
         row_ids = self._suspects(f)
         self.last_skipped.append((f.step.step, row_ids))
         self.metrics.write("skip", f.step.step, loss=loss, grad_norm=grad_norm, row_ids=row_ids)
-        logger.warning(
-            f"step {f.step.step}: update skipped on all ranks (loss {loss:.4g}, gradient norm {grad_norm:.4g}); "
-            f"rows {first_of(row_ids, MOST_ROWS_NAMED)}; {self.skips.num_skipped} skipped so far"
-        )
+        what = f"step {f.step.step}: update skipped on all ranks (loss {loss:.4g}, gradient norm {grad_norm:.4g})"
+        logger.warning(f"{what}; rows {first_of(row_ids, MOST_ROWS_NAMED)}; {self.skips.num_skipped} skipped so far")
         return self.skips.num_in_a_row >= self.max_skipped_steps
 
     def _suspects(self, f: StepFigures) -> list[int]:
@@ -161,13 +159,11 @@ class StepLog:
         """The error, equal on all ranks."""
         steps = ", ".join(str(step) for step, _ in self.last_skipped)
         rows = first_of(sorted({row for _, row_ids in self.last_skipped for row in row_ids}), MOST_ROWS_NAMED)
-        return UserError(
-            f"{self.skips.num_in_a_row} updates in a row were skipped, up to step {self.last_skipped[-1][0]} (optim."
-            f"max_skipped_steps), because the loss or the gradient was not finite or spiked; steps {steps}: rows {rows}; look "
-            "at these rows (metrics.jsonl has all of them), or take another run.name with a lower optim.lr and this run as "
-            "model.init_from",
-            printed_by="run",
-        )
+        last, why = self.last_skipped[-1][0], "because the loss or the gradient was not finite or spiked"
+        what = f"{self.skips.num_in_a_row} updates in a row were skipped, up to step {last} (optim.max_skipped_steps), {why}"
+        remedy = "take another run.name with a lower optim.lr and this run as model.init_from"
+        look = "look at these rows (metrics.jsonl has all of them)"
+        return UserError(f"{what}; steps {steps}: rows {rows}; {look}, or {remedy}", printed_by="run")
 
 
 def describe_load(figures_LX: np.ndarray) -> tuple[dict[str, float], dict[str, Any]]:

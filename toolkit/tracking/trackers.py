@@ -86,10 +86,8 @@ def log_to_trackers(trackers: Trackers, kind: str, figures: dict[str, Any], step
             tracker.log(named, step=step)
         except Exception as error:
             trackers.running.remove(tracker)
-            logger.warning(
-                f"{tracker.name} failed at step {step} ({_in_one_line(error)}): it gets no more figures of this run; "
-                "metrics.jsonl has all of them"
-            )
+            what = f"{tracker.name} failed at step {step} ({_in_one_line(error)})"
+            logger.warning(f"{what}: it gets no more figures of this run; metrics.jsonl has all of them")
 
 
 def close_trackers(trackers: Trackers) -> None:
@@ -121,10 +119,8 @@ def _start(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_fr
             _store_config(tracker, dotted_keys(config), is_continued=run_id is not None)
         except Exception as error:
             fix = _FIX.get(name, "fix that")
-            raise UserError(
-                f"tracking.log_with: {name} could not start ({_in_one_line(error)}): {fix}, or leave it out of "
-                "tracking.log_with; metrics.jsonl is written in any case"
-            ) from None
+            remedy = f"{fix}, or leave it out of tracking.log_with; metrics.jsonl is written in any case"
+            raise UserError(f"tracking.log_with: {name} could not start ({_in_one_line(error)}): {remedy}") from None
         trackers.running.append(tracker)
         if run_id is not None:
             trackers.sent.update({(name, kind): last for kind, last in sent.items()})

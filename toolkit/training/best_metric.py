@@ -53,16 +53,14 @@ def check_metric(
     known = (*of_loss, *(TEXT_METRICS if config.generate else ()))
     if metric in known and metric in (*LOSS_METRICS, *TEXT_METRICS):
         if higher is not None and higher != (metric in HIGHER_IS_BETTER):
-            raise UserError(
-                f"eval.higher_is_better is {str(higher).lower()}, but of {metric} the other value is better: leave it out"
-            )
+            given = str(higher).lower()
+            raise UserError(f"eval.higher_is_better is {given}, but of {metric} the other value is better: leave it out")
     elif metric not in known and metric.split("/")[0] not in own:
         choice = [*known, *(f"{name}/…" for name in own), *(f"{name}/loss" for name in sets)]
         raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
     elif higher is None:
-        raise UserError(
-            f"eval.best_metric is {config.best_metric}: also say which value is better, by eval.higher_is_better true or false"
-        )
+        remedy = "also say which value is better, by eval.higher_is_better true or false"
+        raise UserError(f"eval.best_metric is {config.best_metric}: {remedy}")
 
 
 def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:

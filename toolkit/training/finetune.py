@@ -157,10 +157,8 @@ def _released_on_error() -> Iterator[contextlib.ExitStack]:
     Several ranks keep all that until they exit: another rank may still be in the run.
     """
     if world_size() > 1:  # nothing was released then
-        raise UserError(
-            "these processes are connected already, by a run that failed or an Accelerator of yours: start them anew, and build "
-            "none before finetune"
-        )
+        what = "these processes are connected already, by a run that failed or an Accelerator of yours"
+        raise UserError(f"{what}: start them anew, and build none before finetune")
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     on_error = contextlib.ExitStack()

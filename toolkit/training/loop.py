@@ -189,10 +189,8 @@ def _load_micro_batches(run: Run, first_step: int) -> Iterator[tuple[MicroBatch,
         planned = int(run.plan.num_label_tokens[list(micro_batch.rows)].sum())
         found = 0 if micro_batch.is_dummy else len(batch["labels"])
         if found != planned:
-            where = f"micro-batch {micro_batch.index} of step {micro_batch.step}"
-            raise RuntimeError(
-                f"{where} has {found} labels on rank {rank()}, but its rows have {planned}: tokens would not be trained"
-            )
+            what = f"micro-batch {micro_batch.index} of step {micro_batch.step} has {found} labels on rank {rank()}"
+            raise RuntimeError(f"{what}, but its rows have {planned}: tokens would not be trained")
         yield micro_batch, batch
 
 

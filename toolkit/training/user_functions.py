@@ -80,10 +80,8 @@ def check_hooks(config: RecipeConfig, hooks: UserHooks, objective: Objective) ->
         if function is not None and not callable(function):
             raise UserError(f"{name} is a {type(function).__name__}, and cannot be called: give a function")
     if hooks.loss is not None and config.optim.label_smoothing:
-        raise UserError(
-            f"optim.label_smoothing is {config.optim.label_smoothing}, but loss takes the place of cross-entropy: smooth there, "
-            "or leave one of them out"
-        )
+        what = f"optim.label_smoothing is {config.optim.label_smoothing}, but loss takes the place of cross-entropy"
+        raise UserError(f"{what}: smooth there, or leave one of them out")
     if hooks.loss is not None and type(objective).loss is not Objective.loss:
         raise UserError(f"loss is given, and objective {objective.name} has a loss of its own: give one of them")
     names = [*config.eval.metrics, *hooks.metrics]
@@ -112,12 +110,9 @@ def check_own_loss(loss: OwnLoss, vocab_size: int, device: torch.device) -> None
         raise UserError(f"the loss returned {shown}: return a scalar tensor that depends on the logits")
     twice = loss(logits_BTV.repeat(2, 1, 1), labels_BT.repeat(2, 1)).item()
     if not abs(twice - 2 * once.item()) <= _TOLERANCE * abs(2 * once.item()):
-        raise UserError(
-            f"the loss of twice the rows is {twice:.6g}, and of the rows once {once.item():.6g}: return the sum over the label "
-            "tokens, not their mean"
-        )
+        what = f"the loss of twice the rows is {twice:.6g}, and of the rows once {once.item():.6g}"
+        raise UserError(f"{what}: return the sum over the label tokens, not their mean")
     without = loss(logits_BTV, torch.full_like(labels_BT, IGNORED_LABEL)).item()
     if without != 0:
-        raise UserError(
-            f"the loss of rows without a label token is {without:.6g}, not 0: leave out the labels that are {IGNORED_LABEL}"
-        )
+        what = f"the loss of rows without a label token is {without:.6g}, not 0"
+        raise UserError(f"{what}: leave out the labels that are {IGNORED_LABEL}")

@@ -166,10 +166,9 @@ def open_model(name: str) -> Generator:
         skeleton = build_skeleton(base, config, objective)
     except UserError as error:
         if is_adapter and not Path(base.name_or_path).is_dir():
-            raise UserError(
-                f"the adapter {folder} needs its base {base.name_or_path}, not found from here ({error}): start where that path "
-                "leads to it, or give a merged model, as `python -m toolkit export RUN_FOLDER --merge` writes it"
-            ) from None
+            what = f"the adapter {folder} needs its base {base.name_or_path}, not found from here ({error})"
+            merged = "a merged model, as `python -m toolkit export RUN_FOLDER --merge` writes it"
+            raise UserError(f"{what}: start where that path leads to it, or give {merged}") from None
         raise
     if is_adapter:
         find_adapter(str(folder))
@@ -205,10 +204,8 @@ def load_generator(generator: Generator, dtype: str | None, settings: dict[str, 
             allocate(model, device)
             model.to(device)
         except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"the model does not fit {device} ({str(error).splitlines()[0]}): try --dtype bfloat16, or serve it with a tool "
-                "that splits a model over GPUs, as vLLM"
-            ) from None
+            remedy = "try --dtype bfloat16, or serve it with a tool that splits a model over GPUs, as vLLM"
+            raise UserError(f"the model does not fit {device} ({str(error).splitlines()[0]}): {remedy}") from None
 
     on_all_ranks(take_memory)
     fill_parameters(model, readers)

@@ -63,9 +63,8 @@ def preview(run_arguments: list[str], *, config: list[str], html: Path | None, *
     """Print the view, or write it as a page, with the arguments of the command line. Whatever the run itself would raise of its
     data, a row that is not there and a page that cannot be written are a `UserError`."""
     if num_launched() > 1:
-        raise UserError(
-            "preview runs as several processes: start it without accelerate launch, and give its YAML as --accelerate-config"
-        )
+        remedy = "start it without accelerate launch, and give its YAML as --accelerate-config"
+        raise UserError(f"preview runs as several processes: {remedy}")
     found = collect([*(f"--config={file}" for file in config), *run_arguments], **options)
     if html is None:
         return print_parts(list_parts(found, has_remarks=False), Console())

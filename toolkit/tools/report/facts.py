@@ -171,9 +171,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
 def _read_run(folder: Path, name: str) -> RunFacts:
     names = ("metrics.jsonl", "config.yaml", "checkpoints")
     if not any((folder / name).exists() for name in names):
-        raise UserError(
-            f"{folder} is not a run folder (it has no {', '.join(names[:-1])} or {names[-1]}): give one, as in runs/NAME"
-        )
+        raise UserError(f"{folder} is not a run folder (it has none of {', '.join(names)}): give one, as in runs/NAME")
     facts = RunFacts(folder, name)
 
     def read(field: str, name: str, load: Callable[[Path], Any], consequence: str) -> None:

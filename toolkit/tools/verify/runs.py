@@ -192,9 +192,7 @@ def _choose_presets(box: Box) -> list[tuple[str, dict[str, Any]]]:
     """The user's presets, each with its name in the table; the first with FSDP in front."""
     chosen = [(name, _adapted(box, name, box.num_processes)) for name in box.presets]
     if singles := [name for name, mapping in chosen if mapping["distributed_type"] == "NO"]:
-        raise UserError(
-            f"--presets names {singles[0]}, which has one process: leave it out, the others are compared with one process anyway"
-        )
+        raise UserError(f"--presets names {singles[0]}, which has one process, as the others are compared with: leave it out")
     first = next((preset for preset in chosen if preset[1]["distributed_type"] == "FSDP"), chosen[0])
     chosen = [first, *(preset for preset in chosen if preset is not first)]
     return [(f"{Path(name).stem} x {box.num_processes}", mapping) for name, mapping in chosen]

@@ -83,10 +83,8 @@ def build_box(
     # Every config needs a length; that of the runs is set later.
     parsed = load_config(CONFIGS[name], arguments if config else ["--train.max_steps=1", *arguments])
     if "flash" in (attention := parsed.model.attn_implementation or ""):
-        raise UserError(
-            f"model.attn_implementation is {attention}, which cannot compute in fp32, but verify does, to separate rounding from "
-            "mistakes: add --model.attn_implementation null"
-        )
+        why = "which cannot compute in fp32, but verify does, to separate rounding from mistakes"
+        raise UserError(f"model.attn_implementation is {attention}, {why}: add --model.attn_implementation null")
     on_cpu, chosen = _processes(num_processes, use_cpu, 3 if sharded else 2)
     return Box(
         recipe=SHIPPED / "recipes" / f"{name}.py",
@@ -111,9 +109,8 @@ def _processes(num_processes: int | None, use_cpu: bool, fewest: int) -> tuple[b
     chosen = num_processes if num_processes is not None else (fewest if on_cpu else num_gpus)
     if chosen < fewest:
         what = "several with one" if fewest == 2 else "them with one fewer, as --sharded asks"
-        raise UserError(
-            f"--num-processes is {chosen}, but verify compares {what}: give {fewest} or more, with --use-cpu if need be"
-        )
+        remedy = f"give {fewest} or more, with --use-cpu if need be"
+        raise UserError(f"--num-processes is {chosen}, but verify compares {what}: {remedy}")
     if not on_cpu and chosen > num_gpus:
         raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
     return on_cpu, chosen
