@@ -188,7 +188,7 @@ def _read_run(folder: Path, name: str) -> RunFacts:
     read("lines", "metrics.jsonl", lambda path: lines_of_steps(load_json_lines(path, skip_torn_end=True)), none)
     read("config", "config.yaml", lambda path: dict(_flatten(_load_mapping(path, yaml.safe_load))), "the settings are not known")
     read("checkpoints", "checkpoints", lambda _: read_entries(folder), "there is none to resume from")
-    read("memory", MEMORY_FILE, _load_memory, "the memory of the ranks is not known, or not yet")
+    read("memory", MEMORY_FILE, _load_mapping, "the memory of the ranks is not known, or not yet")
     read("record", RECORD_FILE, _load_mapping, "versions, command, sources and shard units are not known")
     command = shlex.join(["python", "-m", "toolkit", "report", "--text", str(folder)])
     none = f"there is no memory plan; this makes one, for the next report: {command}"
@@ -225,13 +225,6 @@ def _load_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[
     if not isinstance(value, dict):
         raise ValueError("it is not a mapping")
     return value
-
-
-def _load_memory(path: Path) -> dict[str, Any]:
-    memory = _load_mapping(path)
-    if not all(map(is_number, memory["peak_gib"])):
-        raise ValueError("peak_gib is not a list of numbers")
-    return memory
 
 
 def _load_plan(path: Path, memory: dict[str, Any]) -> int | None:
