@@ -19,7 +19,7 @@ import transformers
 from benchmarks.measuring import build_parser, format_table, write_report
 from toolkit.config.schema import OptimConfig, TrainedDtype
 from toolkit.models.freeze import cast_trained
-from toolkit.optimizers.rounding import Rounding
+from toolkit.optimizers.stepping import Rounding
 from toolkit.training.optim import build_optimizer, clip_gradients
 
 NUM_STEPS, EVERY_STEPS, ROWS, TOKENS, VOCAB = 500, 100, 8, 32, 128

@@ -166,16 +166,16 @@ def fill_with_code(folder: Path, canary: Path) -> None:
 
 MODEL, START = "--model.name_or_path {other}", "--model.from_scratch true --model.init_from {other}"
 INDEX = "the model.safetensors.index.json of "
-NOT_BESIDE = "in its weight_map, and only safetensors files of the same folder are read: save the model again …"
+NOT_BESIDE = ", not a safetensors file beside it: save it again"
 NO_WEIGHTS = "model {other} has no loadable safetensors weights (…): give a folder with them, or model.from_scratch true …"
 ADAPTER = "--model.from_scratch false --adapter.method lora --adapter.name_or_path {other}"
 FOLDERS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
-    "shard above": (with_shard_above, MODEL, INDEX + f"model.name_or_path {{other}} names '../shard.safetensors' {NOT_BESIDE}"),
-    "pickled shard": (with_pickled_shard, MODEL, INDEX + f"model.name_or_path {{other}} names 'shard.bin' {NOT_BESIDE}"),
+    "shard above": (with_shard_above, MODEL, INDEX + f"model.name_or_path {{other}} names '../shard.safetensors'{NOT_BESIDE}"),
+    "pickled shard": (with_pickled_shard, MODEL, INDEX + f"model.name_or_path {{other}} names 'shard.bin'{NOT_BESIDE}"),
     "shard above, to start from": (
         with_shard_above,
         START,
-        INDEX + f"model.init_from {{other}} names '../shard.safetensors' {NOT_BESIDE}",
+        INDEX + f"model.init_from {{other}} names '../shard.safetensors'{NOT_BESIDE}",
     ),
     "pickle alone": (with_pickle_alone, MODEL, NO_WEIGHTS),
     "pickle alone, to start from": (
@@ -186,12 +186,12 @@ FOLDERS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
     "pickle that the config names": (
         with_named_pickle,
         MODEL,
-        "the config.json of {other} names 'adapter_model.bin' as its weights (transformers_weights), and only …",
+        "the config.json of {other} names weights that are not read, transformers_weights 'adapter_model.bin': …",
     ),
     "adapter in the model's folder": (
         with_adapter,
         MODEL,
-        "model.name_or_path {other} has an adapter_config.json beside its config.json: give a folder with the model alone, …",
+        "model.name_or_path {other} has an adapter_config.json too: give the model alone, …",
     ),
     "pickled adapter": (
         as_pickled_adapter,

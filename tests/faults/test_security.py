@@ -86,7 +86,7 @@ def test_the_index_of_a_hub_model_is_checked_too(tmp_path: Path, monkeypatch: py
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"shared.weight": "../x.safetensors"}}))
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: T5Config(decoder_start_token_id=0))
     monkeypatch.setattr("transformers.utils.cached_file", lambda name, file, **_: str(tmp_path / file))
-    with pytest.raises(UserError, match="of model.name_or_path someone/t5 names '../x.safetensors' in its weight_map"):
+    with pytest.raises(UserError, match="of model.name_or_path someone/t5 names '../x.safetensors', not a "):
         load_model_config(ModelConfig(name_or_path="someone/t5"), Seq2Seq())
 
 

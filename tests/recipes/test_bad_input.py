@@ -98,13 +98,12 @@ ANOTHER_CONFIG = Case(
 ALONE = {
     "no such checkpoint": Case(
         flags="--checkpoint.resume {here}/nowhere",
-        sentence="checkpoint.resume is {here}/nowhere, and there is no such folder: give auto, never or a checkpoint, as in "
+        sentence="checkpoint.resume is {here}/nowhere, and there is no such folder: give auto, never or one as "
         "{here}/runs/run/checkpoints/step-00000120",
     ),
     "no weights to start from": Case(
         flags="--model.init_from {here}/nowhere",
-        sentence="model.init_from {here}/nowhere holds no valid checkpoint: give a run folder that has one, the checkpoint "
-        "itself, or an exported model",
+        sentence="model.init_from {here}/nowhere holds no valid checkpoint: give one, its run, or an exported model",
     ),
     "no such model on the hub": Case(
         flags="--model.name_or_path no-such-model",
@@ -150,8 +149,7 @@ ALONE = {
     "an adapter in the model's place": Case(
         flags="--model.name_or_path {here}/adapter",
         files=ADAPTER,
-        sentence="model.name_or_path {here}/adapter is an adapter: give its base there, and this folder as adapter.name_or_path "
-        "with adapter.method",
+        sentence="model.name_or_path {here}/adapter is an adapter: give its base there, and this as adapter.name_or_path",
     ),
     "frozen bf16 without mixed precision": Case(
         flags="--adapter.method lora --model.frozen_dtype bfloat16",
@@ -162,8 +160,8 @@ ALONE = {
 AFTER_A_RUN = {
     "never, but there are checkpoints": Case(
         flags=f"{SCRATCH} --checkpoint.resume never",
-        sentence="checkpoint.resume is never, but {here}/runs/run/checkpoints holds checkpoints up to step 2: take another "
-        "run.name, or move them away",
+        sentence="checkpoint.resume is never, but {here}/runs/run/checkpoints holds checkpoints up to step 2: move them "
+        "away, or take another run.name",
     ),
     "a damaged checkpoint by its name": Case(
         flags=f"{SCRATCH} --checkpoint.resume {{here}}/damaged",

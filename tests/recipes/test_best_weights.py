@@ -196,7 +196,7 @@ def test_init_from_refuses_a_run_on_another_frozen_base(taught: Workbench) -> No
     weights["encoder.final_layer_norm.weight"] = weights["encoder.final_layer_norm.weight"] * 2
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     refused = taught.attempt("other", model=base, model__init_from=taught.runs / "taught", **ONE_MORE)
-    assert "had frozen are not those of" in refused.refusal()
+    assert ": its run had other frozen weights; take that run's model.name_or_path" in refused.refusal()
 
 
 def test_profile_steps_leaves_a_trace_of_each_step_and_rank(taught: Workbench) -> None:

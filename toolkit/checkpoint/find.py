@@ -49,36 +49,28 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Checkpoint | None, l
     """The checkpoint that `checkpoint.resume` names, if any, and a sentence for each newer one that is not valid. For one process
     only, as it first restores what a crash left half replaced.
 
-    Raises:
-        UserError: there are checkpoints but none is valid, or one may not be read; the named one is not valid or not the run's
-            newest; `never` in a folder that holds checkpoints.
+    A `UserError`: there are checkpoints but none is valid, or one may not be read; the named one is not valid or not the run's
+    newest; `never` in a folder that holds checkpoints.
     """
-    sentences = restore_replaced(run_folder)
+    sentences, place = restore_replaced(run_folder), checkpoints_folder(run_folder)
     # auto: the newest valid checkpoint
     if resume == "auto":
         found, refused = newest_valid(run_folder)
         if found is None and refused:
-            raise UserError(
-                f"no checkpoint in {checkpoints_folder(run_folder)} is valid ({'; '.join(refused)}): move them away to "
-                "start from the first step, or take another run.name"
-            )
+            raise UserError(f"no checkpoint in {place} is valid ({'; '.join(refused)}): move them away, or take another run.name")
         return found, sentences + refused
     # never: only in a folder without checkpoints
     if resume == "never":
         if existing := list_checkpoints(run_folder):
-            raise UserError(
-                f"checkpoint.resume is never, but {checkpoints_folder(run_folder)} holds checkpoints up to step "
-                f"{existing[-1][0]}: take another run.name, or move them away"
-            )
+            held = f"{place} holds checkpoints up to step {existing[-1][0]}"
+            raise UserError(f"checkpoint.resume is never, but {held}: move them away, or take another run.name")
         return None, sentences
     # a named checkpoint: it must be valid, and the newest
     with denials_named("checkpoint.resume"):
         is_folder = Path(resume).is_dir()
     if not is_folder:
-        raise UserError(
-            f"checkpoint.resume is {resume}, and there is no such folder: give auto, never or a checkpoint, as in "
-            f"{step_folder(run_folder, 120)}"
-        )
+        example = step_folder(run_folder, 120)
+        raise UserError(f"checkpoint.resume is {resume}, and there is no such folder: give auto, never or one as {example}")
     try:
         named = read_checkpoint(Path(resume))
     except ValueError as error:
@@ -86,10 +78,7 @@ def find_checkpoint(run_folder: Path, resume: str) -> tuple[Checkpoint | None, l
         raise UserError(f"checkpoint.resume is {resume}, but {error}{remedy}") from None
     if later := [other.name for step, other in list_checkpoints(run_folder) if step > named.step]:
         # Later ones would count as the newest, and the resumed run's saves would be pruned instead of them.
-        raise UserError(
-            f"checkpoint.resume is {resume}, but {checkpoints_folder(run_folder)} has later ones: move "
-            f"{', '.join(later)} away first"
-        )
+        raise UserError(f"checkpoint.resume is {resume}, but there are later ones beside it: move {', '.join(later)} away first")
     return named, sentences
 
 

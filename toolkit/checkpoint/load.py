@@ -149,9 +149,7 @@ def best_of_run(run_folder: Path, best_metric: BestMetric, setting: str = "expor
             return None, f"{run_folder} has no checkpoint any more to take the best from: exporting the last weights"
         ranked = rank_checkpoints(whole, best_metric)
         if not ranked:
-            raise UserError(
-                f"{setting} is best, but no checkpoint in {run_folder} has {best_metric.name}, or only NaN: take last"
-            )
+            raise UserError(f"{setting} is best, but no checkpoint in {run_folder} has {best_metric.name}, or only NaN: use last")
         best, value, is_comparable = ranked[0]
         try:
             best = read_checkpoint(best.folder)
@@ -180,10 +178,8 @@ def check_identity(checkpoint: Checkpoint, ours: Identity, remedy: str = "") -> 
     frozen = theirs["frozen_hashes"]
     changed = [name for name in {**frozen, **ours.frozen_hashes} if frozen.get(name) != ours.frozen_hashes.get(name)]
     if changed:
-        raise UserError(
-            f"the frozen base weights are not those {folder} was trained on: {len(changed)} differ, {base_name(changed[0])} "
-            f"first; {remedy or 'give the same base, or take another run.name'}"
-        )
+        how = f"{len(changed)} differ, {base_name(changed[0])} first; {remedy or 'give the same base, or take another run.name'}"
+        raise UserError(f"the frozen base weights are not those {folder} was trained on: {how}")
     try:
         return TrainState.from_manifest(checkpoint.manifest)
     except TypeError as error:
@@ -229,10 +225,7 @@ def find_weights(path: str) -> Path:
         found, refused = newest_valid(folder)
         if found is None:
             why = f" ({'; '.join(refused)})" if refused else ""
-            raise UserError(
-                f"model.init_from {folder} holds no valid checkpoint{why}: "
-                "give a run folder that has one, the checkpoint itself, or an exported model"
-            )
+            raise UserError(f"model.init_from {folder} holds no valid checkpoint{why}: give one, its run, or an exported model")
         return found.folder
 
     return on_rank_0(find)
@@ -252,10 +245,8 @@ def open_checkpoint(model: PreTrainedModel, weights: TensorReaders, folder: Path
             raise UserError(f"model.init_from {folder} cannot be read: {' '.join(str(error).split())}") from None
         unknown = sorted(stored - state.keys())
         if unknown and base_name(unknown[0]) is None:
-            raise UserError(
-                f"model.init_from {folder} is of a run that trained an adapter: give its export as adapter.name_or_path, or its "
-                "merged model (export.merge) as model.name_or_path"
-            )
+            remedy = "give its export as adapter.name_or_path, or its merged model (export.merge) as model.name_or_path"
+            raise UserError(f"model.init_from {folder} is of a run that trained an adapter: {remedy}")
         if unknown:
             raise UserError(f"{trouble}: it also has {unknown[0].removeprefix('model.')}")
         return stored
@@ -267,8 +258,5 @@ def open_checkpoint(model: PreTrainedModel, weights: TensorReaders, folder: Path
     # It lacks its run's frozen weights.
     absent = {name: parameter.dtype for name, parameter in model.named_parameters() if name not in stored}
     if hash_readers(weights, absent) != read_manifest(folder)["identity"]["frozen_hashes"]:
-        raise UserError(
-            f"the weights that the run of model.init_from {folder} had frozen are not those of {model.name_or_path}: "
-            "take that run's model.name_or_path, or its exported model"
-        )
+        raise UserError(f"{trouble}: its run had other frozen weights; take that run's model.name_or_path, or its exported model")
     return weights | stored

@@ -40,10 +40,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate on the evaluation split. Every rank returns the same figures, except `rows_per_s` by its own clock. Collective.
 
-    With `config.generate`, rank 0 writes `predictions_path` (one JSON line per row, in row order).
-
-    Args:
-        between_batches: called equally often by every rank; may raise on all of them to end the evaluation.
+    With `config.generate`, rank 0 writes `predictions_path` (one JSON line per row, in row order). Every rank calls
+    `between_batches` equally often; it may raise on all of them to end the evaluation.
 
     Returns:
         `loss` (nats per label token), `perplexity` (the exponential of `loss`), `bits_per_byte` (of the targets' utf-8 text),

@@ -109,10 +109,7 @@ def compute_figures(
         assert metric.compute is not None
         takes_rows, name = hasattr(metric.compute, "takes_rows"), metric.name
         if takes_rows and metric.given is None:
-            raise UserError(
-                f"metrics[{name!r}] takes rows: give finetune a datasets.Dataset as train, not data.files, "
-                "or let the metric take references (without @on_rows)"
-            )
+            raise UserError(f"metrics[{name!r}] takes rows: give finetune a datasets.Dataset as train, or leave out @on_rows")
         result = metric.compute(list(predictions), metric.given.select(row_ids).to_list() if takes_rows else list(references))
         named = {f"{name}/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {name: result}
         numbers_only = {name: float(value) for name, value in named.items() if isinstance(value, numbers.Real)}
@@ -158,19 +155,15 @@ def _load_module(name: str) -> TextMetric:
         # In memory, because files of several runs would share a folder.
         module = evaluate.load(name, keep_in_memory=True, experiment_id=uuid.uuid4().hex)
     except Exception as error:  # importing the script runs its code: anything may come
-        raise UserError(
-            f"eval.metrics {name} cannot be loaded ({_line(error)}): name a metric of huggingface.co/evaluate-metric, or, on a "
-            "machine without network, a folder with its script, as in ./my_metric with my_metric.py in it"
-        ) from error
+        remedy = "name one of huggingface.co/evaluate-metric or, without network, a folder as ./my_metric with my_metric.py in it"
+        raise UserError(f"eval.metrics {name} cannot be loaded ({_line(error)}): {remedy}") from error
 
     def compute(predictions: list[str], references: list[Any]) -> Any:
         try:
             return module.compute(predictions=predictions, references=references)
         except Exception as error:  # the code is not ours: anything may come
-            raise UserError(
-                f"eval.metrics {name} failed on {len(predictions)} predictions and their references ({_line(error)}): fix it, or "
-                "leave it out"
-            ) from error
+            what = f"failed on {len(predictions)} predictions and their references ({_line(error)})"
+            raise UserError(f"eval.metrics {name} {what}: fix it, or leave it out") from error
 
     return TextMetric(metric_name(name), str(private("_hash", module)), compute)
 

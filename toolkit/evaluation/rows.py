@@ -58,11 +58,8 @@ class EvaluationRows:
         for batch in self.rows.select_columns(["input_ids", "labels", "target"]).with_format("numpy").iter(_ROWS_HASHED_AT_ONCE):
             for row in zip(batch["input_ids"], batch["labels"], batch["target"], strict=True):
                 for cell in row:
-                    content = (
-                        cell.encode()
-                        if isinstance(cell, str)
-                        else np.asarray(cell, cell.dtype if cell.dtype.kind == "f" else np.int64).tobytes()
-                    )
+                    kept = cell if isinstance(cell, str) or cell.dtype.kind == "f" else cell.astype(np.int64)
+                    content = kept.encode() if isinstance(kept, str) else kept.tobytes()
                     digest.update(len(content).to_bytes(8, "big") + content)
         return digest.hexdigest()
 

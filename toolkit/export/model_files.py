@@ -113,10 +113,9 @@ class ModelFiles:
             self._together |= {name for name, tensor in state.items() if converted.get(name) is not tensor}
         if self._together:
             num_bytes = sum(state[name].nbytes for name in self._together)
-            logger.info(
-                f"{len(self._together)} tensors, {num_bytes / GIB:.1f} GiB, are collected in rank 0's host memory: transformers "
-                f"saves tensors of {type(model).__name__} that are made of several, such as {min(self._together)}"
-            )
+            why = f"transformers saves tensors of {type(model).__name__} that are made of several, such as {min(self._together)}"
+            what = f"{len(self._together)} tensors, {num_bytes / GIB:.1f} GiB, are collected in rank 0's host memory"
+            logger.info(f"{what}: {why}")
         # Which file each goes to. Parts of one tensor count as that tensor and stay in one file.
         split = split_state_dict_into_shards_factory(
             converted,

@@ -47,9 +47,8 @@ def export_model(config: RecipeConfig, sharded: ShardedModel, data: EvaluationRo
     `choose_device`; a difference under bf16, whose rounding grows with the model, only prints a remark. Of the rows in `data` the
     first few are read.
 
-    Raises:
-        RuntimeError: a folder does not hold the trained weights, and is not put in place; or its logits differ under fp32.
-        UserError: a folder cannot be written; on every rank.
+    A folder that does not hold the trained weights, and is not put in place, or whose logits differ under fp32, is a
+    `RuntimeError`; one that cannot be written is a `UserError` on every rank.
     """
     # What the exported model will generate with, and the trained model's logits for a few tokens.
     skeleton = sharded.skeleton

@@ -38,7 +38,4 @@ def warn_of_full_rows(model: PreTrainedModel, why_dense: str) -> str | None:
     name = private("_attn_implementation", model.config) or "of its own"
     if not why_dense or "flex" in name:
         return None
-    return (
-        f"attention {name} keeps packed rows apart by a dense mask, because {why_dense}: it costs what full rows of "
-        "data.max_length_tokens cost"
-    )
+    return f"attention {name} keeps packed rows apart by a dense mask, because {why_dense}: as costly as full rows"

@@ -42,10 +42,7 @@ def load_model_config(config: ModelConfig, objective: Objective, *, is_trained: 
 
     name, folder = config.name_or_path, Path(config.name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise UserError(
-            f"model.name_or_path {name} is an adapter: give its base there, and this folder as adapter.name_or_path with "
-            "adapter.method"
-        )
+        raise UserError(f"model.name_or_path {name} is an adapter: give its base there, and this as adapter.name_or_path")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"model.name_or_path {name} has no config.json: give a Hugging Face model folder")
     if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
@@ -70,17 +67,12 @@ def load_model_config(config: ModelConfig, objective: Objective, *, is_trained: 
     if index is not None:
         _check_index(Path(index), f"model.name_or_path {name}")
     if (file := getattr(model_config, "transformers_weights", None)) not in (None, *WEIGHTS_FILES) and not config.from_scratch:
-        raise UserError(
-            f"the config.json of {name} names {file!r} as its weights (transformers_weights), and only "
-            f"{' or '.join(WEIGHTS_FILES)} is read: take that line out"
-        )
+        raise UserError(f"the config.json of {name} names weights that are not read, transformers_weights {file!r}: take it out")
     named = [private("_attn_implementation", part) for part in _parts(model_config)]
     kernels = [own for own in named if "/" in (own or "")]
     if kernels and not (config.attn_implementation or config.trust_remote_code):
-        raise UserError(
-            f"the config.json of {name} names the attention {kernels[0]}, which is code of the hub: set "
-            "model.attn_implementation sdpa or eager, or model.trust_remote_code true"
-        )
+        what = f"the config.json of {name} names the attention {kernels[0]}, which is code of the hub"
+        raise UserError(f"{what}: set model.attn_implementation sdpa or eager, or model.trust_remote_code true")
     _take_quantization(model_config, name)
     auto_class = objective.loader(model_config)
     if not config.trust_remote_code and type(model_config) not in private("_model_mapping", auto_class):
@@ -98,10 +90,8 @@ def _take_quantization(model_config: PretrainedConfig, name: str) -> None:
         kinds = {"bitsandbytes": four_bits, "fp8": f"in blocks of {about.get('weight_block_size', [128, 128])}"}
         method = str(about.get("quant_method"))
         if (quantized := f"{method} {kinds.get(method, '')}".strip()) not in DEQUANTIZED:
-            raise UserError(
-                f"model.name_or_path {name} is quantized as {quantized}, and only {', '.join(DEQUANTIZED)} are read: give the "
-                "model in full precision"
-            )
+            what = f"model.name_or_path {name} is quantized as {quantized}"
+            raise UserError(f"{what}, and only {', '.join(DEQUANTIZED)} are read: give it in full precision")
 
 
 def pop_quantization(model_config: PretrainedConfig) -> list[dict[str, Any]]:
@@ -122,10 +112,8 @@ def _set_for_training(model_config: PretrainedConfig, config: ModelConfig) -> No
     from huggingface_hub.errors import StrictDataclassFieldValidationError
 
     if not getattr(model_config, "disable_ngram_loss", True) and model_config.ngram > 1:
-        raise UserError(
-            f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model that predicts {model_config.ngram} "
-            "tokens at once (ngram), so its loss is not that of its labels: set disable_ngram_loss true in its config.json"
-        )
+        what = f"model.name_or_path {config.name_or_path} predicts {model_config.ngram} tokens at once (ngram)"
+        raise UserError(f"{what}, so its loss is not that of its labels: set disable_ngram_loss true in its config.json")
     for part in _parts(model_config):
         for key, value in part.to_dict().items() if config.dropout is not None else ():
             # Every family has names of its own: `attention_dropout`, `resid_pdrop`, …
@@ -151,10 +139,7 @@ def check_weight_files(folder: Path, what: str) -> None:
     check_readable(what, folder)
     refuse_pointers(folder / name for name in ("config.json", "generation_config.json", *WEIGHTS_FILES))
     if (folder / "adapter_config.json").is_file():  # transformers would load the adapter too, even from a pickle
-        raise UserError(
-            f"{what} has an adapter_config.json beside its config.json: give a folder with the model alone, and the adapter's as "
-            "adapter.name_or_path"
-        )
+        raise UserError(f"{what} has an adapter_config.json too: give the model alone, and the adapter as adapter.name_or_path")
     named = _check_index(folder / WEIGHTS_INDEX, what) if (folder / WEIGHTS_INDEX).is_file() else set()
     refuse_pointers(folder / shard for shard in sorted(named))
     # Each file once; nobody can tell which set is meant. Files of other formats (.bin, consolidated) are often beside them.
@@ -193,10 +178,7 @@ def _check_index(index: Path, what: str) -> set[str]:
         reason = " ".join(str(error).split())
         raise UserError(f"the {WEIGHTS_INDEX} of {what} cannot be read ({reason}): save the model again") from None
     if foreign:
-        raise UserError(
-            f"the {WEIGHTS_INDEX} of {what} names {foreign[0]!r} in its weight_map, and only safetensors files of the same "
-            "folder are read: save the model again with transformers' save_pretrained"
-        )
+        raise UserError(f"the {WEIGHTS_INDEX} of {what} names {foreign[0]!r}, not a safetensors file beside it: save it again")
     return {*files}
 
 

@@ -50,8 +50,6 @@ def check_experts(model: PreTrainedModel, name: str) -> None:
         shapes = {(type(child), *(p.shape for p in child.parameters())) for child in children}
         is_nested = any(part.isdigit() for part in path.split("."))  # the list of blocks may be as long
         if is_list and is_nested and len(children) in counts and len(shapes) == 1:
-            raise UserError(
-                f"model.name_or_path {name} has {len(children)} experts as separate modules ({path}): a rank runs only those "
-                "that its tokens are routed to, and FSDP2 would add up gradients of different experts: take a model that holds "
-                "them in one weight, such as Mixtral, Qwen3-MoE or gpt-oss"
-            )
+            what = f"model.name_or_path {name} has {len(children)} experts as separate modules ({path})"
+            remedy = "take a model that holds them in one weight, such as Mixtral, Qwen3-MoE or gpt-oss"
+            raise UserError(f"{what}, and FSDP2 would add up gradients of different ones: {remedy}")

@@ -57,27 +57,25 @@ def freeze_unreached(skeleton: PreTrainedModel, config: ConfigT) -> ConfigT:
     names, uncalled = find_unreached(skeleton), find_uncalled(skeleton) if config.adapter.method != "none" else []
     uncalled = [name for name in uncalled if name not in names]
     if names:
-        logger.info(f"the loss of texts does not reach {_shorten(names)}: frozen, and without an adapter")
+        logger.info(f"the loss of texts does not reach {shorten(names)}: frozen, and without an adapter")
     if uncalled:
-        logger.info(f"the model's code reads {_shorten(uncalled)} without a call of the layer, or by groups: without an adapter")
+        logger.info(f"the model's code reads {shorten(uncalled)} without a call of the layer, or by groups: without an adapter")
     freezes = [*config.model.freeze, *map(re.escape, names + uncalled)]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=freezes))
 
 
-def _shorten(names: list[str]) -> str:
-    """The first eight of names whose numbers of layers are `*`."""
-    shown = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    return first_of(shown)
+def shorten(names: Iterable[str]) -> str:
+    """The first eight of names in which `*` stands for numbers, each with how many it stands for."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
+    return first_of(f"{pattern} ({len(same)})" if len(same) > 1 else same[0] for pattern, same in alike.items())
 
 
 def find_unreached(model: PreTrainedModel) -> list[str]:
     """The parameters that a text's loss never reaches by the code of the model: indexers of sparse attention, LED's global
     attention, towers for images. Found by a forward and a backward on the meta device; empty where these fail. A model of images
-    that continues no text without them is a `UserError`.
-
-    Args:
-        model: on the meta device, without an adapter, nothing frozen.
-    """
+    that continues no text without them is a `UserError`. The model is on the meta device, without an adapter, nothing frozen."""
     # What the model's own code freezes may be linear layers, as of BLT's patcher, for which `all-linear` would have adapters.
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     own = [f"{name}.weight" for name in linear if not model.get_submodule(name).weight.requires_grad]

@@ -31,9 +31,9 @@ def check_adapter_config(config: Any) -> None:
     """Refuse settings that exclude each other, and an adapter that could not train, by a `UserError` that names them."""
     adapter, model = config.adapter, config.model
     if not is_enabled(adapter):
-        merge = "true" if config.export.merge else None
         settings = {"adapter.name_or_path": adapter.name_or_path, "adapter.base_dtype": adapter.base_dtype}
-        for key, value in (settings | {"export.merge": merge}).items():
+        settings["export.merge"] = "true" if config.export.merge else None
+        for key, value in settings.items():
             if value is not None:
                 raise UserError(f"{key} is {value}, but adapter.method is none: set adapter.method, or leave {key} out")
         return
@@ -42,10 +42,8 @@ def check_adapter_config(config: Any) -> None:
         raise UserError(f"adapter.experts is true, and peft has no {given} for experts: set dropout 0, lora or rslora")
     if model.from_scratch or model.init_from is not None:
         what = "model.from_scratch true" if model.from_scratch else f"model.init_from {model.init_from}"
-        raise UserError(
-            f"adapter.method is {adapter.method} and {what}: an adapter would belong to weights that model.name_or_path does not "
-            "have when it is loaded; give an exported model as model.name_or_path"
-        )
+        trouble = f"adapter.method is {adapter.method} and {what}, but an adapter belongs to the weights of model.name_or_path"
+        raise UserError(f"{trouble}: give an exported model there")
     if model.freeze and adapter.modules_to_save:
         raise UserError(f"model.freeze is {model.freeze} and adapter.modules_to_save {adapter.modules_to_save}: give one of them")
 
@@ -126,19 +124,15 @@ def _new_lora(model: PreTrainedModel, config: AdapterConfig, frozen: list[str]) 
             targets = [targets]
         _check_targets(model, targets, modules_to_save, excluded)
         if isinstance(targets, list) and (taken := taken_for_experts(model, targets)):
-            raise UserError(
-                f"adapter.target_modules {min(taken)} is what peft takes for experts or routers in a {model.config.model_type}, "
-                "also where dense layers have the name: leave it out, and set adapter.experts true to adapt experts"
-            )
+            what = f"adapter.target_modules {min(taken)} is what peft takes for experts or routers in a {model.config.model_type}"
+            raise UserError(f"{what}, also where layers are dense: leave it out, and set adapter.experts true to adapt experts")
     held = [(name, weight) for name, module in model.named_modules() if config.experts for weight in weights_of(module)]
     reached = [(name, weight) for name, weight in held if not re.fullmatch(excluded, name)]
     # peft takes the ends of names; all of it where texts reach only some, as in an Ernie's two mixtures.
     experts = {f"{name if reached != held else name.rpartition('.')[2]}.{weight}" for name, weight in reached}
     if config.experts and not experts:
-        raise UserError(
-            f"adapter.experts is true, but {type(model).__name__} has no experts that transformers computes by groups of tokens "
-            "(grouped_mm): leave it out"
-        )
+        what = f"{type(model).__name__} has no experts that transformers computes by groups of tokens (grouped_mm)"
+        raise UserError(f"adapter.experts is true, but {what}: leave it out")
     return LoraConfig(
         r=config.rank,
         lora_alpha=int(config.alpha) if float(config.alpha).is_integer() else config.alpha,  # type: ignore[arg-type]
@@ -202,20 +196,14 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str, modules_to_
         if not found:
             why = "which adapter.exclude_modules or model.freeze names, or no text passes"
             out = f" besides {matched[0]}, {why}" if matched else ""
-            raise UserError(
-                f"adapter.target_modules {end} matches no module{out}; linear ones end in: {', '.join(linear)} ({ALL_LINEAR} "
-                "takes all of them but the output head)"
-            )
+            raise UserError(f"adapter.target_modules {end} matches no module{out}; linear ones end in: {', '.join(linear)}")
         for name in found:
+            what = f"adapter.target_modules {end} matches {name}"
             if not isinstance(named[name], (nn.Linear, Conv1D, nn.Embedding)):
-                raise UserError(
-                    f"adapter.target_modules {end} matches {name}, a {type(named[name]).__name__}, but an adapter goes on linear "
-                    f"layers and embeddings; linear ones end in: {', '.join(linear)}"
-                )
-            if any(name == saved or name.startswith(f"{saved}.") for saved in modules_to_save):
-                raise UserError(
-                    f"adapter.target_modules {end} matches {name}, which adapter.modules_to_save trains whole: choose one"
-                )
+                not_adapted = f"a {type(named[name]).__name__}, but an adapter goes on linear layers and embeddings"
+                raise UserError(f"{what}, {not_adapted}; linear ones end in: {', '.join(linear)}")
+            if any(f"{name}.".startswith(f"{saved}.") for saved in modules_to_save):
+                raise UserError(f"{what}, which adapter.modules_to_save trains whole: choose one")
 
 
 def _check_names(model: PreTrainedModel, what: str) -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig
@@ -33,6 +32,8 @@ from toolkit.errors import UserError
 from toolkit.files.durable import check_readable, refuse_pointers
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.quantized import weight_name
+from toolkit.models.safetensors_index import ShardedReadUnsupported, open_files
+from toolkit.models.tensor_reader import TensorReaders
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -67,10 +68,8 @@ def find_adapter(name_or_path: str) -> Path:
         cached_file(name_or_path, BASE_FILE, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(
-            f"{what} cannot be read ({reason}): give an adapter's folder, or a hub id within reach, that has {CONFIG_FILE} and "
-            f"{WEIGHTS_FILE} (pickled .bin weights are not loaded)"
-        ) from None
+        remedy = f"give a folder, or a hub id within reach, with {CONFIG_FILE} and {WEIGHTS_FILE}"
+        raise UserError(f"{what} cannot be read ({reason}): {remedy}") from None
     folder = Path(str(found[0])).parent
     check_readable(what, folder)
     refuse_pointers(folder / file for file in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE))
@@ -85,16 +84,12 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
     what = f"adapter.name_or_path {config.name_or_path}"
     settings = read_json(folder / CONFIG_FILE, what)
     if settings.get("peft_type") != "LORA":
-        raise UserError(
-            f"{what} is an adapter of type {settings.get('peft_type')}, and only LORA (LoRA, rsLoRA, DoRA) is supported"
-        )
+        raise UserError(f"{what} is an adapter of type {settings.get('peft_type')}, and only LoRA, rsLoRA and DoRA are supported")
     method = "dora" if settings.get("use_dora") else "rslora" if settings.get("use_rslora") else "lora"
     if config.method not in ("none", method):
         raise UserError(f"{what} is a {method} adapter, but adapter.method is {config.method}: set adapter.method {method}")
     if (began := settings.get("init_lora_weights", True)) not in _KEEPING_THE_BASE:
-        raise UserError(
-            f"{what} was initialized with init_lora_weights {began}, which changes the base: convert it to LoRA with peft first"
-        )
+        raise UserError(f"{what} began with init_lora_weights {began}, which changes the base: convert it to LoRA with peft")
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
     for key, value in settings.items():
         if key not in (*_TAKEN_OVER, *_WITHOUT_EFFECT) and value and value != defaults.get(key):
@@ -108,30 +103,22 @@ def read_lora_config(folder: Path, config: AdapterConfig) -> LoraConfig:
 
 def check_fits(model: PreTrainedModel, folder: Path, base: str, what: str) -> None:
     """Compare names and shapes of the trainable parameters with those in a folder's safetensors: the first one that is missing,
-    unknown or of another shape is a `UserError`."""
-    parameters = dict(model.named_parameters())
-    try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"the {WEIGHTS_FILE} of {what} cannot be read: {error}") from None
-    wanted = {name: tuple(parameters[own].shape) for name, own in file_names(model).items()}
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    places = tuple(f"base_model.model.{name}." for name, module in model.named_modules() if module in embeddings)
-    for name in sorted(stored.keys() | wanted.keys()):
-        if stored.get(name) == wanted.get(name):
-            continue
+    unknown (as the embedding of a resized vocabulary, which the base must have) or of another shape is a `UserError`."""
+    wanted = {name: tuple(model.get_parameter(own).shape) for name, own in file_names(model).items()}
+    shapes = {name: reader.shape for name, reader in open_adapter(folder, what).items()}
+    for name in sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)):
         own = name.removeprefix("base_model.model.")
-        if name in stored and name.startswith(places) and "lora_" not in name:
-            raise UserError(
-                f"{what} brings an embedding of its own, {own} of shape {stored[name]}, as after a resized vocabulary, which is "
-                "not supported: resize the base, save it and give that as model.name_or_path"
-            )
-        if name not in stored:
-            raise UserError(f"{what} does not fit {base}: it lacks {own}")
-        if name not in wanted:
-            raise UserError(f"{what} does not fit {base}: it also has {own}")
-        raise UserError(f"{what} does not fit {base}: it has {own} of shape {stored[name]} instead of {wanted[name]}")
+        how = f"has {own} of shape {shapes.get(name)} instead of {wanted.get(name)}"
+        how = f"lacks {own}" if name not in shapes else f"also has {own}" if name not in wanted else how
+        raise UserError(f"{what} does not fit {base}: it {how}")
+
+
+def open_adapter(folder: Path, what: str) -> TensorReaders:
+    """The tensors of an adapter's file, as `open_files`; of a dtype that is not read, they are a `UserError`."""
+    try:
+        return open_files([folder / WEIGHTS_FILE], what)
+    except ShardedReadUnsupported as reason:
+        raise UserError(f"{what}: {reason}, which is not supported: convert it to float32 or bfloat16") from None
 
 
 def file_names(model: nn.Module) -> dict[str, str]:
@@ -163,9 +150,7 @@ def hash_weight(weight: torch.Tensor) -> str:
 
 def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: str) -> None:
     """Refuse a base, of which `tensors` has each `hash_weight`, that differs from the one recorded in an adapter's folder, by a
-    `UserError` with the first tensor; adapters saved by peft alone record none."""
-    if not (folder / BASE_FILE).is_file():
-        return
+    `UserError` with the first tensor; adapters saved by peft alone record none, in no `BASE_FILE`."""
     recorded = read_json(folder / BASE_FILE, what)
     theirs = recorded.get(BASE_HASHES)
     if not isinstance(theirs, dict):
@@ -181,7 +166,6 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """The JSON object in a file of the adapter `what`."""
-    refuse_pointers([file])
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

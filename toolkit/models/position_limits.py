@@ -23,12 +23,8 @@ def num_positions(model_config: PretrainedConfig) -> tuple[int | None, int | Non
 
 def check_positions(model_config: PretrainedConfig, name: str, longest: dict[str, int], evaluation: EvalConfig) -> None:
     """Refuse rows or generated texts that exceed the model's positions, by a `UserError` with both lengths and the setting to
-    lower; T5 and its relatives have no limit.
-
-    Args:
-        longest: number of tokens of an encoder-decoder's longest `source` and `target`, or of a causal model's longest `row` and
-            `prompt`, with which a generated text shares its positions.
-    """
+    lower; T5 and its relatives have no limit. `longest` has the number of tokens of an encoder-decoder's longest `source` and
+    `target`, or of a causal model's longest `row` and `prompt`, with which a generated text shares its positions."""
     encoder, decoder = num_positions(model_config)
     new = evaluation.max_new_tokens if evaluation.generate else 0
     if "source" in longest:
@@ -67,11 +63,9 @@ def warn_of_shared_rope(model_config: PretrainedConfig, longest_row_tokens: int)
     """The warning that a row's rotary positions depend on the rows beside it; None if they do not."""
     for kind, limit in list_shared_ropes(model_config):
         if longest_row_tokens > limit:
-            return (
-                f"the longest row has {longest_row_tokens} tokens: beyond {limit} the model's {kind} rope has other frequencies "
-                "for all rows of a micro-batch or pack, so training losses depend on which rows lie together; "
-                f"data.max_length_tokens {limit} avoids that"
-            )
+            what = f"beyond {limit} the model's {kind} rope has other frequencies for all rows of a micro-batch or pack"
+            remedy = f"so training losses depend on which rows lie together; data.max_length_tokens {limit} avoids that"
+            return f"the longest row has {longest_row_tokens} tokens: {what}, {remedy}"
     return None
 
 

@@ -174,10 +174,8 @@ def quantize_layers(model: nn.Module, kind: str) -> None:
     experts = [(m.get_base_layer(), m.parameter_name) for m in wrappers if not m.get_base_layer().is_transposed]
     experts = [(holder, held) for holder, held in experts if getattr(holder, held).shape[-1] % BLOCK_SIZE == 0]
     if not chosen and not experts:
-        raise UserError(
-            f"adapter.base_dtype is {kind}, but none of the {len(adapted)} linear layers that the adapter takes, without the "
-            f"head, has a number of inputs that {BLOCK_SIZE} divides: leave it out"
-        )
+        what = f"none of the {len(adapted)} adapted layers has a number of inputs that {BLOCK_SIZE} divides"
+        raise UserError(f"adapter.base_dtype is {kind}, but {what}: leave it out")
     for module in chosen:
         module.base_layer = QuantizedLinear(module.base_layer, kind)
     for holder, held in experts:

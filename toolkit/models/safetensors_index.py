@@ -29,6 +29,7 @@ from toolkit.distributed.comm import on_rank_0
 from toolkit.errors import UserError, plural
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
 from toolkit.models.dequantize import dequantized
+from toolkit.models.freeze import shorten
 from toolkit.models.tensor_reader import TensorReader, TensorReaders, TensorSlice, pieces
 from toolkit.private import private
 
@@ -47,7 +48,6 @@ DTYPES = {
 """torch dtypes by safetensors' names."""
 _OF_EXPERTS = [("MergeModulelist", 0), ("Concatenate", 1)]
 """transformers' operations, one or both, on the tensors of the experts that are one weight in the model."""
-_NUM_NAMES = 12
 LEAST_IGNORED_SHARE = 1e-3
 """T5's files have a bias that no layer reads, of a few hundred elements."""
 
@@ -76,14 +76,9 @@ def open_files(paths: Iterable[Path], what: str) -> TensorReaders:
     """The tensors of safetensors files. Only headers are read; parts of tensors are read on demand, quantized ones dequantized.
 
     The safetensors library does not read them: with a mapped file every page it touches stays resident, and its `pread`
-    backend (0.8.0) takes a tenth of a second per part.
-
-    Args:
-        what: the setting and path of the files.
-
-    Raises:
-        UserError: a file cannot be read, or a quantized weight lacks a tensor.
-        ShardedReadUnsupported: a file holds a dtype that is not in `DTYPES`, or codes in fp8 without their scales.
+    backend (0.8.0) takes a tenth of a second per part. A file that cannot be read, or a quantized weight that lacks a tensor, is
+    a `UserError` with `what`, the setting and path; a dtype that is not in `DTYPES`, or codes in fp8 without their scales, are a
+    `ShardedReadUnsupported`.
     """
     stored: TensorReaders = {}
     for path in paths:
@@ -199,7 +194,7 @@ def match_names(model: PreTrainedModel, files: TensorReaders, what: str = "the f
 
 def check_loaded(objective: Objective, model: PreTrainedModel, name_or_path: str, match: Match) -> None:
     """Refuse weights that are incomplete, which transformers would draw at random, or have other (stored) shapes; a head that the
-    objective may draw may be missing. Log unknown ones, counted by their names, in which `*` stands for numbers."""
+    objective may draw may be missing. Log unknown ones."""
     what, unknown, backbone = f"the weights of model.name_or_path {name_or_path}", match.unknown, f"{model.base_model_prefix}."
     if names := [name for name in match.missing if not objective.may_draw_head or name.startswith(backbone)]:
         others = f", and have {len(unknown)} others ({', '.join(unknown[:3])}, …)" if unknown else ""
@@ -209,19 +204,12 @@ def check_loaded(objective: Objective, model: PreTrainedModel, name_or_path: str
             f"give complete weights, or model.from_scratch true{renamed if unknown else ''}"
         )
     for name, stored in sorted(match.other_shapes.items()):
-        raise UserError(
-            f"{what} have {name} of shape {stored}, but its config.json makes it {tuple(model.state_dict()[name].shape)}: give "
-            "the config.json that the weights were saved with"
-        )
-    named: dict[str, list[str]] = {}
-    for name in (unclaimed := sorted([*unknown, *match.ignored])):
-        named.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
-    if named:
-        shown = [f"{pattern} ({len(names)})" if len(names) > 1 else names[0] for pattern, names in named.items()]
-        more = f" and {len(shown) - _NUM_NAMES} names more" * (len(shown) > _NUM_NAMES)
+        made = tuple(model.state_dict()[name].shape)
+        raise UserError(f"{what} have {name} of shape {stored}, but its config.json makes it {made}: give that of the weights")
+    if unclaimed := sorted([*unknown, *match.ignored]):
         number = plural(len(unclaimed), "tensor")
         also = f"{what} also have {number} that the model does not take, so neither trained nor exported"
-        logger.warning(f"{also}: {', '.join(shown[:_NUM_NAMES])}{more}")
+        logger.warning(f"{also}: {shorten(unclaimed)}")
 
 
 def untie_differing(model: PreTrainedModel, files: TensorReaders, match: Match) -> None:

@@ -22,9 +22,9 @@ from toolkit.distributed.rng import derive_seed
 from toolkit.errors import UserError
 from toolkit.models.freeze import aliases
 from toolkit.models.load import build_on_meta, from_files, grow_vocabulary, load_model
-from toolkit.models.lora_files import BASE_FILE, WEIGHTS_FILE, base_name, check_base, file_names, find_adapter
+from toolkit.models.lora_files import BASE_FILE, base_name, check_base, file_names, find_adapter, open_adapter
 from toolkit.models.quantized import QuantizedLinear, QuantizedWeight, dequantize, find_scales, quantize, weight_name
-from toolkit.models.safetensors_index import Match, ShardedReadUnsupported, check_loaded, match_files, open_files, untie_differing
+from toolkit.models.safetensors_index import Match, ShardedReadUnsupported, check_loaded, match_files, untie_differing
 from toolkit.models.tensor_reader import (
     PassingHash,
     TensorReader,
@@ -145,10 +145,7 @@ def complete_readers(
             names = {own for name, _ in model.named_parameters() if (own := base_name(name)) is not None}
             hashes = hash_readers(weights, dict.fromkeys(names, torch.bfloat16))  # as `lora_files.hash_weight`
             on_all_ranks(lambda: check_base(folder, base.name_or_path, hashes, what))
-        try:
-            files = open_files([folder / WEIGHTS_FILE], what)
-        except ShardedReadUnsupported as reason:
-            raise UserError(f"{what}: {reason}, which is not supported: convert it to float32 or bfloat16") from None
+        files = open_adapter(folder, what)
         stored = {own: files[name].to(torch.float32) for name, own in file_names(model).items()}
     # Each parameter comes from the base, the existing adapter's file, or a seed.
     readers = {}
@@ -277,15 +274,11 @@ def _by_rows(weight: TensorReader, shape: tuple[int, ...], make: Callable[[torch
     """The reader of what `make` computes of each row of a weight, of which it gets a piece at a time."""
 
     def read(box: TensorSlice) -> torch.Tensor:
-        rows, *rest = box
-        if len(weight.shape) > 2:  # of experts, one at a time
-            own_rows, *rest = rest
-            boxes: list[TensorSlice] = [
-                (slice(n, n + 1), own_rows, slice(0, weight.shape[2])) for n in range(rows.start, rows.stop)
-            ]
-            return torch.cat([make(weight.read(box)) for box in boxes])[(slice(None), slice(None), *rest)]
-        size = (rows.stop - rows.start, weight.shape[1])
-        boxes = [(slice(rows.start + part.start, rows.start + part.stop), columns) for part, columns in pieces(size)]
-        return torch.cat([make(weight.read(box)) for box in boxes])[(slice(None), *rest)]
+        *rows, columns = *box[: len(weight.shape) - 1], slice(0, weight.shape[-1])
+        size = tuple(part.stop - part.start for part in (*rows, columns))
+        starts = [part.start for part in (*rows, columns)]
+        boxes = [tuple(slice(at + p.start, at + p.stop) for at, p in zip(starts, piece, strict=True)) for piece in pieces(size)]
+        made = torch.cat([make(weight.read(box)).flatten(0, len(rows) - 1) for box in boxes])  # of experts, row after row
+        return made.unflatten(0, size[:-1])[(..., *box[len(rows) :])]
 
     return TensorReader(tuple(shape), read)

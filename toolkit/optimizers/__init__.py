@@ -94,6 +94,4 @@ def check_sharding(name: str, *, is_flat: bool) -> None:
     """Refuse an optimizer that FSDP1 hides the rows from, by a `UserError` with its name."""
     if is_flat and not OPTIMIZERS[name].TAKES_FLAT:
         others = " or ".join(other for other, optimizer in OPTIMIZERS.items() if optimizer.TAKES_FLAT)
-        raise UserError(
-            f"optim.name is {name}, which needs the rows that FSDP1 flattens: write fsdp_version: 2, or take {others}"
-        )
+        raise UserError(f"optim.name is {name}, which needs the rows that FSDP1 flattens: set fsdp_version: 2, or take {others}")

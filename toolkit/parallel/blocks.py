@@ -87,10 +87,7 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
 
 def choose_checkpointing(setting: Checkpointing, *, in_accelerate_yaml: bool, is_compiled: bool) -> Checkpointing:
     """What a run recomputes, from `train.activation_checkpointing` and the accelerate YAML's `fsdp_activation_checkpointing`.
-
-    Raises:
-        UserError: both are set, or it is selective and blocks are compiled.
-    """
+    Both together are a `UserError`, and so is selective recomputation of compiled blocks."""
     asked = f"train.activation_checkpointing is {setting}"
     if setting != "none" and in_accelerate_yaml:
         raise UserError(f"{asked}, and fsdp_activation_checkpointing is true in the accelerate YAML: set that one to false")
@@ -113,9 +110,7 @@ def checkpoint_activations(accelerator: Accelerator, model: PreTrainedModel, che
         return
     contexts = _selective_contexts if checkpointing == "selective" else noop_context_fn
     if not (blocks := repeated_blocks(model)):
-        raise UserError(
-            f"activation checkpointing is {checkpointing}, but {type(model).__name__} has no repeated blocks: write none"
-        )
+        raise UserError(f"activation checkpointing is {checkpointing}, but {type(model).__name__} has no blocks: write none")
     for block in blocks.values():
         block.forward = functools.partial(_checkpointed, block, block.forward, contexts)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,11 +46,9 @@ class ComputeCopies:
             for name, parameter in own.items()
             if id(parameter) in known
         ]
-        self._of_forwards: list[Any] = []
         for block in blocks:
-            block.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
-        model.register_forward_pre_hook(self._enter_forward, prepend=True)
-        model.register_forward_hook(self._leave_forward, always_call=True)
+            block.register_forward_pre_hook(functools.partial(cast_inputs, dtype), with_kwargs=True)
+        run_within(model, self.held)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -70,16 +69,6 @@ class ComputeCopies:
             self._is_held = False
             for parameters, name, parameter in self._places:
                 parameters[name] = parameter
-
-    def _enter_forward(self, *_: Any) -> None:
-        self._of_forwards.append(context := self.held())
-        context.__enter__()
-
-    def _leave_forward(self, *_: Any) -> None:
-        self._of_forwards.pop().__exit__(None, None, None)
-
-    def _cast_inputs(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return cast_inputs(self.dtype, block, args, kwargs)
 
 
 def cast_inputs(dtype: torch.dtype, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -137,11 +126,16 @@ def mixes_dtypes(skeleton: PreTrainedModel, dtype: torch.dtype) -> bool:
 
 def autocast_forward(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Let the model's forward cast operands of products to `dtype`, in place."""
+    run_within(model, functools.partial(torch.autocast, device.type, dtype))
+
+
+def run_within(model: nn.Module, build_context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Let each of the model's forwards run within a context of its own, in place."""
     forward: Any = model.forward
 
     @functools.wraps(forward)  # generate inspects its signature
     def within(*args: Any, **inputs: Any) -> Any:
-        with torch.autocast(device.type, dtype):
+        with build_context():
             return forward(*args, **inputs)
 
     model.forward = within

@@ -33,10 +33,7 @@ def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: i
     is left, or the model has an adapter, that is a `UserError`.
     """
     if any(".lora_A." in name for name, _ in model.named_parameters()):
-        raise UserError(
-            "mixed_precision is fp8 with an adapter: float8 multiplies weights that train, and an adapter's base is frozen; "
-            "write mixed_precision: bf16, or adapter.method none"
-        )
+        raise UserError("mixed_precision is fp8, and an adapter's frozen base takes no part: write bf16, or adapter.method none")
     in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     chosen = {}

@@ -64,12 +64,9 @@ class ShardUnit:
 
 
 def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that become shard units of their own, by name, outermost ones only: blocks, and towers that texts do not call.
-
-    Raises:
-        UserError: a wrap class of the YAML is not in the model, is all of it, or is called or read from outside a block; or
-            there is no repeated block to infer.
-    """
+    """Modules that become shard units of their own, by name, outermost ones only: blocks, and towers that texts do not call. A
+    wrap class of the YAML that is not in the model, is all of it, or is called or read from outside a block is a `UserError`,
+    and so is a model without a repeated block to infer."""
     # By size, or not at all.
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         return _large_modules(model, plugin.min_num_params or 0)
@@ -85,18 +82,15 @@ def find_blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> dic
             what = f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, which is not in {type(model).__name__}"
         raise UserError(f"{what}; classes that exist: {', '.join(existing)}")
     # Ranks must gather units alike, or they hang: the loss calls what follows the backbone once per chunk of a rank's rows.
-    inside = {id(module) for outer in called_once(model) for module in outer.modules()}
+    inside, read_outside = {id(module) for outer in called_once(model) for module in outer.modules()}, _read_outside(model)
     for name, block in blocks.items():
+        if name and id(block) in inside and id(block) not in read_outside:
+            continue
+        why = "which an adapter of experts reads from outside" if name else "which is the full model"
+        if name and id(block) not in read_outside:
+            why = f"and {name} would be gathered once for each chunk of a rank's loss, of which ranks have different numbers"
         what = f"fsdp_transformer_layer_cls_to_wrap names {type(block).__name__}"
-        if not name:
-            raise UserError(f"{what}, which is the full model: name the class of its repeated layers")
-        if id(block) in _read_outside(model):
-            raise UserError(f"{what}, which an adapter of experts reads from outside: name the class of the repeated layers")
-        if id(block) not in inside:
-            raise UserError(
-                f"{what}, which makes {name} a shard unit of its own, but the loss calls it once for each chunk of a rank's "
-                "rows, and ranks have different numbers of chunks: name the class of the repeated layers only"
-            )
+        raise UserError(f"{what}, {why}: name the class of the repeated layers only")
     towers = find_towers(model)
     return _beside(blocks, towers) | towers
 
@@ -249,10 +243,7 @@ def check_ties(model: nn.Module, units: list[ShardUnit]) -> None:
     it."""
     for names in aliases(model).values():
         if len(_owners(names, [unit.name for unit in units])) > 1:
-            raise UserError(
-                f"{' and '.join(names)} are one tied weight, but lie in different shard units: "
-                "choose wrap classes that keep them together"
-            )
+            raise UserError(f"{' and '.join(names)} are one tied weight, but lie in different shard units: wrap them together")
 
 
 def describe(units: list[ShardUnit]) -> str:

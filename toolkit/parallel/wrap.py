@@ -79,12 +79,9 @@ class ShardedModel:
 
 
 def check_wrap(accelerator: Accelerator, skeleton: nn.Module, checkpointing: Checkpointing) -> None:
-    """Check the YAML's wrap classes and what blocks recompute on a model on the meta device, before the real one loads.
-
-    Raises:
-        UserError: a class is not in the model (those that exist are listed), a weight is tied across units, no Linear can
-            train in float8, or `checkpointing` does not go with the accelerate YAML.
-    """
+    """Check the YAML's wrap classes and what blocks recompute on a model on the meta device, before the real one loads. A class
+    that is not in the model (those that exist are listed), a weight that is tied across units, no Linear that can train in
+    float8, or `checkpointing` that does not go with the accelerate YAML is a `UserError`."""
     asked = {"in_accelerate_yaml": checkpoints_activations(), "is_compiled": compiles(accelerator)}
     choose_checkpointing(checkpointing, **asked)
     blocks = _find_blocks(accelerator, skeleton, checkpointing)

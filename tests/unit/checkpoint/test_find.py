@@ -100,7 +100,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_reported(tmp_path, monkeypat
 def test_a_named_checkpoint_is_refused_while_there_are_later_ones(tmp_path):
     early, late = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 4)
     assert found_folder(tmp_path, str(late)) == (late, [])
-    sentence = f"checkpoint.resume is {early}, but {early.parent} has later ones: move step-00000004 away first"
+    sentence = f"checkpoint.resume is {early}, but there are later ones beside it: move step-00000004 away first"
     assert refusal(found_folder, tmp_path, str(early)) == sentence
     late.rename(tmp_path / "moved")
     assert found_folder(tmp_path, str(early)) == (early, [])
@@ -111,7 +111,7 @@ def test_auto_starts_anew_only_where_there_is_no_checkpoint(tmp_path):
     only = make_checkpoint(tmp_path, 3)
     assert found_folder(tmp_path, "auto") == (only, [])
     (only / "rng-00000.safetensors").unlink()
-    why = "is valid (step-00000003 lacks rng-00000.safetensors): move them away to start from the first step"
+    why = "is valid (step-00000003 lacks rng-00000.safetensors): move them away, or take another run.name"
     assert why in refusal(found_folder, tmp_path, "auto")
 
 

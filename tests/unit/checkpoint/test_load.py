@@ -160,7 +160,7 @@ def test_the_choice_of_the_best_names_what_was_not_compared(tmp_path):
     (make_checkpoint(tmp_path, 4, 0.1) / "rng-00000.safetensors").unlink()
     left_out = "; left out, as step-00000004 lacks rng-00000.safetensors"
     assert best_of_run(tmp_path, LOSS) == (best, sentence + why + left_out)
-    assert refusal(best_of_run, tmp_path, replace(LOSS, name="rougeL")).endswith(" has rougeL, or only NaN: take last")
+    assert refusal(best_of_run, tmp_path, replace(LOSS, name="rougeL")).endswith(" has rougeL, or only NaN: use last")
 
 
 def test_gathers_of_fsdp1_are_no_work(monkeypatch, tmp_path):

@@ -67,7 +67,7 @@ def test_a_metric_on_rows_gets_the_rows_of_the_predictions_with_all_columns():
     metric = TextMetric("right", "", of_topic, given)
     assert compute_figures([metric], ["a2", "a9"], ["r", "r"], [2, 0]) == {"right/t2": 1.0, "right/t0": 0.0}
     assert len(try_metrics([metric], ["r"] * 20, range(20))) == 8
-    with pytest.raises(UserError, match=r"^metrics\['right'\] takes rows: give finetune a datasets.Dataset as train, not data"):
+    with pytest.raises(UserError, match=r"^metrics\['right'\] takes rows: give finetune a datasets.Dataset as train, or "):
         compute_figures([TextMetric("right", "", of_topic)], ["a"], ["r"], [0])
 
 
@@ -80,7 +80,7 @@ def own(name: str, function, code_hash: str = "") -> TextMetric:
     [
         (r"raise KeyError('no\nsuch key')", r"failed on 1 predictions and .* \(KeyError: 'no\\nsuch key'\): fix it"),
         ("return {'parts': [1, 2]}", "returned {'parts': .*}: a metric returns a number, or a dict with numbers$"),
-        ("return (", r"cannot be loaded \(SyntaxError: .*\): name a metric of .*my_metric.py"),
+        ("return (", r"cannot be loaded \(SyntaxError: .*\): name one of .*my_metric.py"),
         (None, r"cannot be loaded \(FileNotFoundError: "),
     ],
 )

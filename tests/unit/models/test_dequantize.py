@@ -193,7 +193,7 @@ def test_a_format_that_is_not_read_is_named(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()) == (
         f"model.name_or_path {tmp_path} is quantized as {kind}, and only bitsandbytes nf4, mxfp4, fp8 in blocks of [128, 128] "
-        "are read: give the model in full precision"
+        "are read: give it in full precision"
     )
 
 

@@ -68,7 +68,7 @@ def test_experts_are_counted_in_nested_configs_too(settings, expected):
     ],
 )
 def test_experts_that_are_modules_are_refused(config, path):
-    sentence = f"model.name_or_path here has 4 experts as separate modules ({path}): a rank runs only those that its tokens "
+    sentence = f"model.name_or_path here has 4 experts as separate modules ({path}), and FSDP2 would add up gradients of "
     assert refusal(check_experts, on_meta(config, AutoModelForSeq2SeqLM), "here").startswith(sentence)
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_adapted_is_refused():
     sentence = "adapter.experts is true, but LlamaForCausalLM has no experts that transformers computes by groups of tokens"
     assert refusal(adapt, transformers.LlamaForCausalLM(llama), experts=True).startswith(sentence)
     for ends in (["gate_proj"], ["o_proj", "down_proj"]):
-        sentence = f"adapter.target_modules {ends[-1]} is what peft takes for experts or routers in a deepseek_v3, also where "
+        sentence = f"adapter.target_modules {ends[-1]} is what peft takes for experts or routers in a deepseek_v3, also "
         assert refusal(adapt, build_causal("deepseek_v3"), target_modules=ends).startswith(sentence)
     for given, settings in {"adapter.dropout 0.1": {"dropout": 0.1}, "adapter.method dora": {"method": "dora"}}.items():
         config = SimpleNamespace(model=None, adapter=adapter_config(experts=True, **settings))

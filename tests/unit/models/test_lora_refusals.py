@@ -45,7 +45,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
     ("name", "settings", "sentence"),
     [
         ("llama", {"target_modules": ["q_proj", "query"]},
-         f"adapter.target_modules query matches no module; {LINEAR} (all-linear takes all of them but the output head)"),
+         f"adapter.target_modules query matches no module; {LINEAR}"),
         ("llama", {"target_modules": "(q_proj"},
          "adapter.target_modules '(q_proj' is not a regular expression (missing ), unterminated subpattern at position 0)"),
         ("llama", {"target_modules": ["q_proj"], "exclude_modules": ".*attn.*"},
@@ -54,7 +54,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ("llama", {"exclude_modules": ["q_proj", "query"]},
          "adapter.exclude_modules ['q_proj', 'query'] matches no module: name one that there is, or leave it out"),
         ("gpt2", {"target_modules": "q_proj"},
-         "adapter.target_modules q_proj matches no module; linear ones end in: c_attn, c_fc, c_proj, lm_head ("),
+         "adapter.target_modules q_proj matches no module; linear ones end in: c_attn, c_fc, c_proj, lm_head"),
         ("llama", {"target_modules": ["self_attn"]},
          "adapter.target_modules self_attn matches model.layers.0.self_attn, a LlamaAttention, but an adapter goes on linear "
          f"layers and embeddings; {LINEAR}"),
@@ -91,8 +91,8 @@ def with_tensor(name: str, *shape: int):
     ("name", "changes", "settings", "sentence"),
     [
         ("llama", {}, {"method": "dora"}, "is a lora adapter, but adapter.method is dora: set adapter.method lora"),
-        ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LORA (LoRA, rsLoRA, DoRA) is supported"),
-        ("llama", {"init_lora_weights": "pissa"}, {}, "was initialized with init_lora_weights pissa, which changes"),
+        ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LoRA, rsLoRA and DoRA are supported"),
+        ("llama", {"init_lora_weights": "pissa"}, {}, "began with init_lora_weights pissa, which changes"),
         ("llama", {"bias": "all"}, {}, "has bias 'all' in its adapter_config.json, which is not supported"),
         ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
         ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model. Please check the "),
@@ -103,8 +103,7 @@ def with_tensor(name: str, *shape: int):
         ("llama", {"weights": with_tensor(f"{Q_PROJ}.lora_A.weight", 3, 8)}, {},
          f"does not fit {{base}}: it has {Q_PROJ}.lora_A.weight of shape (3, 8) instead of (3, 16)"),
         ("llama", {"weights": with_tensor("model.embed_tokens.weight", 65, 16)}, {},
-         "brings an embedding of its own, model.embed_tokens.weight of shape (65, 16), as after a resized vocabulary, which is "
-         "not supported: resize the base, save it and give that as model.name_or_path"),
+         "does not fit {base}: it also has model.embed_tokens.weight"),
         ("llama_tied", {"modules_to_save": ["embed_tokens"], "weights": with_tensor("model.embed_tokens.weight", 64, 16)}, {},
          "trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only"),
     ],
@@ -132,7 +131,8 @@ NO_FILE = GIVEN + " cannot be read ({folder} does not appear to have a file name
     ("change", "settings", "sentence"),
     [
         *((without(name), {}, NO_FILE + name) for name in (CONFIG_FILE, WEIGHTS_FILE)),
-        *((with_bytes(name), {}, f"the {name} of {GIVEN} cannot be read: ") for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE)),
+        *((with_bytes(name), {}, f"the {name} of {GIVEN} cannot be read: ") for name in (CONFIG_FILE, BASE_FILE)),
+        (with_bytes(WEIGHTS_FILE), {}, f"{WEIGHTS_FILE} of {GIVEN} cannot be read as safetensors ("),
         (lambda _: None, {"layers_pattern": "h"}, f"peft refuses the {CONFIG_FILE} of {GIVEN}: When `layers_pattern`"),
     ],
 )
@@ -146,14 +146,11 @@ def test_files_that_are_missing_or_cannot_be_read(bases, exported, tmp_path, cha
 def test_neither_a_folder_nor_on_the_hub(bases, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refusal(adapted, bases / "llama", "llama", name_or_path="no/such")
-    assert said.startswith("adapter.name_or_path no/such cannot be read ") and "give an adapter's folder, or a hub id" in said
+    assert said.startswith("adapter.name_or_path no/such cannot be read ") and "give a folder, or a hub id within" in said
 
 
 NONE, SAVED = "but adapter.method is none: set adapter.method", "adapter.modules_to_save"
-NOT_THE_WEIGHTS = (
-    "an adapter would belong to weights that model.name_or_path does not have when it is loaded; give an exported model as "
-    "model.name_or_path"
-)
+NOT_THE_WEIGHTS = ", but an adapter belongs to the weights of model.name_or_path: give an exported model there"
 
 
 @pytest.mark.parametrize(
@@ -166,8 +163,8 @@ NOT_THE_WEIGHTS = (
             f"adapter.name_or_path is a, {NONE}, or leave adapter.name_or_path out",
         ),
         ({"method": "none"}, {}, True, f"export.merge is true, {NONE}, or leave export.merge out"),
-        ({}, {"from_scratch": True}, False, f"adapter.method is lora and model.from_scratch true: {NOT_THE_WEIGHTS}"),
-        ({}, {"init_from": "runs/a"}, False, f"adapter.method is lora and model.init_from runs/a: {NOT_THE_WEIGHTS}"),
+        ({}, {"from_scratch": True}, False, f"adapter.method is lora and model.from_scratch true{NOT_THE_WEIGHTS}"),
+        ({}, {"init_from": "runs/a"}, False, f"adapter.method is lora and model.init_from runs/a{NOT_THE_WEIGHTS}"),
         ({"modules_to_save": ["b"]}, {"freeze": ["a"]}, False, f"model.freeze is ['a'] and {SAVED} ['b']: give one of them"),
     ],
 )

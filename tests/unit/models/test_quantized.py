@@ -179,7 +179,7 @@ def test_a_base_without_a_layer_to_quantize_is_refused(bases):
         model = BASES["llama"][0](BASES["llama"][1])
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"]
     config = adapter_config(base_dtype="nf4", target_modules=names)
-    with pytest.raises(UserError, match="adapter.base_dtype is nf4, but none of the 12 linear layers that the adapter takes"):
+    with pytest.raises(UserError, match="adapter.base_dtype is nf4, but none of the 12 adapted layers has a "):
         add_adapter(model, config, ModelConfig(name_or_path=str(bases / "llama")))
 
 

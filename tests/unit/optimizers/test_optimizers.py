@@ -22,7 +22,7 @@ from toolkit.config.load import load_config
 from toolkit.config.schema import OptimConfig, SummarizationConfig
 from toolkit.optimizers import OPTIMIZERS, check_sharding, state_bytes, with_defaults
 from toolkit.optimizers.adamw_8bit import _bounds, _nearest, _values, layout
-from toolkit.optimizers.rounding import Rounding, random_bits
+from toolkit.optimizers.stepping import Rounding, random_bits
 from toolkit.training.optim import build_optimizer
 
 LR, DECAY = 1e-2, 0.1
@@ -133,7 +133,7 @@ def test_fsdp1_takes_those_that_need_no_rows(name):
     check_sharding(name, is_flat=False)
     if OPTIMIZERS[name].TAKES_FLAT:
         return check_sharding(name, is_flat=True)
-    sentence = f"optim.name is {name}, which needs the rows that FSDP1 flattens: write fsdp_version: 2"
+    sentence = f"optim.name is {name}, which needs the rows that FSDP1 flattens: set fsdp_version: 2"
     assert refusal(check_sharding, name, is_flat=True).startswith(sentence)
 
 

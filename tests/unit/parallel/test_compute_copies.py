@@ -28,7 +28,7 @@ def loss_of(model) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
 def test_loss_and_gradients_are_those_of_a_model_in_bf16(family):
     model = build_causal(family).train()
-    in_bf16 = copy.deepcopy(model)
+    in_bf16, again = copy.deepcopy(model), copy.deepcopy(model)
     for parameter in in_bf16.parameters():  # buffers stay, as under FSDP
         parameter.data = parameter.data.to(torch.bfloat16)
     for block in repeated_blocks(in_bf16).values():
@@ -47,11 +47,10 @@ def test_loss_and_gradients_are_those_of_a_model_in_bf16(family):
     # A forward by itself, and one with parts frozen.
     with torch.no_grad():
         assert torch.equal(loss_of(model), expected)
-    model.zero_grad()
-    frozen = [p for name, p in named.items() if "layers.0" in name or "h.0" in name]
+    frozen = [p for name, p in again.named_parameters() if "layers.0" in name or "h.0" in name]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    copies_of(again := copy.deepcopy(model))
+    copies_of(again)
     loss_of(again).backward()
     assert sum(p.grad is None for p in again.parameters()) == len(frozen)
 

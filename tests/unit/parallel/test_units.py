@@ -66,14 +66,14 @@ def test_layers_that_share_weights_with_each_other_are_no_units_but_the_blocks_i
     assert sum(hybrid) > 1
 
 
-A_UNIT = "makes lm_head a shard unit of its own, but the loss calls it once for each chunk"
+A_UNIT = "and lm_head would be gathered once for each chunk of a rank's loss, of which ranks have different numbers: name"
 
 
 @pytest.mark.parametrize(
     ("build", "class_names", "sentence"),
     [
         (tiny_t5, ["T6Block"], r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"),
-        (tiny_llama, ["LlamaDecoderLayer", "Linear"], f"names Linear, which {A_UNIT}"),
+        (tiny_llama, ["LlamaDecoderLayer", "Linear"], f"names Linear, {A_UNIT}"),
         (tiny_llama, ["LlamaDecoderLayer", "LlamaForCausalLM"], "names LlamaForCausalLM, which is the full model"),
         (lambda: tiny_t5(tie_word_embeddings=False), ["T5Block", "Linear"], A_UNIT),
     ],
@@ -226,7 +226,7 @@ def test_an_adapter_and_a_model_without_one_are_refused():
     assert "none of the 15 Linears of LlamaForCausalLM can be converted: " in said and "of sizes that 16 divides" in said
     model = with_adapter(tiny_llama(**NARROW), AdapterConfig(method="lora"))
     said = refusal(float8.choose_linears, model, repeated_blocks(model), num_shards=2)
-    assert said.startswith("mixed_precision is fp8 with an adapter: ") and "adapter.method none" in said
+    assert said.startswith("mixed_precision is fp8, and an adapter's frozen base ") and "adapter.method none" in said
 
 
 def test_the_sentence_says_what_is_missing(monkeypatch):

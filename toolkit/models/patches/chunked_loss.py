@@ -47,14 +47,9 @@ def max_logits_at_once(gpu_bytes: int) -> int:
 
 
 def summed_loss(model: nn.Module, batch: dict[str, Any], label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """`loss.summed_cross_entropy` of the model's logits, and the number of labels with top logits. Collective under FSDP.
-
-    Args:
-        batch: a collator's output, on the device.
-
-    Returns:
-        Two scalars. The second is 0 while gradients are recorded, because training does not read it.
-    """
+    """`loss.summed_cross_entropy` of the model's logits, and the number of labels with top logits, two scalars. The second is 0
+    while gradients are recorded, because training does not read it. `batch` is a collator's, on the device. Collective under
+    FSDP."""
     over_chunks = functools.partial(chunked_cross_entropy, label_smoothing=label_smoothing)
     return inside_forward(model, functools.partial(_of_labels, over_chunks=over_chunks), batch)
 
@@ -68,14 +63,11 @@ def label_log_probabilities(model: nn.Module, batch: dict[str, Any], of_encoding
 
 
 def inside_forward(model: nn.Module, compute: Callable[..., Any], batch: dict[str, Any]) -> Any:
-    """What `compute` returns of the model and `batch`, called within the forward of the root. Collective under FSDP.
+    """What `compute`, (an `Inside`, the batch by names) → tensors, returns within the forward of the root of `model`, as it is
+    wrapped. Collective under FSDP.
 
     FSDP gathers the parameters of the root, and the head's, only there; DDP notes there which gradients it waits for. So whatever
     takes part of a model by itself, as the loss takes the head, is computed there.
-
-    Args:
-        model: as it is wrapped.
-        compute: (an `Inside`, the batch by names) → tensors.
     """
     # FSDP casts floats that its root gets to the compute dtype, and so would a label that is a number.
     floats = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.is_floating_point()}
@@ -98,13 +90,9 @@ class Inside:
 
 
 def install(model: PreTrainedModel, max_logits: int | None = None) -> None:
-    """Let `inside_forward` compute within the model's forward, in place.
-
-    Any other call is transformers' own forward, as `generate` needs it. Models that are not from transformers stay unchanged.
-
-    Args:
-        max_logits: most elements of one chunk's logits; None: `MAX_LOGITS_AT_ONCE`.
-    """
+    """Let `inside_forward` compute within the model's forward, in place; one chunk's logits have at most `max_logits` elements
+    (None: `MAX_LOGITS_AT_ONCE`). Any other call is transformers' own forward, as `generate` needs it. Models that are not from
+    transformers stay unchanged."""
     if not hasattr(model, "config"):
         return
     forward, heads, takes_all = model.forward, find_head(model), holds_all_logits(model)

@@ -48,21 +48,17 @@ def choose_packed_attention(
     model: PreTrainedModel, named: str | None, device_type: str, dtype: torch.dtype, *, is_one_graph: bool = False
 ) -> str:
     """Let the model attend to packed rows document by document, where its code and the device can. Changes its config in place.
+    Returns why packed rows get a dense mask; empty if they get none.
 
-    Args:
-        named: `model.attn_implementation`. An attention that the user names stays.
-        dtype: that of the computation.
-        is_one_graph: blocks are compiled with `fullgraph`, so that nothing in them may run uncompiled.
-
-    Returns:
-        Why packed rows get a dense mask; empty if they get none.
+    The attention that `model.attn_implementation` has `named` stays. The computation is in `dtype`. With `is_one_graph`, blocks
+    are compiled with `fullgraph`, so that nothing in them may run uncompiled.
     """
-    name = type(model).__name__
-    if _has_flash(model):
+    name, attention = type(model).__name__, private("_attn_implementation", model.config) or ""
+    if "flash" in attention:
         return ""
     if named is not None:
         return f"model.attn_implementation is {named} (leave it out, and packed rows are attended to document by document)"
-    if private("_attn_implementation", model.config) != "sdpa":
+    if attention != "sdpa":
         return f"{name} has no sdpa (a soft cap, sinks or an attention of its own)"
     # Code that also works with flash attention makes its masks by transformers' functions, and does not look into them.
     if not (private("_supports_attention_backend", model) and private("_supports_flash_attn", model)):
@@ -162,10 +158,6 @@ def _varlen(
         enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
     return output_THD[None]
-
-
-def _has_flash(model: PreTrainedModel) -> bool:
-    return "flash" in (private("_attn_implementation", model.config) or "")
 
 
 def _why_no_varlen(model: PreTrainedModel, dtype: torch.dtype) -> str:

@@ -86,13 +86,11 @@ def install(model: PreTrainedModel) -> None:
 
 def choose_packing(config: ConfigT, model: PreTrainedModel, *, is_one_graph: bool = False) -> ConfigT:
     """`config` with `data.packing` true or false, and a line where `auto` is false. If packing is asked for, and the model
-    cannot keep packed rows apart, that is a `UserError`.
+    cannot keep packed rows apart, that is a `UserError`. With `is_one_graph`, nothing in a block may run uncompiled.
 
-    Args:
-        model: on the meta device. transformers tells packed rows apart by their positions (`masking_utils.py`); some models hand
-            their masks none. Recurrent layers start afresh at each row (`recurrent.py`). Where a forward on the meta device
-            fails, the check of the real model decides.
-        is_one_graph: blocks are compiled with `fullgraph`, so that nothing in them may run uncompiled.
+    transformers tells packed rows apart by their positions (`masking_utils.py`); some models hand their masks none. Recurrent
+    layers start afresh at each row (`recurrent.py`). Where a forward of the model, on the meta device, fails, the check of the
+    real one decides.
     """
     if not config.packs:
         return config

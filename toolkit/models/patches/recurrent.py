@@ -72,11 +72,8 @@ def warn_of_short_rows(model: nn.Module, mean_tokens: float) -> str | None:
     num_layers = sum(not takes_starts(layer) for layer in find_layers(model))
     if not num_layers or mean_tokens >= SHORT_ROW_TOKENS:
         return None
-    of_layers = f"{num_layers} of the layers of {type(model).__name__}"
-    return (
-        f"rows have {mean_tokens:.0f} tokens on average, and {of_layers} compute those of a pack one by one: data.packing false "
-        "may be faster"
-    )
+    of_layers = f"{num_layers} of the layers of {type(model).__name__} compute one by one"
+    return f"rows have {mean_tokens:.0f} tokens on average, which {of_layers}: data.packing false may be faster"
 
 
 def _forward(forward: Callable[..., Any], current: Current, by_kernel: bool, *args: Any, **inputs: Any) -> Any:
@@ -89,11 +86,8 @@ def _forward(forward: Callable[..., Any], current: Current, by_kernel: bool, *ar
 def _by_document(
     forward: Callable[..., Any], documents: Documents, by_kernel: bool, args: tuple[Any, ...], inputs: dict[str, Any]
 ) -> Any:
-    """The layer on all documents by its kernels, or on one after the other.
-
-    Args:
-        args, inputs: the layer's arguments. Tensors of shape (1, T, …), also in tuples, are split.
-    """
+    """The layer on all documents by its kernels, or on one after the other: of its arguments, tensors of shape (1, T, …), also in
+    tuples, are split."""
     lengths, own = documents.lengths, {name: value for name, value in inputs.items() if name not in OF_THE_ROW}
     if by_kernel:
         # Made on the device: a copy from the host would wait for it. With the size given, nothing is read back either.

@@ -169,7 +169,7 @@ def test_compressed_blocks_of_tokens_are_not_packed():
 def test_packs_of_short_rows_are_warned_about():
     model = build("qwen3_next")
     warning = recurrent.warn_of_short_rows(model, 23.6)
-    what = "rows have 24 tokens on average, and 1 of the layers of Qwen3NextForCausalLM compute those of a pack one by one"
+    what = "rows have 24 tokens on average, which 1 of the layers of Qwen3NextForCausalLM compute one by one"
     assert warning == f"{what}: data.packing false may be faster"
     assert recurrent.warn_of_short_rows(model, 64) is None and recurrent.warn_of_short_rows(build("llama"), 23.6) is None
 
