@@ -13,7 +13,14 @@ from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 NUM_MICRO_BATCHES = 3
 
 
-def count_collectives(wraps: bool) -> dict[str, Any]:
+def count_plain_and_wrapped() -> list[dict[str, Any]]:
+    from toolkit.launch.accelerator import build_accelerator
+
+    accelerator = build_accelerator()
+    return [count_collectives(accelerator, wraps) for wraps in (False, True)]
+
+
+def count_collectives(accelerator: Any, wraps: bool) -> dict[str, Any]:
     """On every rank: two steps of several micro-batches; the collectives of the second, and the norm of its gradient."""
     import contextlib
     from collections import Counter
@@ -25,12 +32,11 @@ def count_collectives(wraps: bool) -> dict[str, Any]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.support.small_run import T5_CONFIG
-    from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.wrap import accumulating, shard_model
     from toolkit.training.optim import clip_gradients
 
     torch.manual_seed(0)
-    sharded = shard_model(build_accelerator(), T5ForConditionalGeneration(T5Config(**{**T5_CONFIG, "dropout_rate": 0.0})))
+    sharded = shard_model(accelerator, T5ForConditionalGeneration(T5Config(**{**T5_CONFIG, "dropout_rate": 0.0})))
     counts: Counter[str] = Counter()
 
     def counting(name: str) -> Any:
@@ -63,10 +69,7 @@ def count_collectives(wraps: bool) -> dict[str, Any]:
 )
 def test_a_step_communicates_once_what_it_can(preset: str, once: str, times: int) -> None:
     overrides = {**GPU_PRESET_OVERRIDES_ON_CPU[preset], "mixed_precision": "no"}
-    plain, wrapped = (
-        run_on_ranks(count_collectives, preset=preset, overrides=overrides, args=(wraps,)) for wraps in (False, True)
-    )
-    for before, after in zip(plain, wrapped, strict=True):
+    for before, after in run_on_ranks(count_plain_and_wrapped, preset=preset, overrides=overrides):
         assert before[once] == times * after[once] > 0, (before, after)
         assert before["reduce_scatter_single"] == after["reduce_scatter_single"] > 0
         assert after["norm"] == pytest.approx(before["norm"], rel=1e-5)

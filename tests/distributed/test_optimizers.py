@@ -18,31 +18,34 @@ from toolkit.optimizers import OPTIMIZERS
 NUM_STEPS, SAVED_STEP, SKIPPED_STEP = 8, 5, 3
 TOLERANCE = {"adafactor": 1e-6, "adamw": 1e-6}
 """Adafactor rounds sums over rows in another order, torch's kernel the last elements of a shard; others are equal bit for bit."""
-STRATEGIES = {"ddp": 2, "fsdp2": 3, "hsdp": 4, "offload": 2, "float8": 2}
+IN_BF16 = "bf16-"
+"""Before a strategy: weights in bf16, rounded alike on any number of ranks, so equal bit for bit."""
+SAVES, RESUMES = " saves", " resumes"
+"""Behind a strategy: it writes a checkpoint after `SAVED_STEP`, or begins with that of two ranks."""
+LAUNCHES: list[tuple[int, list[str]]] = [
+    (1, ["single", "bf16-single"]),
+    (2, ["fsdp2 saves", "bf16-fsdp2 saves", "ddp", "offload", "float8"]),
+    (3, ["fsdp2", "fsdp2 resumes", "bf16-fsdp2 resumes"]),
+    (4, ["hsdp", "bf16-hsdp"]),
+    (1, ["single resumes", "bf16-single resumes"]),
+]
+"""Number of ranks, and what they do one after another."""
+RUNS = [f"{run} on {num_ranks}" for num_ranks, runs in LAUNCHES for run in runs]
 Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("optimizers")
-
-
-@pytest.fixture(scope="module")
-def on_one() -> dict[str, Tensors]:
-    return train("single", None)
-
-
-@pytest.fixture(scope="module")
-def on_two(folder: Path) -> dict[str, Tensors]:
-    return on_ranks("fsdp2", 2, folder, saves=True)
-
-
-def on_ranks(strategy: str, num_ranks: int, *args: Any, **settings: Any) -> dict[str, Tensors]:
-    where: dict[str, Any] = {"preset": "ddp_cpu", "overrides": {"num_processes": num_ranks, "mixed_precision": "no"}}
-    first, *others = run_on_ranks(train, args=(strategy, *args, *settings.values()), **where)
-    for other in others:
-        assert_same(other, first)
-    return dict(first)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensors]]:
+    """By run and optimizer, what all ranks have come to."""
+    folder, found = tmp_path_factory.mktemp("optimizers"), {}
+    for num_ranks, runs in LAUNCHES:
+        where: dict[str, Any] = {"preset": "ddp_cpu", "overrides": {"num_processes": num_ranks, "mixed_precision": "no"}}
+        first, *others = run_on_ranks(train_each, args=(runs, folder), **where)
+        for run, of_run in first.items():
+            for other in others:
+                assert_same(other[run], of_run)
+            found[f"{run} on {num_ranks}"] = of_run
+    return found
 
 
 def assert_same(found: dict[str, Tensors], expected: dict[str, Tensors], *, exactly: bool = True) -> None:
@@ -54,39 +57,31 @@ def assert_same(found: dict[str, Tensors], expected: dict[str, Tensors], *, exac
             torch.testing.assert_close(found[name][key], tensor, rtol=close, atol=close * float(tensor.max()), msg=message)
 
 
-def test_two_ranks_are_one(on_one: dict[str, Tensors], on_two: dict[str, Tensors]) -> None:
-    assert set(on_one) == set(OPTIMIZERS)
-    assert_same(on_two, on_one, exactly=False)
+@pytest.mark.parametrize("run", RUNS)
+def test_any_number_of_ranks_and_any_strategy_is_one_process(trained: dict[str, dict[str, Tensors]], run: str) -> None:
+    """Were a checkpoint's state read otherwise than it was written, moments would be requantized or counts begin again."""
+    prefix = IN_BF16 if run.startswith(IN_BF16) else ""
+    expected = f"{prefix}fsdp2 saves on 2" if RESUMES in run else f"{prefix}single on 1"
+    assert_same(trained[run], trained[expected], exactly=bool(prefix))
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES.items())
-def test_other_strategies_are_one_process(strategy: str, num_ranks: int, on_one: dict[str, Tensors]) -> None:
-    assert_same(on_ranks(strategy, num_ranks, None), on_one, exactly=False)
-
-
-def test_what_two_ranks_saved_goes_on_alone_and_on_three(folder: Path, on_two: dict[str, Tensors]) -> None:
-    """Were the state read otherwise than it was written, moments would be requantized or counts begin again."""
-    assert_same(train("single", folder), on_two, exactly=False)
-    assert_same(on_ranks("fsdp2", 3, folder), on_two, exactly=False)
-
-
-def test_weights_in_bf16_are_rounded_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Also after a checkpoint; most elements have another value than the nearest one would be."""
-    alone, on_two = train("bf16-single", None), on_ranks("bf16-fsdp2", 2, tmp_path, saves=True)
-    assert set(alone) == set(OPTIMIZERS) - {"adamw"}
-    for found in (on_two, on_ranks("bf16-fsdp2", 3, tmp_path), on_ranks("bf16-hsdp", 4, None), train("bf16-single", tmp_path)):
-        assert_same(found, alone)
-    weights = [tensor for tensors in alone.values() for key, tensor in tensors.items() if key.startswith("model.")]
+def test_every_optimizer_is_tried_and_all_but_adamw_with_weights_in_bf16(trained: dict[str, dict[str, Tensors]]) -> None:
+    """Most elements of these weights have another value than the nearest one would be."""
+    in_bf16 = trained["bf16-single on 1"]
+    assert (set(trained["single on 1"]), set(in_bf16)) == (set(OPTIMIZERS), set(OPTIMIZERS) - {"adamw"})
+    weights = [tensor for tensors in in_bf16.values() for key, tensor in tensors.items() if key.startswith("model.")]
     assert all(weight.dtype == torch.bfloat16 for weight in weights)
 
 
-def train(strategy: str, folder: Path | None, saves: bool = False) -> dict[str, Tensors]:
-    """On every rank, by optimizer: the unsharded weights and state after the last step.
+def train_each(runs: list[str], folder: Path) -> dict[str, dict[str, Tensors]]:
+    from toolkit.launch.accelerator import build_accelerator
 
-    Args:
-        folder: of the checkpoints after `SAVED_STEP`, one for each optimizer; None: neither read nor written.
-        saves: write them, else begin with them.
-    """
+    build_accelerator()  # with the process group
+    return {run: train(run, folder) for run in runs}
+
+
+def train(run: str, folder: Path) -> dict[str, Tensors]:
+    """On every rank, by optimizer: the unsharded weights and state after the last step. Checkpoints are in `folder`."""
     from torch.distributed.tensor import DTensor
 
     from toolkit.checkpoint import load
@@ -95,20 +90,20 @@ def train(strategy: str, folder: Path | None, saves: bool = False) -> dict[str, 
     from toolkit.config.schema import OptimConfig
     from toolkit.training.optim import build_optimizer
 
-    found, loads = {}, folder is not None and not saves
-    in_bf16 = strategy.startswith("bf16-")
+    found, in_bf16, resumes = {}, run.startswith(IN_BF16), RESUMES in run
+    folder /= "bf16" if in_bf16 else "fp32"
     for name in OPTIMIZERS if not in_bf16 else [name for name in OPTIMIZERS if name != "adamw"]:
         weights = WeightsOf(SHAPES).to(torch.bfloat16 if in_bf16 else torch.float32)
-        model: Any = sharded_by(strategy.removeprefix("bf16-"), weights)
+        model: Any = sharded_by(run.removeprefix(IN_BF16).split()[0], weights)
         for parameter in model.parameters():
             parameter.grad_dtype = None
         optimizer = build_optimizer(OptimConfig(name=name, lr=1e-2, weight_decay=0.1), model)  # type: ignore[arg-type]
         sharded: Any = SimpleNamespace(model=model, unwrapped=getattr(model, "module", model))
-        if folder is not None and loads:
+        if resumes:
             saved: Any = SimpleNamespace(folder=folder / name, manifest={"world_size": 2})
             with patch.object(load, "check_identity"), patch.object(load, "load_random_state"):
                 load.load_checkpoint(saved, sharded, optimizer, None)  # type: ignore[arg-type]
-        for step in range(SAVED_STEP if loads else 0, NUM_STEPS):
+        for step in range(SAVED_STEP if resumes else 0, NUM_STEPS):
             give_gradients(model, step)
             skips = step == SKIPPED_STEP
             for parameter in model.parameters():
@@ -119,8 +114,8 @@ def train(strategy: str, folder: Path | None, saves: bool = False) -> dict[str, 
             optimizer.found_inf = torch.tensor(float(skips))  # type: ignore[attr-defined]
             optimizer.step()
             optimizer.zero_grad()
-            if folder is not None and saves and step + 1 == SAVED_STEP:
-                (folder / name).mkdir(exist_ok=True)
+            if SAVES in run and step + 1 == SAVED_STEP:
+                (folder / name).mkdir(parents=True, exist_ok=True)
                 save_tensors(state_tensors(sharded, optimizer), folder / name / "state")
         tensors = state_tensors(sharded, optimizer)
         whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in tensors.items()}
@@ -133,13 +128,11 @@ def sharded_by(strategy: str, model: Any) -> Any:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     from toolkit.distributed.comm import world_size
-    from toolkit.launch.accelerator import build_accelerator
     from toolkit.parallel.float8 import is_sharded_with_cast
     from toolkit.parallel.wrap import place_experts
 
     if strategy == "single":
         return model
-    build_accelerator()  # with the process group
     if strategy == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     shape, names = ((2, 2), ("replicas", "shards")) if strategy == "hsdp" else ((world_size(),), ("shards",))
