@@ -1,7 +1,7 @@
 """Float8 training on 2 and 4 CPU processes: torchao emulates the products, all else is what GPUs run.
 
 A CPU multiplies no float8 and the preset is refused there, so these tests switch the refusals off by name and ask torchao for
-its emulation, which rounds to float8 and multiplies in fp32. What GPUs add is `tests/gpu/test_fp8.py`.
+its emulation, which rounds to float8 and multiplies in fp32. What GPUs add is `tests/gpu/test_on_gpus.py`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def emulated(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def take_step(family: str) -> dict[str, Any]:
-    """On every rank: a step of a tiny model, the dtypes of weights while they are gathered, what each rank holds."""
+def take_step() -> dict[str, Any]:
+    """On every rank: a step of a tiny Llama, the dtypes of weights while they are gathered, what each rank holds."""
     import torch
     import transformers
     from torch.distributed.tensor import DTensor
@@ -70,7 +70,7 @@ def take_step(family: str) -> dict[str, Any]:
     from tests.support.model_folders import CAUSAL_FAMILIES
     from tests.support.small_run import whole_gradients
     from toolkit.config.schema import OptimConfig
-    from toolkit.data.collate import CausalCollator, SummarizationCollator
+    from toolkit.data.collate import CausalCollator
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.models.patches.chunked_loss import summed_loss
@@ -79,10 +79,7 @@ def take_step(family: str) -> dict[str, Any]:
 
     accelerator = build_accelerator()
     torch.manual_seed(0)
-    if family == "t5":
-        model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.0}))
-    else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
     names = list(dict(model.named_parameters()))
     sharded = shard_model(accelerator, model)
     optimizer = build_optimizer(OptimConfig(lr=1e-2), sharded.model)
@@ -91,10 +88,9 @@ def take_step(family: str) -> dict[str, Any]:
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda module, _, name=name: gathered.update({name: type(module.weight).__name__}))
     ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(rank() % 2)).tolist()
-    rows = [{"input_ids": row, "labels": row[:5] if family == "t5" else [-100, *row[1:]]} for row in ids]
-    collator: Any = SummarizationCollator(0, 0) if family == "t5" else CausalCollator(0)
+    rows = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ids]
     before = {name: p.full_tensor() for name, p in sharded.unwrapped.named_parameters()}
-    batch = {name: tensor.to(accelerator.device) for name, tensor in collator.collate([[row] for row in rows]).items()}
+    batch = {name: tensor.to(accelerator.device) for name, tensor in CausalCollator(0).collate([[row] for row in rows]).items()}
     summed_loss(sharded.model, batch)[0].backward()
     gradients = whole_gradients(sharded.model)
     optimizer.step()
@@ -110,10 +106,10 @@ def take_step(family: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("family", "overrides"), [("t5", {}), ("llama", FOUR | CHECKPOINTING)])
-def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32(family: str, overrides: dict[str, Any]) -> None:
-    float8 = run_on_ranks(partial(emulated, take_step), preset=PRESET, overrides={**ON_CPU, **overrides}, args=(family,))[0]
-    bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**ON_CPU, **overrides, **BF16}, args=(family,))[0]
+def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32() -> None:
+    where: dict[str, Any] = {**ON_CPU, **FOUR, **CHECKPOINTING}
+    float8 = run_on_ranks(partial(emulated, take_step), preset=PRESET, overrides=where)[0]
+    bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**where, **BF16})[0]
     check_step(float8, bf16)
 
 

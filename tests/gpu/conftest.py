@@ -1,9 +1,17 @@
-"""Skips a test that needs more GPUs, or newer ones, than torch sees."""
+"""What a GPU check needs; a test that needs more GPUs, or newer ones, than torch sees is skipped, with the reason."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+
+def needs_gpus(number: int, capability: tuple[int, int] = (8, 0)) -> pytest.MarkDecorator:
+    """Decorator: mark a test `gpu`, for machines with so many CUDA GPUs of this capability or newer; 8.0 is the first with bf16.
+
+    It asks torch nothing: ranks import the tests' modules before they set `CUDA_VISIBLE_DEVICES`, which CUDA reads once.
+    """
+    return pytest.mark.gpu(number, capability)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.distributed.test_fsdp1_hybrid import check_shards, train_both
 from tests.distributed.test_invariants import report_shards
-from tests.gpu.needs import needs_gpus
+from tests.gpu.conftest import needs_gpus
 from tests.support.small_run import figures
 
 PRESET = "fsdp1_hybrid_shard"

@@ -1,4 +1,4 @@
-"""What only a GPU shows: pinned host copies, updates left out on the device, steps that do not wait, nccl beside gloo."""
+"""What only a GPU shows: pinned host copies, updates left out on the device, steps that do not wait, nccl beside gloo; float8."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.needs import needs_gpus
+from tests.distributed.test_float8_training import BF16, PRESET, check_run, check_step, take_step
+from tests.distributed.test_weights import COMPARED, HYBRID_CASES, build_folders, load_both_ways
+from tests.gpu.conftest import needs_gpus
 from tests.support.launch import run_on_ranks
+from tests.support.small_run import train_and_record_gradients
 from toolkit.checkpoint.save import HostCopier
 
 
@@ -212,3 +215,38 @@ def no_waiting(waits: set[str]) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
     found = {Path(warning.filename).name for warning in caught if "synchronizing CUDA operation" in str(warning.message)}
     assert found <= waits, found
+
+
+# --- Sharded loading onto GPUs and, under CPU offload, into pinned memory; `tests/distributed/test_weights.py` on CPU.
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize("preset", ["fsdp2_full_shard", "fsdp2_offload"])
+def test_shards_on_the_device_are_what_transformers_loads(tmp_path: Path, preset: str) -> None:
+    (tmp_path / "models").mkdir()
+    on_cpu = {"mixed_precision": "no", "use_cpu": True}
+    folders = run_on_ranks(build_folders, preset="single", overrides=on_cpu, args=(tmp_path / "models",))[0]
+    found = run_on_ranks(load_both_ways, preset=preset, num_processes=2, args=(folders, HYBRID_CASES), timeout_s=240)
+    for case in HYBRID_CASES:
+        assert sum(sum(of_rank[case]["reads"]) for of_rank in found) == found[0][case]["num_parameters"]
+        assert all(of_rank[case]["differing"] == dict.fromkeys(COMPARED, []) for of_rank in found)
+
+
+# --- `fsdp2_fp8` on GPUs that multiply float8: real products, compiled blocks, nccl; `tests/distributed/test_float8_training.py`
+# has the same checks on CPUs, where torchao emulates the products.
+
+ON_GPUS = {"num_processes": 2}
+RESUME_TOLERANCE = 1e-3
+"""Of a loss: kernels that add in no fixed order may round a float8 weight to its neighbour."""
+
+
+@needs_gpus(2, capability=(8, 9))
+def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32() -> None:
+    float8 = run_on_ranks(take_step, preset="fsdp2_fp8", overrides=ON_GPUS, timeout_s=300)[0]
+    bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**ON_GPUS, **BF16}, timeout_s=300)[0]
+    check_step(float8, bf16)
+
+
+@needs_gpus(2, capability=(8, 9))
+def test_a_run_learns_as_in_bf16_resumes_and_exports_plain_weights(tmp_path: Path) -> None:
+    check_run(tmp_path, train_and_record_gradients, ON_GPUS, resume_tolerance=RESUME_TOLERANCE)

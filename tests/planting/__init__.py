@@ -4,6 +4,6 @@ plant.py            plants a fault by its name, in this process and in every ran
 update_faults.py    faults of a step: dropout, loss, gradients, clipping, AdamW, learning rate
 changed_lines.py    one changed line each, in a table
 state_faults.py     faults of loading, sharding, saving and resuming, of evaluation and of adapters
-field_faults.py     bugs of other trainers, and resume_faults.py: those of order and resumes
+field_faults.py     bugs of other trainers
 faults.py           the list: name, patch, the test and the checks of `verify` that must catch it
 """

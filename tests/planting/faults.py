@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.planting import field_faults as bugs
-from tests.planting import resume_faults as resumes
 from tests.planting import state_faults as state
 from tests.planting import update_faults as update
 from tests.planting.changed_lines import line
@@ -193,16 +192,16 @@ FAULTS: dict[str, Fault] = {
             presets=["ddp"],
         ),
         Fault(bugs.gradients_of_the_first_layer_only, verify={"llm": ({"run"}, "have not moved")}),
-        Fault(resumes.later_epochs_in_another_order_after_a_resume, verify={"t5": ({"resume"}, "of step 3 differs")}),
-        Fault(resumes.second_resume_starts_the_data_again, verify={"t5": ({"resume"}, "of step 4 differs")}),
-        Fault(resumes.resume_at_an_epochs_end_repeats_it, verify={"t5": ({"resume"}, "of step 3 differs")}),
-        Fault(resumes.resume_never_read, verify={"t5": ({"save", "resume"}, "were logged")}),
+        Fault(bugs.later_epochs_in_another_order_after_a_resume, verify={"t5": ({"resume"}, "of step 3 differs")}),
+        Fault(bugs.second_resume_starts_the_data_again, verify={"t5": ({"resume"}, "of step 4 differs")}),
+        Fault(bugs.resume_at_an_epochs_end_repeats_it, verify={"t5": ({"resume"}, "of step 3 differs")}),
+        Fault(bugs.resume_never_read, verify={"t5": ({"save", "resume"}, "were logged")}),
         Fault(
-            resumes.evaluations_without_gain_forgotten,
+            bugs.evaluations_without_gain_forgotten,
             "tests/unit/checkpoint/test_load.py::test_all_of_the_state_between_steps_comes_back",
             "num_evaluations_without_gain",
         ),
-        Fault(resumes.moments_not_loaded, verify={"t5": ({"save", "resume"}, "")}),
+        Fault(bugs.moments_not_loaded, verify={"t5": ({"save", "resume"}, "")}),
         Fault(line("dropout_off_after_an_evaluation"), verify={"t5": ({"modes"}, "was in the other mode")}),
         Fault(bugs.dropout_zero_after_an_evaluation, verify={"t5": ({"resume"}, "largest in loss of step 4")}),
         Fault(line("evaluation_with_dropout"), verify={"t5": ({"modes"}, "was in the other mode")}),

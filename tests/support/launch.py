@@ -56,7 +56,7 @@ GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
     "fsdp1_shard_grad_op": {**_ON_CPU, **_FSDP1},
 }
 """Per GPU preset: all that changes when a test runs it on CPU. In fp32, as many CPUs emulate bf16: what is about bf16 asks."""
-GPU_CHECKS = {"fsdp1_hybrid_shard": "tests/gpu/test_hybrid_shard.py", "fsdp2_fp8": "tests/gpu/test_fp8.py"}
+GPU_CHECKS = {"fsdp1_hybrid_shard": "tests/gpu/test_hybrid_shard.py", "fsdp2_fp8": "tests/gpu/test_on_gpus.py"}
 """Presets that nothing can run on CPU, and the check that runs them on GPUs."""
 
 PRELOADED = [
