@@ -20,8 +20,7 @@ from typing import Any
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import build_model_folders
-from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, ROWS, as_flags, output_of, save_rows, step_name
+from tests.support.workbench import FP32, ROWS, as_flags, run_each, save_rows, step_name
 from toolkit.files.json_lines import load_json_lines
 
 MODELS = {"t5": "t5", "untied": "t5", "llama": "llm", "tied": "llm", "mixture": "llm"}
@@ -110,7 +109,7 @@ def _run(folder: Path, runs: Path, chosen: dict[str, Any], *, resumed: bool = Fa
         if not argvs:
             continue
         overrides = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
-        run_on_ranks(_run_each, preset=preset, overrides=overrides, args=(list(argvs.values()),), timeout_s=3600)
+        run_each(list(argvs.values()), preset=preset, overrides=overrides, timeout_s=3600)
         yield from ((name, _look(runs / name)) for name in argvs)
 
 
@@ -128,12 +127,6 @@ def _take_back(recorded: Path, run: Path) -> None:
     """A recorded run as if it had been killed after its first checkpoint."""
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(recorded, run, ignore=shutil.ignore_patterns(step_name(NUM_STEPS), "export*", "merged", "predictions-6*"))
-
-
-def _run_each(argvs: list[tuple[str, list[str]]]) -> None:
-    for recipe, argv in argvs:
-        with output_of():
-            run_in_this_process(recipe, argv)
 
 
 def _look(run: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.distributed.test_invariants import rows_of_steps
 from tests.planting.plant import NO_FAULT
 from tests.support.absolute_runs import (
     BATCH_ROWS,
@@ -31,6 +30,7 @@ from tests.support.absolute_runs import (
 from tests.support.launch import run_on_ranks
 from tests.support.own_models import loaded_by_transformers, own_class
 from tests.support.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
+from tests.support.same_runs import rows_by_step
 from tests.support.small_run import figures, run_in_this_process
 from toolkit.files.json_lines import load_json_lines
 
@@ -45,7 +45,7 @@ TRAINING_ROWS = range(NUM_EVAL_ROWS, NUM_EVAL_ROWS + NUM_ROWS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) -> None:
     run = run_recipe(kind, preset, tmp_path)
-    steps = rows_of_steps(run)
+    steps = rows_by_step(run)
     check_rows(steps)
     check_run(run, follow(kind, tuple(tuple(steps[step]) for step in sorted(steps)), first_adapter(run)))
 
@@ -56,7 +56,7 @@ def test_a_run_of_a_users_class_that_changes_the_logits_of_its_parent_is_too(tmp
     flags = ["--optim.label_smoothing=0", f"--eval.unshard={'auto' if kind == 't5' else 'never'}"]
     run_ranks(kind, "fsdp2_cpu", tmp_path, FP32, flags, train_own_class)
     run = tmp_path / f"{kind}-fsdp2_cpu"
-    steps = rows_of_steps(run)
+    steps = rows_by_step(run)
     args = (recipe, inputs() / family, *rows_of(recipe, [steps[step] for step in sorted(steps)]))
     check_run(run, run_on_ranks(follow_own_class, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0])
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.support.small_run import run_in_this_process, run_recipe, write_inputs
+from tests.support.small_run import run_in_this_process, run_recipe, without_export, write_inputs
 
 NUM_STEPS = 2
 
@@ -47,6 +47,6 @@ def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dic
                 masks[place[-1]] = F.dropout(torch.ones(256), 0.5).numpy()
         return compute(*args)
 
-    with patch.object(loop, "seed_all", note_and_seed), patch.object(Objective, "loss", record_and_compute):
+    with without_export(), patch.object(loop, "seed_all", note_and_seed), patch.object(Objective, "loss", record_and_compute):
         run_in_this_process(recipe, argv)
     return masks

@@ -72,6 +72,7 @@ def train_both(folder: Path, around: Callable[..., Any], preset: str, where: dic
     write_inputs(folder)
     function = partial(around, train_and_record_gradients)
     flags = [f"--model.name_or_path={folder / 'model'}", "--model.from_scratch=true", "--train.micro_batch_size_rows=2"]
+    flags.append("--eval.generate=false")
     hybrid: dict[str, Any] = {"preset": preset, "overrides": where, "function": function, "flags": flags}
     runs = run_recipes(folder, {"hybrid": hybrid, "single": {"preset": "single", "overrides": {}, "flags": flags}})
     return runs["hybrid"], runs["single"]

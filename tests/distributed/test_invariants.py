@@ -1,4 +1,6 @@
-"""Invariants 1, 2 and 5 on the recipe itself: the same curve, gradients and rows whatever processes and micro-batches."""
+"""Invariants 1, 2 and 5 on the recipes themselves: the same curve, gradients, rows and evaluation of an encoder-decoder, and of a
+causal model in full, with an adapter, or with one on a quantized base, however they are cut, packed, sharded and computed.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,16 @@ import numpy as np
 import pytest
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.model_folders import build_gemmas, save_jsonl
+from tests.support.quantized.models import save_quantizable_models
+from tests.support.same_runs import rows_by_step
 from tests.support.small_run import (
     NUM_STEPS,
     RELATIVE_TOLERANCE,
+    Finished,
     check_curve,
     check_gradients,
+    draw_texts,
     figures,
     run_recipes,
     train_and_record_gradients,
@@ -25,125 +32,224 @@ from toolkit.files.json_lines import load_json_lines
 CHECKPOINTING = {"fsdp_config": {"fsdp_activation_checkpointing": True}}
 BY_SIZE = {"fsdp_config": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1500}}
 COMPILED = {"dynamo_config": {"dynamo_backend": "AOT_EAGER", "dynamo_use_regional_compilation": True}}
+HSDP, OFFLOAD, FSDP1 = (GPU_PRESET_OVERRIDES_ON_CPU[name] for name in ("fsdp2_hsdp", "fsdp2_offload", "fsdp1_full_shard"))
+PACKED = ["--data.packing", "true"]
+LORA = ["--adapter.method", "lora", "--adapter.rank", "4"]
+SHARDED = ["--eval.unshard", "never"]
+NF4, INT8 = ["--adapter.base_dtype", "nf4"], ["--adapter.base_dtype", "int8"]
+DORA = [*LORA, "--adapter.method", "dora"]
+EXPERTS = [*LORA, "--adapter.experts", "true"]
 
-# name: preset, overrides of its YAML, flags
-RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "single-4": ("single", {}, ["--train.micro_batch_size_rows", "4", "--eval.batch_size_rows", "16"]),
-    "single-1": ("single", {}, ["--train.micro_batch_size_rows", "1", "--eval.batch_size_rows", "1"]),
-    "ddp-2": ("ddp_cpu", {}, ["--train.micro_batch_size_rows", "2", "--eval.batch_size_rows", "16"]),
-    "fsdp2-1": ("fsdp2_cpu", {}, ["--train.micro_batch_size_rows", "1", "--eval.batch_size_rows", "16"]),
-    "fsdp2-2": (
-        "fsdp2_cpu", {},
-        ["--train.micro_batch_size_rows", "2", "--eval.batch_size_rows", "1", "--eval.unshard", "never"],
-    ),
-    "fsdp2-4": (
-        "fsdp2_cpu", {},
-        ["--train.micro_batch_size_rows", "4", "--data.num_loader_workers", "1", "--data.pad_lengths", "true"],
-    ),
+
+def rows_at_once(training: int, evaluation: int = 16) -> list[str]:
+    return ["--train.micro_batch_size_rows", str(training), "--eval.batch_size_rows", str(evaluation)]
+
+
+# name: preset, overrides of its YAML, flags. The logits of one that is chunked are computed in several parts.
+Runs = dict[str, tuple[str, dict[str, Any], list[str]]]
+T5_RUNS: Runs = {
+    "single": ("single", {}, rows_at_once(4)),
+    "single-1": ("single", {}, rows_at_once(1, 1)),
+    "ddp-2": ("ddp_cpu", {}, rows_at_once(2)),
+    "fsdp2-1": ("fsdp2_cpu", {}, rows_at_once(1)),
+    "fsdp2-2": ("fsdp2_cpu", {}, [*rows_at_once(2, 1), *SHARDED]),
+    "fsdp2-4": ("fsdp2_cpu", {}, [*rows_at_once(4), "--data.num_loader_workers", "1", "--data.pad_lengths", "true"]),
     # Units inside units, and tied weights.
-    "fsdp2-by-size": ("fsdp2_cpu", BY_SIZE, ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"]),
-    "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, ["--train.micro_batch_size_rows", "2"]),
-    "fsdp2-compiled": ("fsdp2_cpu", COMPILED, ["--train.micro_batch_size_rows", "4"]),
-    "hsdp-2": (
-        "fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"],
-        ["--train.micro_batch_size_rows", "2", "--eval.unshard", "never"],
+    "fsdp2-by-size": ("fsdp2_cpu", BY_SIZE, [*rows_at_once(2), *SHARDED]),
+    "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, rows_at_once(2)),
+    "fsdp2-compiled": ("fsdp2_cpu", COMPILED, rows_at_once(4)),
+    "hsdp-2": ("fsdp2_hsdp", HSDP, [*rows_at_once(2), *SHARDED]),
+    "fsdp1-4": ("fsdp1_full_shard", FSDP1, rows_at_once(4)),
+}
+CAUSAL_RUNS: Runs = {
+    "single": ("single", {}, rows_at_once(4)),
+    "single-packed-chunked": ("single", {}, [*PACKED, *rows_at_once(2)]),
+    "ddp-packed": ("ddp_cpu", {}, [*PACKED, *rows_at_once(1)]),
+    "fsdp2-chunked": ("fsdp2_cpu", {}, [*rows_at_once(2), *SHARDED]),
+    "fsdp2-packed": ("fsdp2_cpu", {}, [*PACKED, *rows_at_once(4), "--data.num_loader_workers", "1"]),
+    "fsdp2-checkpointing-chunked": ("fsdp2_cpu", CHECKPOINTING, [*PACKED, *rows_at_once(1)]),
+    "fsdp2-by-size-chunked": ("fsdp2_cpu", BY_SIZE, [*rows_at_once(2), *SHARDED]),
+    "fsdp2-compiled-checkpointing": ("fsdp2_cpu", COMPILED | CHECKPOINTING, [*PACKED, *rows_at_once(8)]),
+    "fsdp1-packed-chunked": ("fsdp1_full_shard", FSDP1, [*PACKED, *rows_at_once(1)]),
+}
+IN_FULL = ("fsdp2-compiled-checkpointing", "fsdp1-packed-chunked")
+"""An adapter's blocks are compiled on a base in codes; `tests/recipes/test_llm_resume.py` has one under FSDP1."""
+Kinds = dict[str, tuple[str, str, list[str], Runs]]
+IN_CODES: Kinds = {
+    "nf4": (
+        "llm", "llm", LORA,
+        {
+            "plain": ("single", {}, ["--model.name_or_path", "{folder}/llm-nf4"]),
+            "single": ("single", {}, NF4),
+            "ddp-packed": ("ddp_cpu", {}, [*NF4, *PACKED]),
+            "fsdp2-packed-checkpointing": ("fsdp2_cpu", CHECKPOINTING, [*NF4, *PACKED, *SHARDED]),
+            "fsdp2-compiled": ("fsdp2_cpu", COMPILED, NF4),
+            "hsdp": ("fsdp2_hsdp", HSDP, [*NF4, *rows_at_once(1)]),
+            "offload": ("fsdp2_offload", OFFLOAD, NF4),
+        },
     ),
-    "fsdp1-4": ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["--train.micro_batch_size_rows", "4"]),
+    "int8": (
+        "llm", "llm", LORA,
+        {
+            "plain": ("single", {}, ["--model.name_or_path", "{folder}/llm-int8"]),
+            "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, INT8),
+        },
+    ),
+    "dora": (
+        "llm", "llm", DORA,
+        {"plain": ("single", {}, ["--model.name_or_path", "{folder}/llm-nf4"]), "fsdp2": ("fsdp2_cpu", {}, NF4)},
+    ),
+    "moe": (
+        "llm", "moe", EXPERTS,
+        {
+            "plain": ("single", {}, ["--model.name_or_path", "{folder}/moe-nf4"]),
+            "ddp-packed": ("ddp_cpu", {}, [*NF4, *PACKED]),
+            # Each expert is cut by rows.
+            "fsdp2-checkpointing": ("fsdp2_cpu", CHECKPOINTING, [*NF4, "--export.merge", "true"]),
+        },
+    ),
+    "t5-nf4": (
+        "t5", "t5", LORA,
+        {"plain": ("single", {}, ["--model.name_or_path", "{folder}/t5-nf4"]), "fsdp2": ("fsdp2_cpu", {}, NF4)},
+    ),
 }  # fmt: skip
-REFERENCE = "single-4"
+"""As `KINDS`: an adapter on a quantized base trains as on a plain one with the dequantized weights, the first of each kind."""
+KINDS: Kinds = {
+    "t5": ("t5", "model", ["--model.from_scratch", "true"], T5_RUNS),
+    "full": ("llm", "gemma3", [], CAUSAL_RUNS),
+    "lora": (
+        "llm",
+        "gemma2",
+        LORA,
+        {name: run for name, run in CAUSAL_RUNS.items() if name not in IN_FULL},
+    ),
+    **IN_CODES,
+}
+"""By what trains, recipe, model folder, flags and runs. Gemma 3 attends to packed rows by document, Gemma 2 (a soft cap, so no
+sdpa) by a dense mask."""
+CASES = [f"{kind} {name}" for kind, (*_, runs) in KINDS.items() for name in runs]
+EXPORTED = ("t5 fsdp2-compiled", "full fsdp2-by-size-chunked", "lora fsdp2-by-size-chunked", "moe fsdp2-checkpointing")
+"""Of the other presets, exports are in `tests/recipes/`."""
 
 
-@pytest.fixture(scope="session")
+def reference_of(case: str) -> str:
+    """The first run of the kind, on one process."""
+    kind = case.split()[0]
+    return f"{kind} {next(iter(KINDS[kind][-1]))}"
+
+
+OTHERS = [case for case in CASES if case != reference_of(case)]
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of very different lengths for either recipe, a T5, and tiny Gemmas: tied, with a cap on their logits and windows on
+    their attention."""
     folder = tmp_path_factory.mktemp("invariants")
     write_inputs(folder)
+    texts = draw_texts(80, (2, 14), (1, 8))
+    save_jsonl(folder / "prompts.jsonl", [{"prompt": prompt, "completion": completion} for prompt, completion in texts])
+    for build in (build_gemmas, save_quantizable_models):
+        run_on_ranks(build, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
     return folder
 
 
-@pytest.fixture(scope="session")
-def finished(folder: Path) -> dict[str, Any]:
-    """Every run once, by name. Exports of these presets, except of the compiled one, are in `tests/recipes/test_presets.py`."""
-    model = ["--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true"]
-    runs = {
-        name: {
-            "preset": preset,
-            "overrides": overrides,
-            "flags": [*model, *flags],
-            "function": train_and_record_gradients if name == "fsdp2-compiled" else train_without_export,
-        }
-        for name, (preset, overrides, flags) in RUNS.items()
-    }
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> dict[str, Finished]:
+    """Every run once, by kind and name."""
+    of_causal = ["--data.packing", "false", "--data.bucket_by_length", "false", "--data.max_length_tokens", "64"]
+    runs = {}
+    for kind, (recipe, model, flags_of_kind, of_kind) in KINDS.items():
+        always = ["--model.name_or_path", str(folder / model), *flags_of_kind, *(of_causal if recipe == "llm" else [])]
+        always += ["--eval.generate", "false"] if kind in IN_CODES else []
+        for name, (preset, overrides, flags) in of_kind.items():
+            case = f"{kind} {name}"
+            runs[case] = {
+                "preset": preset,
+                "overrides": overrides,
+                "recipe": recipe,
+                "rows": "prompts.jsonl" if recipe == "llm" else "rows.jsonl",
+                "flags": [*always, *(flag.format(folder=folder) for flag in flags)],
+                "max_logits": 2000 if "chunked" in name else 2**26,
+                "function": train_and_record_gradients if case in EXPORTED else train_without_export,
+            }
     return run_recipes(folder, runs)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
-def test_curve_is_that_of_one_process(finished: dict[str, Any], name: str) -> None:
-    check_curve(finished[name][0], finished[REFERENCE][0])
-    expected, actual = figures(finished[REFERENCE][0], "train"), figures(finished[name][0], "train")
+@pytest.mark.parametrize("case", OTHERS)
+def test_curve_and_first_gradients_are_those_of_one_process(finished: dict[str, Finished], case: str) -> None:
+    (expected_lines, expected_gradients), (lines, gradients) = finished[reference_of(case)], finished[case]
+    check_curve(lines, expected_lines, ("loss", "grad_norm", "num_rows", "num_tokens", "num_label_tokens"))
+    check_gradients(gradients, expected_gradients[0])
+    expected, actual = figures(expected_lines, "train"), figures(lines, "train")
     assert actual["learning_rate"].tolist() == expected["learning_rate"].tolist()
-    assert actual["num_rows"].tolist() == expected["num_rows"].tolist()
     assert len(set(expected["num_rows"].tolist())) == 2, "a smaller last batch should be among the steps"
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
-def test_first_gradients_are_those_of_one_process(finished: dict[str, Any], name: str) -> None:
-    check_gradients(finished[name][1], finished[REFERENCE][1][0])
-
-
-def test_recorded_gradient_norm_is_the_global_one(finished: dict[str, Any]) -> None:
-    gradients = finished[REFERENCE][1][0]
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_gradient_norm_is_the_global_one(finished: dict[str, Finished], case: str) -> None:
+    gradients = finished[reference_of(case)][1][0]
     expected = np.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in gradients.values()))
-    for name in RUNS:
-        assert finished[name][0][1]["grad_norm"] == pytest.approx(expected, rel=RELATIVE_TOLERANCE), name
+    assert figures(finished[case][0], "train")["grad_norm"][0] == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-def test_ranks_share_the_batch_without_overlap(folder: Path, finished: dict[str, Any], name: str) -> None:
-    check_rows(folder / "runs", name, REFERENCE)
+@pytest.mark.usefixtures("finished")
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_share_the_batch_without_overlap(folder: Path, case: str) -> None:
+    expected, actual = (rows_by_step(folder / "runs" / run) for run in (reference_of(case), case))
+    for step in range(1, NUM_STEPS + 1):
+        assert len(actual[step]) == len(set(actual[step])), f"step {step}: a row was trained on twice"
+        assert set(actual[step]) == set(expected[step]), f"step {step}: not the rows of the global batch"
 
 
-def test_an_epoch_takes_every_row_once(folder: Path, finished: dict[str, Any]) -> None:
-    lines = figures(finished[REFERENCE][0], "train")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_takes_every_row_once(folder: Path, finished: dict[str, Finished], kind: str) -> None:
+    reference = reference_of(kind)
+    lines = figures(finished[reference][0], "train")
     first_epoch = [int(step) for step, epoch in zip(lines["step"], lines["epoch"], strict=True) if epoch == 0]
-    rows = [row for step in first_epoch for row in rows_of_steps(folder / "runs" / REFERENCE)[step]]
+    rows = [row for step in first_epoch for row in rows_by_step(folder / "runs" / reference)[step]]
     assert len(first_epoch) < NUM_STEPS, "the run should go beyond an epoch"
     assert len(rows) == len(set(rows)) == int(lines["num_rows"][: len(first_epoch)].sum())
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != REFERENCE])
-def test_evaluation_depends_on_neither_batch_size_nor_processes(folder: Path, finished: dict[str, Any], name: str) -> None:
-    losses = [figures(finished[run][0], "eval")["loss"][0] for run in (name, REFERENCE)]
-    np.testing.assert_allclose(*losses, rtol=1e-6)
-    check_evaluation(folder / "runs", name, REFERENCE)
+@pytest.mark.parametrize("case", OTHERS)
+def test_evaluation_depends_on_neither_batch_size_nor_processes(folder: Path, finished: dict[str, Finished], case: str) -> None:
+    """The loss at any time, and, unless it is the reference that is quantized, all figures before the first step, and texts."""
+    expected, actual = (figures(finished[run][0], "eval") for run in (reference_of(case), case))
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
+    np.testing.assert_allclose(actual["perplexity"], np.exp(actual["loss"]))
+    if case.split()[0] not in IN_CODES:
+        for figure in expected.keys() - {"kind", "rows_per_s", "rouge_tokenizer", "measured_on"}:
+            np.testing.assert_allclose(actual[figure][0], expected[figure][0], rtol=1e-6, err_msg=figure)
+        predictions = [load_json_lines(folder / "runs" / run / "predictions-0.jsonl") for run in (reference_of(case), case)]
+        assert predictions[0] == predictions[1]
+
+
+def test_only_adapters_train(finished: dict[str, Finished]) -> None:
+    trained = finished["lora single"][1][0]
+    assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
 
 
 @pytest.mark.parametrize(
-    ("preset", "overrides", "num_ranks", "placement"),
+    ("preset", "num_ranks", "types", "placement"),
     [
-        ("fsdp2_cpu", {}, 2, "(Shard(dim=0),)"),
+        ("fsdp2_cpu", 2, {"DTensor"}, {"(Shard(dim=0),)"}),
         # 2 x 2: each rank's half is another's too.
-        ("fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"], 4, "(Replicate(), Shard(dim=0))"),
+        ("fsdp2_hsdp", 4, {"DTensor"}, {"(Replicate(), Shard(dim=0))"}),
+        ("fsdp1_full_shard", 2, {"Parameter"}, set()),
     ],
-    ids=["fsdp2", "hsdp"],
+    ids=["fsdp2", "hsdp", "fsdp1"],
 )
-def test_parameters_are_sharded(preset: str, overrides: dict[str, Any], num_ranks: int, placement: str) -> None:
+def test_parameters_are_sharded(preset: str, num_ranks: int, types: set[str], placement: set[str]) -> None:
     """Each rank holds half of every parameter, gradient and moment, so that a silent DDP shows."""
-    reports = run_on_ranks(report_shards, preset=preset, overrides={"mixed_precision": "no", **overrides})
+    overrides = {"mixed_precision": "no", **GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})}
+    reports = run_on_ranks(report_shards, preset=preset, overrides=overrides)
     assert len(reports) == num_ranks
     for report in reports:
-        assert (report["types"], report["placements"]) == ({"DTensor"}, {placement})
+        assert (report["types"], report["placements"]) == (types, placement)
         assert report["local_bytes"] == pytest.approx(report["whole_bytes"] / 2, rel=0.02)
         assert report["gradient_bytes"] == pytest.approx(report["whole_bytes"] / 2, rel=0.02)
         assert report["moment_bytes"] == pytest.approx(report["whole_bytes"], rel=0.02)  # two moments, half of each
-        assert report["whole_gathered_bytes"] == report["whole_bytes"]
-
-
-def test_fsdp1_parameters_are_sharded() -> None:
-    overrides = GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]
-    reports = run_on_ranks(report_shards, preset="fsdp1_full_shard", overrides=overrides)
-    assert sum(report["local_bytes"] for report in reports) == pytest.approx(reports[0]["whole_bytes"], rel=0.02)
-    for report in reports:
-        assert report["local_bytes"] == pytest.approx(report["whole_bytes"] / 2, rel=0.02)
         assert report["whole_gathered_bytes"] == report["whole_bytes"]
 
 
@@ -185,30 +291,3 @@ def report_shards() -> dict[str, Any]:
         "moment_bytes": num_bytes(moments),
         "whole_gathered_bytes": sum(p.numel() * p.element_size() for _, p in unsharded_parameters(sharded)),
     }
-
-
-def check_rows(runs: Path, name: str, reference: str) -> None:
-    """Each step took the rows that those of another run took, none of them twice."""
-    expected, actual = (rows_of_steps(runs / run) for run in (reference, name))
-    for step in range(1, NUM_STEPS + 1):
-        assert len(actual[step]) == len(set(actual[step])), f"step {step}: a row was trained on twice"
-        assert set(actual[step]) == set(expected[step]), f"step {step}: not the rows of the global batch"
-
-
-def check_evaluation(runs: Path, name: str, reference: str) -> None:
-    """Losses, all figures before the first step, and its texts are those of another run."""
-    expected, actual = (figures(load_json_lines(runs / run / "metrics.jsonl"), "eval") for run in (reference, name))
-    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
-    for figure in expected.keys() - {"kind", "rows_per_s", "rouge_tokenizer", "measured_on"}:
-        np.testing.assert_allclose(actual[figure][0], expected[figure][0], rtol=1e-6, err_msg=figure)
-    predictions = [load_json_lines(runs / run / "predictions-0.jsonl") for run in (reference, name)]
-    assert predictions[0] == predictions[1]
-
-
-def rows_of_steps(run_folder: Path) -> dict[int, list[int]]:
-    """Row ids by step, of all ranks and micro-batches as they were logged."""
-    steps: dict[int, list[int]] = {}
-    for path in sorted(run_folder.glob("rows-*.jsonl")):
-        for line in load_json_lines(path):
-            steps.setdefault(line["step"], []).extend(line["row_ids"])
-    return steps

@@ -2,78 +2,74 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
-from tests.support.launch import REPOSITORY, LaunchResult, launch, start
+from tests.support.launch import REPOSITORY, LaunchResult, start_on_ranks
 from tests.support.ports import free_port
 from tests.support.refusals import refusal
-from tests.support.workbench import FP32, RECIPE, new_bench
-from toolkit.errors import EXIT_USER_ERROR
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import FP32, Workbench
+from toolkit.errors import EXIT_USER_ERROR, exit_on_user_error
 from toolkit.tools import forks
 
 TIMEOUT_S = 3
 LIMIT_S = 200.0
 """Of a launch: less than the 300 s that torch waits by itself, should a wait not follow the run's timeout."""
 
-WITHOUT_LAUNCHER = """
-import json, os, runpy, sys
-
-rank, changes = os.environ["RANK"], json.loads(sys.argv[1])
-for name in list(os.environ):
-    if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL"):
-        del os.environ[name]
-os.environ.update(changes["all"] | changes.get(rank, {}))
-if "ABSENT" in os.environ:
-    sys.exit(0)
-if len(sys.argv) > 2:
-    sys.argv = sys.argv[2:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.exit(0)
-from toolkit.errors import exit_on_user_error
-with exit_on_user_error():
-    from toolkit.launch.accelerator import build_accelerator
-    if "GLOO_FAILS_LATER" in os.environ:
-        import torch.distributed as dist
-        init = dist.init_process_group
-        def init_and_lose_the_network(*args, **options):
-            init(*args, **options)
-            os.environ["GLOO_SOCKET_IFNAME"] = "no-such-device"
-        dist.init_process_group = init_and_lose_the_network
-    build_accelerator(timeout_s=float(os.environ["TIMEOUT_S"]))
-import torch, torch.distributed as dist
-total = torch.ones(())
-dist.all_reduce(total)
-print(f"{int(total)} ranks are connected, local rank {os.environ['LOCAL_RANK']}")
-"""
-"""First argument: environment variables for all ranks and for single ones. Then: a recipe and its flags, else they only meet."""
+Variables = dict[str, str]
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("meeting") / "without_launcher.py"
-    path.write_text(WITHOUT_LAUNCHER)
-    return path
-
-
-def at_env() -> dict[str, str]:
+def at_env() -> Variables:
     return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
 
 
-def meet(script: Path, variables: dict[str, str], *, num_processes: int = 2, **of_ranks: dict[str, str]) -> LaunchResult:
+def meet(variables: Variables, *, num_processes: int = 2, **of_ranks: Variables) -> LaunchResult:
     """How ranks end that meet where `variables` say; `of_ranks` differ, as in `rank1={"WORLD_SIZE": "3"}`."""
-    changes = {"all": {"TIMEOUT_S": str(TIMEOUT_S), **variables}, **{name[4:]: more for name, more in of_ranks.items()}}
+    args = ({"TIMEOUT_S": str(TIMEOUT_S), **variables}, of_ranks)
     with (
         patch.object(forks, "PEER_GRACE_S", 60.0),  # nobody ends a rank that another one has left
-        start(script, [json.dumps(changes)], preset="fsdp2_cpu", num_processes=num_processes) as running,
+        start_on_ranks(come, preset="fsdp2_cpu", num_processes=num_processes, args=args) as running,
     ):
         return running.wait(LIMIT_S)
+
+
+def come(variables: Variables, of_ranks: dict[str, Variables]) -> None:
+    """On a rank, which then is one that no launcher has started."""
+    import torch.distributed as dist
+
+    own = of_ranks.get(f"rank{os.environ['RANK']}", {})
+    forget_launcher()
+    os.environ.update(variables | own)
+    if "ABSENT" in os.environ:
+        return
+    init = dist.init_process_group
+
+    def init_and_lose_the_network(*args: Any, **options: Any) -> None:
+        init(*args, **options)
+        os.environ["GLOO_SOCKET_IFNAME"] = "no-such-device"
+
+    with exit_on_user_error():
+        from toolkit.launch.accelerator import build_accelerator
+
+        if "GLOO_FAILS_LATER" in os.environ:
+            dist.init_process_group = init_and_lose_the_network
+        build_accelerator(timeout_s=float(os.environ["TIMEOUT_S"]))
+    total = torch.ones(())
+    dist.all_reduce(total)
+    print(f"{int(total)} ranks are connected, local rank {os.environ['LOCAL_RANK']}")
+
+
+def forget_launcher() -> None:
+    for name in [name for name in os.environ if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL")]:
+        del os.environ[name]
 
 
 def check_refused(result: LaunchResult, *sentences: str, absent: tuple[int, ...] = ()) -> None:
@@ -90,73 +86,71 @@ def check_refused(result: LaunchResult, *sentences: str, absent: tuple[int, ...]
 @pytest.fixture
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    for name in [name for name in os.environ if name.split("_")[0] in ("ACCELERATE", "FSDP", "MASTER", "LOCAL")]:
-        del os.environ[name]
+    forget_launcher()
 
 
-def test_they_meet_at_tcp(script: Path) -> None:
-    result = meet(script, {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}, num_processes=3)
+def test_they_meet_at_tcp() -> None:
+    result = meet({"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}, num_processes=3)
     assert result.returncodes == [0, 0, 0], result.stderr
     assert all(f"3 ranks are connected, local rank {rank}" in result.stdout for rank in range(3))
 
 
-def test_they_meet_at_a_file_also_at_one_that_a_crash_has_left(script: Path, tmp_path: Path) -> None:
+def test_they_meet_at_a_file_also_at_one_that_a_crash_has_left(tmp_path: Path) -> None:
     where = {"TOOLKIT_INIT_METHOD": f"file://{tmp_path}/meeting"}
-    check_refused(meet(script, where, rank1={"ABSENT": "1"}), "only 1 of 2 ranks came to file://", absent=(1,))
+    check_refused(meet(where, rank1={"ABSENT": "1"}), "only 1 of 2 ranks came to file://", absent=(1,))
     assert (tmp_path / "meeting").stat().st_size > 0
     for _ in range(2):
-        result = meet(script, where)
+        result = meet(where)
         assert result.returncodes == [0, 0], result.stderr
         assert result.stdout.count("2 ranks are connected") == 2
 
 
-def test_a_missing_peer_is_named_by_all_who_came(script: Path) -> None:
+def test_a_missing_peer_is_named_by_all_who_came() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
-    result = meet(script, {"TOOLKIT_INIT_METHOD": where}, num_processes=3, rank2={"ABSENT": "1"})
+    result = meet({"TOOLKIT_INIT_METHOD": where}, num_processes=3, rank2={"ABSENT": "1"})
     sentence = f"only 2 of 3 ranks came to {where} within 3 s (run.timeout_s), missing: 2; check that each was started with"
     check_refused(result, sentence, sentence, absent=(2,))
 
 
-def test_without_rank_0_nobody_listens(script: Path, tmp_path: Path) -> None:
-    result = meet(script, at_env(), rank0={"ABSENT": "1"})
+def test_without_rank_0_nobody_listens(tmp_path: Path) -> None:
+    result = meet(at_env(), rank0={"ABSENT": "1"})
     check_refused(result, "rank 1 of 2 found nobody at tcp://localhost:", absent=(0,))
     assert "Connection refused; check that this is the address of rank 0's machine" in result.stderr
-    result = meet(script, {"TOOLKIT_INIT_METHOD": f"file://{tmp_path}/meeting"}, rank0={"ABSENT": "1"})
+    result = meet({"TOOLKIT_INIT_METHOD": f"file://{tmp_path}/meeting"}, rank0={"ABSENT": "1"})
     check_refused(result, "rank 0 did not answer rank 1 of 2 at file://", absent=(0,))
 
 
-def test_a_wrong_address_is_reported_by_both_sides(script: Path) -> None:
+def test_a_wrong_address_is_reported_by_both_sides() -> None:
     port = free_port()
-    result = meet(script, at_env() | {"MASTER_PORT": str(port)}, rank1={"MASTER_ADDR": "no-such-host.invalid"})
+    result = meet(at_env() | {"MASTER_PORT": str(port)}, rank1={"MASTER_ADDR": "no-such-host.invalid"})
     missing = f"only 1 of 2 ranks came to tcp://localhost:{port} within 3 s (run.timeout_s), missing: 1"
     check_refused(result, missing, f"rank 1 of 2 found nobody at tcp://no-such-host.invalid:{port} within 3 s")
 
 
-def test_another_world_size_is_reported_at_once(script: Path) -> None:
+def test_another_world_size_is_reported_at_once() -> None:
     result = meet(
-        script,
         at_env() | {"TIMEOUT_S": "40", "TOOLKIT_ACCELERATE_YAML": "", "ACCELERATE_USE_CPU": "true"},
         rank1={"WORLD_SIZE": "3"},
     )
     check_refused(result, *["rank 1 was started with WORLD_SIZE 3, rank 0 with 2: give all the same"] * 2)
 
 
-def test_a_port_in_use_is_reported_by_rank_0_and_no_answer_by_the_other(script: Path) -> None:
+def test_a_port_in_use_is_reported_by_rank_0_and_no_answer_by_the_other() -> None:
     """The port of a service that takes the connection and says nothing."""
     with socket.create_server(("", 0)) as service:
         where = {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{service.getsockname()[1]}"}
-        result = meet(script, where)
+        result = meet(where)
     in_use = "rank 0 cannot listen on port"
     check_refused(result, in_use, f"rank 1 of 2 got no answer at {where['TOOLKIT_INIT_METHOD']} within 3 s (run.timeout_s)")
     assert "Address already in use" in result.stderr and "two of its processes have RANK 0" in result.stderr
 
 
-def test_ranks_that_met_but_have_no_way_to_each_other(script: Path) -> None:
-    result = meet(script, at_env() | {"GLOO_SOCKET_IFNAME": "no-such-device"})
+def test_ranks_that_met_but_have_no_way_to_each_other() -> None:
+    result = meet(at_env() | {"GLOO_SOCKET_IFNAME": "no-such-device"})
     check_refused(result, *["the ranks have met, but cannot connect to each other ("] * 2)
     assert result.stderr.count("no-such-device): name the network device between the machines in GLOO_SOCKET_IFNAME") == 2
     # gloo beside another backend: as under nccl, which connects only at its first use.
-    result = meet(script, at_env() | {"GLOO_FAILS_LATER": "1"})
+    result = meet(at_env() | {"GLOO_FAILS_LATER": "1"})
     check_refused(result, *["the ranks have met, but cannot connect to each other ("] * 2)
 
 
@@ -211,12 +205,19 @@ def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPat
         rendezvous_arguments(5)
 
 
-def test_a_recipe_without_a_launcher_runs_as_with_one(script: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_recipe_without_a_launcher_runs_as_with_one(bench: Workbench) -> None:
     """As `srun python recipes/t5.py` would start it."""
-    bench, figures = new_bench(tmp_path_factory, "meeting"), {}
-    for name, what in (("launched", (RECIPE, [])), ("by_hand", (script, [json.dumps({"all": at_env()}), str(RECIPE)]))):
-        result = launch(what[0], [*what[1], *bench.flags(name, eval__generate=False)], preset="fsdp2_cpu", overrides=FP32)
-        assert not any(result.returncodes), result.stderr[-4000:]
-        figures[name] = [(line["loss"], line["grad_norm"]) for line in bench.lines(name, "train")]
-        assert ": 2 processes x " in result.stdout
-    assert figures["launched"] == figures["by_hand"] and len(figures["by_hand"]) == 3
+    launched = bench.run("launched", eval__generate=False)
+    args = (at_env(), bench.flags("by_hand", eval__generate=False))
+    with start_on_ranks(run_by_hand, preset="fsdp2_cpu", overrides=FP32, args=args) as running:
+        by_hand = running.wait()
+    assert not any(by_hand.returncodes), by_hand.stderr[-4000:]
+    assert ": 2 processes x " in launched and ": 2 processes x " in by_hand.stdout
+    figures = [[(line["loss"], line["grad_norm"]) for line in bench.lines(name, "train")] for name in ("launched", "by_hand")]
+    assert figures[0] == figures[1] and len(figures[0]) == 3
+
+
+def run_by_hand(variables: Variables, argv: list[str]) -> None:
+    forget_launcher()
+    os.environ.update(variables)
+    run_in_this_process("t5", argv)

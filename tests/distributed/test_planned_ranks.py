@@ -76,12 +76,11 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [
-        (BF16, []),
         ({"fsdp_config": {"fsdp_reshard_after_forward": False}}, []),
         (BF16 | {"fsdp_config": {"fsdp_activation_checkpointing": True}}, LORA),
         (BF16, ["--train.activation_checkpointing=selective"]),
     ],
-    ids=["bf16", "fp32-shard-grad-op", "lora-checkpointing", "selective"],
+    ids=["fp32-shard-grad-op", "lora-checkpointing", "selective"],
 )
 def test_a_rank_allocates_what_is_planned(changes: dict[str, Any], arguments: list[str], tmp_path: Path) -> None:
     import yaml

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,18 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from tests.distributed.test_llm_invariants import build_models
 from tests.support.launch import run_on_ranks
-from tests.support.small_run import T5_CONFIG, check_curve, check_gradients, figures, run_recipes, train_without_export
+from tests.support.model_folders import build_gemmas, save_jsonl
+from tests.support.small_run import (
+    T5_CONFIG,
+    WORDS,
+    check_curve,
+    check_gradients,
+    draw_texts,
+    figures,
+    run_recipes,
+    train_without_export,
+)
 from toolkit.objectives.reference import REFERENCE_FILE
 
 PACKED = ["--data.packing", "true"]
@@ -47,14 +55,9 @@ OF_EVALUATION = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preferences")
-    random = np.random.Generator(np.random.PCG64(0))
-    words = ["read", "write", "open", "close", "file", "path", "line", "text", "word", "count", "sort", "join"]
-    with (folder / "rows.jsonl").open("w") as file:
-        for row in range(90):
-            texts = [" ".join(random.choice(words, int(random.integers(*most)))) for most in ((2, 11), (1, 6), (1, 6))]
-            pair = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
-            pair["prompt"] = f"{row} {pair['prompt']} "
-            file.write(json.dumps(pair) + "\n")
+    texts = draw_texts(90, (2, 11), (1, 6), (1, 6), words=WORDS[:12])
+    pairs = [{"prompt": f"{prompt} ", "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in texts]
+    save_jsonl(folder / "rows.jsonl", pairs)
     run_on_ranks(build_others, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
     return folder
 
@@ -84,7 +87,7 @@ def build_others(folder: Path) -> None:
 
     from tests.support.model_folders import build_model_folders
 
-    build_models(folder)
+    build_gemmas(folder)
     build_model_folders(folder, ["mixtral"])
     torch.manual_seed(0)
     T5ForConditionalGeneration(T5Config(**T5_CONFIG)).save_pretrained(folder / "t5")

@@ -6,14 +6,14 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
-
-from tests.support.launch import LaunchResult, run_on_ranks, start
-from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
+from tests.support.launch import LaunchResult, run_on_ranks, start_on_ranks
+from tests.support.small_run import run_in_this_process
+from tests.support.workbench import FP32, Workbench
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, SummarizationConfig
 from toolkit.distributed.comm import rank
@@ -21,28 +21,19 @@ from toolkit.errors import UserError
 from toolkit.launch import rank_consistency
 from toolkit.launch.accelerator import build_accelerator
 
-DIFFERENTLY = """
-import json, os, runpy, sys
 
-changes = json.loads(sys.argv[1]).get(os.environ["RANK"], {})
-os.environ.update(changes.get("env", {}))
-sys.argv = [*sys.argv[2:], *changes.get("flags", [])]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""First argument: flags and environment variables of single ranks. Then: a recipe and its flags."""
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    return new_bench(tmp_path_factory, "same-run")
-
-
-def run_with(bench: Workbench, *, preset: str = "fsdp2_cpu", **of_rank_1: Any) -> LaunchResult:
-    script = bench.runs / "differently.py"
-    script.write_text(DIFFERENTLY)
-    arguments = [json.dumps({"1": of_rank_1}), str(RECIPE), *bench.flags("run", train__max_steps=1)]
-    with start(script, arguments, preset=preset, overrides=FP32) as running:
+def run_with(bench: Workbench, flags: Sequence[str] = (), env: dict[str, str] | None = None) -> LaunchResult:
+    """How a run ends whose rank 1 has these flags and environment variables too."""
+    args = (bench.flags("run", train__max_steps=1), flags, env or {})
+    with start_on_ranks(run_differently, preset="fsdp2_cpu", overrides=FP32, args=args) as running:
         return running.wait()
+
+
+def run_differently(argv: list[str], flags: Sequence[str], env: dict[str, str]) -> None:
+    if os.environ["RANK"] == "1":
+        os.environ.update(env)
+        argv = [*argv, *flags]
+    run_in_this_process("t5", argv)
 
 
 def refused_for(result: LaunchResult, bench: Workbench) -> str:

@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 
 from tests.support.launch import start_on_ranks
-from tests.support.workbench import FP32, Workbench, new_bench
+from tests.support.workbench import FP32, Workbench
 
 SENTENCE = "some ranks had a gradient of these parameters in a micro-batch where others had none: "
 NAMES = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
 FIRST, LATER = (1, 0), (2, 1)
 """Step and index of a micro-batch."""
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    return new_bench(tmp_path_factory, "reduced", "llm")
 
 
 def train_unevenly(argv: list[str], when: tuple[int, int]) -> None:
@@ -60,9 +55,9 @@ CASES = {"first": (FIRST, None, 0), "later": (LATER, None, 3), "before a checkpo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_run_ends_and_names_the_parameters(bench: Workbench, case: str) -> None:
+def test_the_run_ends_and_names_the_parameters(llm_bench: Workbench, case: str) -> None:
     """Before the update of a first step, and before any checkpoint; one step late otherwise."""
-    when, every_steps, last_step = CASES[case]
+    bench, (when, every_steps, last_step) = llm_bench, CASES[case]
     changes = {"model__dropout": 0, "data__packing": False, "train__micro_batch_size_rows": 1, "train__max_steps": 5}
     flags = bench.flags(case, eval__generate=False, checkpoint__every_steps=every_steps, **changes)
     with start_on_ranks(train_unevenly, preset="fsdp2_cpu", overrides=FP32, args=(flags, when)) as running:

@@ -1,4 +1,7 @@
-"""Every encoder-decoder that `AutoModelForSeq2SeqLM` names trains, evaluates in bf16 and exports, or is refused."""
+"""Every encoder-decoder that `AutoModelForSeq2SeqLM` names has the model's own loss, or is refused.
+
+`tests/recipes/test_families.py` trains and exports them.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.families.families import save_tokenizer
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import FAMILIES
+from tests.support.refusals import refusal
 from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED, SURVEYED, build_collator, build_model
-from tests.support.workbench import new_bench
-from toolkit.files.json_lines import load_json_lines
-
-BF16 = {"mixed_precision": "bf16"}
-UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
-"""Parameters that a text's loss does not reach: a run names them, and asks to freeze them."""
 
 
 def test_the_list_of_families_is_whole() -> None:
@@ -33,27 +30,6 @@ def test_loss_is_the_model_s_own_in_every_family(tmp_path: Path) -> None:
     }
 
 
-def test_every_family_trains_and_evaluates_in_bf16_and_exports(tmp_path_factory: pytest.TempPathFactory) -> None:
-    bench = new_bench(tmp_path_factory, "families")
-    models = bench.runs / "models"
-    run_on_ranks(save_models, preset="single", overrides={"mixed_precision": "no"}, args=(models,))
-    how = {"eval__at_start": True, "optim__lr": 1e-2, "optim__schedule": "constant"}
-    runs = {name: {"model": models / name, "model__freeze": UNUSED.get(name, [])} | how for name in IN_PROCESS}
-    bench.run_all(runs, overrides=BF16)
-    for family in IN_PROCESS:
-        before, after = (line["loss"] for line in bench.lines(family, "eval"))
-        assert after < before, family
-        assert len(load_json_lines(bench.runs / family / "predictions-3.jsonl")) == 3
-        assert (bench.runs / family / "export" / "model.safetensors").exists()
-
-
-def save_models(parent: Path) -> None:
-    for family in IN_PROCESS:
-        model = build_model(family)
-        model.save_pretrained(parent / family)
-        save_tokenizer(family, parent / family, has_start=bool(build_collator(model).pad_token_id))
-
-
 def test_audio_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) -> None:
     (errors,) = run_on_ranks(refusals, preset="single_cpu", args=(tmp_path,))
     expected = REFUSED | {"ngrams": "predicts 2 tokens at once (ngram)"}
@@ -63,7 +39,7 @@ def test_audio_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) 
 
 
 def test_an_evaluation_that_would_die_is_refused_before_training() -> None:
-    for error in run_on_ranks(check_without_casts, preset="fsdp2_cpu", overrides=BF16):
+    for error in run_on_ranks(check_without_casts, preset="fsdp2_cpu", overrides={"mixed_precision": "bf16"}):
         assert "M2M100ForConditionalGeneration cannot be evaluated here (" in error and "eval.unshard never" in error
 
 
@@ -109,12 +85,11 @@ def refusals(folder: Path) -> dict[str, str]:
 
     configs = {family: CONFIG_MAPPING[family](decoder_start_token_id=0) for family in REFUSED}
     configs["ngrams"] = ProphetNetConfig(ngram=2)
-    return {family: refusal(config, folder / family) for family, config in configs.items()}
+    return {family: refusal(check_family, config, folder / family) for family, config in configs.items()}
 
 
-def refusal(config: Any, folder: Path) -> str:
+def check_family(config: Any, folder: Path) -> None:
     from toolkit.config.schema import ModelConfig
-    from toolkit.errors import UserError
     from toolkit.models.config import load_model_config
     from toolkit.models.experts import check_experts
     from toolkit.models.load import build_skeleton
@@ -122,34 +97,20 @@ def refusal(config: Any, folder: Path) -> str:
 
     config.save_pretrained(folder)
     of_run = ModelConfig(name_or_path=str(folder), from_scratch=True)
-    try:
-        check_experts(build_skeleton(of_run, load_model_config(of_run, Seq2Seq()), Seq2Seq()), str(folder))
-    except UserError as error:
-        return str(error)
-    return ""
+    check_experts(build_skeleton(of_run, load_model_config(of_run, Seq2Seq()), Seq2Seq()), str(folder))
 
 
 def check_without_casts() -> str:
     """The check's error for M2M-100 when nothing casts the fp32 positions in its bf16 copy."""
     from unittest.mock import patch
 
-    from toolkit.parallel import gather
-
-    with patch.object(gather, "cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
-        return check_m2m_100()
-
-
-def check_m2m_100() -> str:
     from toolkit.config.schema import EvalConfig
-    from toolkit.errors import UserError
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.objectives.model_checks import check_seq2seq_model
+    from toolkit.parallel import gather
     from toolkit.parallel.wrap import shard_model
 
     model = build_model("m2m_100")
     sharded = shard_model(build_accelerator(), model)
-    try:
-        check_seq2seq_model(sharded, build_collator(model), EvalConfig())
-    except UserError as error:
-        return str(error)
-    return ""
+    with patch.object(gather, "cast_inputs", lambda dtype, block, args, kwargs: (args, kwargs)):
+        return refusal(check_seq2seq_model, sharded, build_collator(model), EvalConfig())

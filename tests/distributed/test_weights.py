@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.model_folders import build_model_folders
+from tests.support.model_folders import build_model_folders, save_resized
 from tests.support.workbench import as_flags
 from toolkit.errors import UserError
 
@@ -125,8 +125,8 @@ def build_folders(parent: Path) -> dict[str, Path]:
     change("other_t5", "t5", lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
     # As many rows as tokens: new ones make it grow.
     for name in ("t5", "flan_t5_of_the_hub", "bart", "llama", "llama_tied"):
-        folders[f"small_{name}"] = resized(folders[name], parent / f"small_{name}", 0)
-    folders["grown_t5"] = resized(folders["other_t5"], parent / "grown_t5", 2)
+        folders[f"small_{name}"] = save_resized(folders[name], parent / f"small_{name}")
+    folders["grown_t5"] = save_resized(folders["other_t5"], parent / "grown_t5", 2)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8, "vocab_size": 256}
     folders["gptj"] = parent / "gptj"
     transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).save_pretrained(folders["gptj"])
@@ -145,24 +145,6 @@ def build_folders(parent: Path) -> dict[str, Path]:
     folders["plain_of_fp8"] = parent / "plain_of_fp8"
     qwen3.save_pretrained(folders["plain_of_fp8"])
     return folders
-
-
-def resized(base: Path, folder: Path, num_new: int) -> Path:
-    """A copy with an embedding for each token of its tokenizer, and `num_new` more."""
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(base, folder)
-    rows = len(transformers.AutoTokenizer.from_pretrained(base)) + num_new
-    # By hand: transformers' resize would tie flan-T5's head again.
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if 256 in tensor.shape and ("embed" in name or "shared" in name or "lm_head" in name or name == "final_logits_bias"):
-            tensors[name] = (tensor[:rows] if tensor.shape[0] == 256 else tensor[:, :rows]).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
-    return folder
 
 
 @pytest.fixture(scope="module")

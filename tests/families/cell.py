@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tests.families.families import FROZEN, NUM_STEPS
+from tests.support.small_run import without_export
 from tests.support.translation_tokenizers import LANGUAGES
 from toolkit.files.json_lines import load_json_lines
 
@@ -28,15 +28,13 @@ def run_cell(family: str, recipe: str, settings: dict[str, Any], folder: Path, k
     import toolkit
     from toolkit.errors import exit_on_user_error
     from toolkit.launch.log import start_logging
-    from toolkit.training import finetune
-    from toolkit.training.run import leave
 
     is_first, run = os.environ.get("RANK", "0") == "0", folder / "runs" / settings["run.name"]
     with exit_on_user_error():
         start_logging()
         config = toolkit.load_config(recipe, overrides=settings)
         # Each export is that of a resumed run.
-        with patch.object(finetune, "finish", lambda of_run: leave(of_run.trackers)):
+        with without_export():
             toolkit.finetune(config)
         before = train_lines(run) if is_first else []
         if is_first:  # before the ranks meet again

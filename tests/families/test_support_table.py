@@ -22,7 +22,7 @@ CHOSEN: dict[str, list[str]] = {
 """Cells by family: of each column and each group, and some that are refused."""
 
 
-SURVEYED = ("ernie4_5", "nemotron_h", "qwen2_5_vl", "t5gemma2")
+SURVEYED = ("nemotron_h", "qwen2_5_vl", "t5gemma2")
 """Kinds of the survey that the first table does not have."""
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.faults.workers import faulty_recipe
-from tests.recipes.test_resume import curves
 from tests.support.launch import LaunchResult, Running, start
 from tests.support.rank import PAGES
+from tests.support.same_runs import check_same, read_manifest
 from tests.support.workbench import FP32, Workbench, step_name
 from toolkit.files.durable import seal
 from toolkit.tools import forks
@@ -93,38 +93,7 @@ def resume(bench: Workbench, name: str, from_step: int, **changes: Any) -> str:
     return printed
 
 
-# --- Runs that are equal, and their checkpoints.
-
-
-def check_same(bench: Workbench, name: str, whole: str, *steps: int) -> None:
-    """Curves, evaluations, rows and checkpoints of `steps` are those of another run, bit for bit, and none is there twice."""
-    for kind, of_line in (("train", curves), ("eval", without_speed), ("skip", dict)):
-        assert list(map(of_line, bench.lines(name, kind))) == list(map(of_line, bench.lines(whole, kind))), kind
-    rows = sorted((bench.runs / whole).glob("rows-*.jsonl"))
-    assert rows, "no rows were logged"
-    for path in rows:
-        assert (bench.runs / name / path.name).read_text() == path.read_text(), "rows were lost or taken twice"
-    for step in steps:
-        assert saved_state(bench.checkpoint(name, step)) == saved_state(bench.checkpoint(whole, step))
-
-
-def without_speed(figures: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in figures.items() if not key.endswith("_per_s")}
-
-
-def saved_state(folder: Path) -> dict[str, Any]:
-    """Hashes of all shards (weights and moments) and random states, by file name (DCP's index holds an id that is drawn), and
-    what the manifest says of the run, except for speeds."""
-    files = [*folder.glob("state/*.distcp"), *folder.glob("rng-*.safetensors")]
-    assert files, folder
-    manifest = read_manifest(folder)
-    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    return {"step": manifest["step"], "state": manifest["state"], "metrics": without_speed(manifest["metrics"]), **hashes}
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return manifest
+# --- Checkpoints.
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

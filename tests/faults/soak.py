@@ -20,9 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.faults.harness import check_same, complete_checkpoints, run_with, start_with
+from tests.faults.harness import complete_checkpoints, run_with, start_with
 from tests.support.launch import Running, run_on_ranks
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
+from tests.support.same_runs import check_same
 from tests.support.workbench import FP32, Workbench
 from toolkit.errors import EXIT_STOPPED
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.harness import NUM_STEPS, TRAINED, Fault, attempt_with, check_same, read_manifest, run_with
+from tests.faults.harness import NUM_STEPS, TRAINED, Fault, attempt_with, run_with
 from tests.faults.signals import signal_in_phase
 from tests.faults.workers.faulty_recipe import wrap
-from tests.recipes.test_resume import rows_by_place
-from tests.support.workbench import Workbench, new_bench
+from tests.support.same_runs import check_same, read_manifest, rows_by_place
+from tests.support.workbench import Workbench
 from toolkit.errors import EXIT_STOPPED
 from toolkit.files.json_lines import load_json_lines
 
@@ -117,11 +117,6 @@ def _bits(run: Any) -> dict[str, torch.Tensor]:
             found[f"{name}.{what}"] = value
     local = {name: local_tensor(tensor).detach() for name, tensor in found.items()}
     return {name: tensor.clone() for name, tensor in local.items() if tensor.numel()}
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    return new_bench(tmp_path_factory, "bad-numbers")
 
 
 # Name: fault, skipped steps, preset.

@@ -1,4 +1,5 @@
-"""A checkpoint that is not what was saved: the resume names file and reason, and goes on from the one before it.
+"""What a resume finds: a checkpoint that is not what was saved, of which it names file and reason and takes the one before; and
+settings that may change between a stop and the resume. What may not is in `tests/unit/checkpoint/test_load.py`.
 
 A damaged checkpoint is that of step 4, the newest of a run that was killed after it; the one before is that of step 2.
 """
@@ -7,15 +8,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from typing import Any
 
-from tests.faults.harness import (
-    SAVED,
-    check_like_whole,
-    read_manifest,
-    resume,
-    stopped_after,
-    write_manifest,
-)
+from tests.faults.harness import SAVED, WHOLE, check_like_whole, resume, stopped_after, write_manifest
+from tests.support.same_runs import curves, read_manifest, rows_by_step, saved_state
 from tests.support.workbench import Workbench, step_name
 
 NEWEST = step_name(4)
@@ -47,3 +43,29 @@ def test_leftovers_and_parts_of_checkpoints_do_not_count(faulty_bench: Workbench
         assert f"{step_name(step)} has no manifest.json: it was never finished\n" in printed
     check_like_whole(faulty_bench, run.name, SAVED, others=(step_name(5),))
     assert not (run / "checkpoints" / step_name(6) / "state" / "another file").exists()
+
+
+def test_what_is_no_part_of_the_training_may_change(faulty_bench: Workbench) -> None:
+    """All of it at once; the run is the same, bit for bit, in its last steps."""
+    bench = faulty_bench
+    stopped_after(bench, "free", step=2)
+    free: dict[str, Any] = {
+        "data__files": shutil.copy(bench.data / bench.rows, bench.runs / "moved.jsonl"),
+        "data__num_loader_workers": 2,
+        "data__cache_dir": bench.runs / "free cache",
+        "log_every_steps": 2,
+        "eval__every_steps": 5,
+        "eval__batch_size_rows": 1,
+        "checkpoint__every_steps": 3,
+        "checkpoint__keep_last": 5,
+        "checkpoint__async_save": False,
+        "optim__max_skipped_steps": 9,
+        "run__timeout_s": 1000,
+    }
+    resume(bench, "free", from_step=2, **free)
+    assert [curves(line) for line in bench.lines("free", "train")] == [curves(line) for line in bench.lines(WHOLE, "train")]
+    assert rows_by_step(bench.runs / "free") == rows_by_step(bench.runs / WHOLE)
+    assert [line["step"] for line in bench.lines("free", "eval")] == [5, 6]
+    assert bench.checkpoints("free") == [step_name(step) for step in (2, 3, 6)]
+    free_state, whole_state = ({**saved_state(bench.checkpoint(run, 6)), "metrics": {}} for run in ("free", WHOLE))
+    assert {name for name in whole_state if free_state[name] != whole_state[name]} <= {"state"}, "weights, moments, random state"

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from tests.faults.harness import run_with
-from tests.recipes.test_resume import load_whole, on_one_process, rows_by_place, rows_by_step
+from tests.recipes.test_resume import load_whole, on_one_process
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
-from tests.support.workbench import FP32, Workbench, new_bench
+from tests.support.same_runs import rows_by_place, rows_by_step
+from tests.support.workbench import FP32, Workbench
 
 RELATIVE_TOLERANCE = 1e-5
 NUM_STEPS, SAVED_STEP = 6, 2
@@ -67,10 +68,10 @@ CHANGED: list[tuple[str, str, str, bool]] = [
 
 
 @pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workbench]:
+def benches(bench: Workbench, llm_bench: Workbench) -> dict[str, Workbench]:
     """Runs of each kind, in a folder of their own."""
-    of_recipe = {recipe: new_bench(tmp_path_factory, f"elastic-{recipe}", recipe) for recipe in ("t5", "llm")}
-    return {kind: replace(of_recipe[recipe], runs=of_recipe[recipe].runs / kind) for kind, (recipe, _) in KINDS.items()}
+    of_recipe = {"t5": bench, "llm": llm_bench}
+    return {kind: replace(of_recipe[recipe], runs=bench.runs / kind) for kind, (recipe, _) in KINDS.items()}
 
 
 def changes_of(kind: str) -> dict[str, Any]:

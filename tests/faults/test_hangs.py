@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,17 +17,83 @@ from typing import Any
 
 import pytest
 
-from tests.faults import holds
 from tests.faults.harness import SCRIPT, Fault, arguments, start_with
-from tests.faults.holds import STEP, compute, hold, sleep, stop, suspend, write_slowly
+from tests.faults.workers.faulty_recipe import in_phase, this_rank, wrap
 from tests.support.launch import LaunchResult, Running
 from tests.support.real_launch import accelerate_launch, finish
-from tests.support.workbench import Workbench, new_bench
+from tests.support.workbench import Workbench
+from toolkit.checkpoint import load as checkpoint
+from toolkit.checkpoint import save as checkpoint_writer
+from toolkit.data.tokens import prepare
 from toolkit.distributed.rank_status import hang_file
 from toolkit.errors import EXIT_HANG
+from toolkit.export.model_files import ModelFiles
+from toolkit.training import setup
+
+TIMEOUT_S = 4
+"""Of the watchdog."""
+BUSY_S = 1.5 * TIMEOUT_S
+"""How long what moves goes on."""
+FOREVER_S = 600.0
+STEP = 3
 
 END_S = 300.0
 """Until when a run must have ended."""
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "connecting the devices": (setup, "connect_devices"),  # which rank 1 never calls
+    "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
+    "after tokenizing": (prepare, "on_all_ranks"),  # where rank 1 has nothing to tokenize
+    "loading the checkpoint": (checkpoint, "load_tensors"),
+    "saving": (checkpoint_writer, "describe_files"),  # in the thread that writes the first checkpoint
+    "export": (ModelFiles, "add"),  # on rank 0 alone, between two gathers
+}
+
+
+def sleep() -> None:
+    time.sleep(FOREVER_S)
+
+
+def stop() -> None:
+    time.sleep(1)  # time enough to have reported its place
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def suspend() -> None:
+    """As a scheduler does, for longer than the watchdog's patience."""
+    waker = subprocess.Popen(["sh", "-c", f"sleep {2 * TIMEOUT_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    waker.wait()
+
+
+def compute() -> None:
+    end_s = time.monotonic() + BUSY_S
+    while time.monotonic() < end_s:
+        hashlib.sha256(bytes(2**22))
+
+
+def write_slowly() -> None:
+    """As on a slow file system: hardly any CPU time."""
+    end_s = time.monotonic() + BUSY_S
+    with tempfile.TemporaryFile(buffering=0) as file:
+        while time.monotonic() < end_s:
+            file.write(bytes(2**15))
+            time.sleep(0.2)
+
+
+def hold(place: str, who: int, way: Callable[[], None]) -> None:
+    """One rank is held up, once: at one of `PLACES`, or before a phase of `STEP`."""
+    calls: list[bool] = []
+
+    def hold_once(*_: Any, **__: Any) -> None:
+        if not calls:
+            calls.append(True)
+            way()
+
+    if this_rank() == who and place in PLACES:
+        wrap(*PLACES[place], hold_once)
+    elif this_rank() == who:
+        in_phase(place, STEP, hold_once)
 
 
 def error_lines(stderr: str) -> list[str]:
@@ -34,7 +103,7 @@ def error_lines(stderr: str) -> list[str]:
 def check_hang(result: LaunchResult, folder: Path, sentence: str) -> None:
     """Both ranks said the sentence (`…` stands for anything) and left their stacks."""
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
-    start, end = f"error: no progress for {holds.TIMEOUT_S} s (run.timeout_s): ", f". Stacks are in {folder}/hang-rank-*.txt."
+    start, end = f"error: no progress for {TIMEOUT_S} s (run.timeout_s): ", f". Stacks are in {folder}/hang-rank-*.txt."
     pattern = ".+".join(re.escape(part) for part in f"{start}{sentence}{end}".split("…"))
     sentences = error_lines(result.stderr)
     assert len(sentences) == 2 and sentences[0] == sentences[1]
@@ -45,11 +114,9 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+def bench(bench: Workbench) -> Workbench:
     often = {"eval__every_steps": 3, "checkpoint__every_steps": 3}
-    return replace(
-        new_bench(tmp_path_factory, "hangs"), changes={"train__max_steps": 5, "run__timeout_s": holds.TIMEOUT_S, **often}
-    )
+    return replace(bench, changes={"train__max_steps": 5, "run__timeout_s": TIMEOUT_S, **often})
 
 
 def hold_up(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> Running:
@@ -65,7 +132,7 @@ def test_every_rank_shows_its_stacks_under_the_real_launcher(bench: Workbench) -
     assert launcher.returncode != 0
     assert f"exitcode  : {EXIT_HANG}" in printed, printed[-3000:]
     # Of each rank, in one write; it may stand within a line of the other rank's stacks, which are written in pieces.
-    said = f"error: no progress for {holds.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in step {STEP}"
+    said = f"error: no progress for {TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in step {STEP}"
     assert printed.count(said) == 2, printed[-3000:]
     assert all("most recent call first" in hang_file(bench.runs / "launched", rank).read_text() for rank in range(2))
 
@@ -87,9 +154,9 @@ def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
 
 SLEEPS = {
     "saving": (1, "step 5, saving, for … s, at …"),  # the thread that writes sleeps while training goes on, up to the last save
-    "tokenizing": (0, "tokenizing, for … s, at holds.py:… in sleep"),
-    "loading the checkpoint": (1, "loading the checkpoint, for … s, at holds.py:… in sleep"),
-    "export": (0, "export, for … s, at holds.py:… in sleep"),
+    "tokenizing": (0, "tokenizing, for … s, at test_hangs.py:… in sleep"),
+    "loading the checkpoint": (1, "loading the checkpoint, for … s, at test_hangs.py:… in sleep"),
+    "export": (0, "export, for … s, at test_hangs.py:… in sleep"),
 }
 """By where a rank sleeps: which one, and what is said of it."""
 
@@ -111,7 +178,7 @@ def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(bench:
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
     where = "in building the accelerator, for "
-    head = f"error: no progress for {holds.TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: {where}"
+    head = f"error: no progress for {TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: {where}"
     assert [line.startswith(head) for line in error_lines(result.stderr)] == [True, True], result.stderr[-3000:]
     assert result.stderr.count("in connect_devices") == 1, "rank 0 waits there"
 

@@ -23,9 +23,7 @@ from tests.faults.harness import (
     Fault,
     arguments,
     attempt_with,
-    check_same,
     check_survivors_ended_by_themselves,
-    read_manifest,
     run_with,
     start_with,
 )
@@ -35,7 +33,8 @@ from tests.support.checkpoint_files import newest_folder
 from tests.support.launch import LaunchResult
 from tests.support.ports import free_port
 from tests.support.real_launch import accelerate_launch, finish
-from tests.support.workbench import FP32, Workbench, new_bench
+from tests.support.same_runs import check_same, read_manifest
+from tests.support.workbench import FP32, Workbench
 from toolkit.errors import EXIT_STOPPED
 
 NUM_STEPS = 6
@@ -58,9 +57,8 @@ LOST = "error: lost {who} (killed, failed, or the machine is off): the same comm
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+def bench(bench: Workbench) -> Workbench:
     """The runs of this file, with a finished run `whole` among them."""
-    bench = new_bench(tmp_path_factory, "ends")
     run_with(bench, "whole", **CHANGES)
     assert bench.checkpoints("whole") == ["step-00000003", "step-00000006"]
     return bench

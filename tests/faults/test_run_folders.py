@@ -1,10 +1,15 @@
-"""The folder of a run: one that not every node can use is refused; one that is removed under the run is made again."""
+"""The folder of a run: one that not every node can use is refused; one that is removed under the run is made again; the modes
+of its files, and control characters in rows and in names.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 from functools import partial
@@ -12,18 +17,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
-
 from tests.faults.harness import run_with
 from tests.faults.workers.faulty_recipe import at_step, this_rank
 from tests.support.checkpoint_files import found_folder
 from tests.support.launch import run_on_ranks
-from tests.support.workbench import new_bench
+from tests.support.model_folders import make_rows
+from tests.support.workbench import Workbench
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
 
 NOBODY = 65534
+TITLE = "\x1b]0;owned\x07"
+"""A terminal that prints it has another title."""
 
 
 def test_a_folder_that_one_node_does_not_see_or_nobody_may_write_to_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -89,9 +95,8 @@ def remove_at(step: int, path: Path) -> None:
         at_step(step, partial(remove, path))
 
 
-def test_a_folder_that_is_removed_is_made_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
     """What was there is lost; the run comes to its end, with every file that a run has."""
-    bench = new_bench(tmp_path_factory, "changing")
     run = bench.runs / "all"
     # Saves that training waits for: beside one, nobody knows which of the next steps' files are there by then.
     settings: dict[str, Any] = {
@@ -110,3 +115,27 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path_factory: pytest.TempPat
     assert found_folder(run, "auto") == (run / "checkpoints/step-00000006", [])
     for name in ("config.yaml", ".lock", "export/model.safetensors", "curves.png", "memory.json", "rows-00001.jsonl"):
         assert (run / name).exists(), name
+
+
+def test_files_have_the_mode_of_the_umask_and_texts_and_names_are_printed_escaped(bench: Workbench) -> None:
+    """A name of bytes that are not UTF-8, a column that is half a character, breaks that would make a line of their own; and the
+    umask of people who share files."""
+    name = f"caf\udce9\nerror: no\u202e{TITLE}|[x](javascript:1)<img src=x>"
+    column, unread = f"te\nerror: no{TITLE}`<b>", "\ud800\nerror: no"
+    rows = [{column: TITLE + row["source"], "target": TITLE + row["target"], unread: "x"} for row in make_rows(60)]
+    (data := bench.runs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"train__max_steps": 2, "log_row_ids": True, "data__files": data, "data__source_column": column}
+    printed = run_with(bench, "names", partial(os.umask, 0o002), **changes, exports=True)
+    shown = ascii(name)[1:-1].replace("'", "\\'")
+    assert f"{shown}.jsonl: read as a source with its target, from 'te\\nerror: no" in printed
+    assert "; not read: '\\ud800\\nerror: no'" in printed
+    assert f"  reference: {ascii(TITLE)[1:-1]}" in printed and f"  text:      {ascii(TITLE)[1:-1]}" in printed
+    card, page = ((bench.runs / "names" / name).read_text() for name in ("export/README.md", "report.html"))
+    hostile = re.compile(r"^error: no|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e\ud800-\udfff]", re.MULTILINE)
+    assert not hostile.search(printed) and not hostile.search(card)
+    assert "<img" not in card and r"\[x\](javascript" in card and "<img src=x>" not in page
+    files = [path for path in (bench.runs / "names").rglob("*") if path.is_file()]
+    assert {"rng-00001.safetensors", "__1_0.distcp", "model.safetensors", "metrics.jsonl", ".lock"} <= {p.name for p in files}
+    assert {path.name: oct(mode) for path in files if (mode := stat.S_IMODE(path.stat().st_mode)) != 0o664} == {}
+    # The same command goes on from there: the names that it has written are the names that it reads.
+    assert "nothing left to train" in run_with(bench, "names", **changes)

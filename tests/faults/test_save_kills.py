@@ -23,12 +23,12 @@ from tests.faults.harness import (
     check_like_whole,
     check_survivors_ended_by_themselves,
     complete_checkpoints,
-    read_manifest,
     resume,
     stopped_after,
     write_manifest,
 )
 from tests.faults.workers.faulty_recipe import before, kill, this_rank
+from tests.support.same_runs import read_manifest
 from tests.support.workbench import Workbench, step_name
 
 KEEP_ONE = {"checkpoint__keep_last": 1}

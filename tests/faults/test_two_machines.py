@@ -21,7 +21,7 @@ from tests.faults.harness import SCRIPT, arguments
 from tests.faults.test_process_ends import LOST
 from tests.faults.workers.faulty_recipe import at_step, kill, this_rank
 from tests.support.real_launch import accelerate_launch, finish
-from tests.support.workbench import FP32, RECIPE, Workbench, new_bench
+from tests.support.workbench import FP32, RECIPE, Workbench
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500  # of a namespace, where nobody else is
@@ -57,10 +57,8 @@ def _remove(names: list[str]) -> None:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def test_a_run_that_loses_a_launcher_goes_on_and_is_that_of_one_machine(
-    tmp_path_factory: pytest.TempPathFactory, machines: list[str]
-) -> None:
-    bench = new_bench(tmp_path_factory, "two-machines")
+def test_a_run_that_loses_a_launcher_goes_on_and_is_that_of_one_machine(workbench: Workbench, machines: list[str]) -> None:
+    bench = workbench
     assert ": 2 processes x " in bench.run("whole", **CHANGES)
     argv = arguments(bench, "run", partial(at_step, 3, partial(kill_launcher, 1)), **CHANGES)
     started = [_start(bench, machine, number, SCRIPT, argv) for number, machine in enumerate(machines)]
@@ -93,12 +91,11 @@ def kill_self(number: int) -> None:
         kill(number)
 
 
-def test_each_machine_names_a_lost_rank(tmp_path_factory: pytest.TempPathFactory, machines: list[str]) -> None:
-    bench = new_bench(tmp_path_factory, "losses")
+def test_each_machine_names_a_lost_rank(workbench: Workbench, machines: list[str]) -> None:
     # On two real machines, no rank sees the processes of the other.
     within = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-    argv = arguments(bench, "run", partial(at_step, 3, partial(kill_self, 3)), **CHANGES)
-    started = [_start(bench, machine, number, SCRIPT, argv, 4, within) for number, machine in enumerate(machines)]
+    argv = arguments(workbench, "run", partial(at_step, 3, partial(kill_self, 3)), **CHANGES)
+    started = [_start(workbench, machine, number, SCRIPT, argv, 4, within) for number, machine in enumerate(machines)]
     printed = [finish(launcher, TIMEOUT_S) for launcher in started]
     sentence = LOST.format(who="rank 3")
     assert [text.splitlines().count(sentence) for text in printed] == [1, 1], "\n\n".join(printed)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_quantized_base import build_models
 from tests.planting.faults import FAULTS
 from tests.planting.plant import planted
 from tests.support.launch import REPOSITORY, launch_logged, run_on_ranks
+from tests.support.quantized.models import save_quantizable_models
 from tests.support.rank import SERVER_ENVIRONMENT
-from tests.support.workbench import Workbench, new_bench
+from tests.support.workbench import Workbench
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.forks import take_signals
 from toolkit.tools.verify.proofs import Proof
@@ -50,10 +50,8 @@ if not os.environ.get("ALL_FAULTS"):
 
 
 @pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workbench]:
-    return {recipe: new_bench(tmp_path_factory, f"verify-{recipe}", recipe) for recipe in ("t5", "llm")} | {
-        "nf4": new_bench(tmp_path_factory, "verify-nf4", "llm")
-    }
+def benches(bench: Workbench, llm_bench: Workbench) -> dict[str, Workbench]:
+    return {"t5": bench, "llm": llm_bench, "nf4": llm_bench}
 
 
 def flags_of(bench: Workbench, *more: str) -> list[str]:
@@ -95,7 +93,7 @@ def test_t5_passes_with_other_optimizers(benches: dict[str, Workbench], tmp_path
 
 
 def test_a_qwen3_in_codes_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_on_ranks(build_models, preset="single", overrides={"mixed_precision": "no"}, args=(tmp_path / "models",))
+    run_on_ranks(save_quantizable_models, preset="single", overrides={"mixed_precision": "no"}, args=(tmp_path / "models",))
     preset, output = "fsdp2_activation_checkpointing", tmp_path / "verify"
     model = str(tmp_path / "models" / "llm")
     assert verify(flags_of(benches["nf4"], NF4), model=model, presets=[preset], output=output, **HERE), capsys.readouterr().out

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.other_tools.conftest import run_command
-from tests.support.workbench import new_bench
+from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 PREFIX, MAX_SOURCE, MAX_NEW, STEPS = "summarize: ", 40, 8, 200
 
 
-def test_greedy_texts_are_those_of_the_run(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    bench = new_bench(tmp_path_factory, "ctranslate2")
+def test_greedy_texts_are_those_of_the_run(bench: Workbench, tmp_path: Path) -> None:
     how = {
         "data__prefix": PREFIX,
         "data__max_source_length_tokens": MAX_SOURCE,

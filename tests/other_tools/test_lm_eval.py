@@ -11,7 +11,7 @@ import yaml
 
 from tests.other_tools.conftest import run_command
 from tests.support.model_folders import save_jsonl
-from tests.support.workbench import new_bench
+from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 TASK = {
@@ -26,8 +26,8 @@ TASK = {
 }
 
 
-def test_log_likelihoods_and_perplexity_are_ours(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    bench = new_bench(tmp_path_factory, "lm_eval", "llm")
+def test_log_likelihoods_and_perplexity_are_ours(llm_bench: Workbench, tmp_path: Path) -> None:
+    bench = llm_bench
     rows = load_json_lines(bench.data / bench.rows)
     held_out = save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
     bench.run("run", data__eval_files=held_out, data__eval_fraction=0, eval__num_rows=7, eval__generate=False)

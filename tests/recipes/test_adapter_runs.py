@@ -24,10 +24,8 @@ BF16 = {"mixed_precision": "bf16"}
 NO_TEXTS = {"eval__generate": False}
 
 TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "dora": ("llama", FP32, {"adapter__method": "dora"}),
     "dora_bf16": ("llama", BF16, {"adapter__method": "dora"}),
     "rslora": ("gpt2", FP32, {"adapter__method": "rslora"}),
-    "rslora_bf16": ("qwen3", BF16, {"adapter__method": "rslora", "adapter__target_modules": ["q_proj", "v_proj"]}),
     "saved": ("llama", FP32, {"adapter__modules_to_save": ["embed_tokens", "lm_head"]}),
     "saved_tied_bf16": ("llama_tied", BF16, {"adapter__modules_to_save": ["embed_tokens"]}),
     "bf16_base_in_fp32": ("llama", FP32, {"model__frozen_dtype": "bfloat16"}),

@@ -19,7 +19,7 @@ import pytest
 from tests.recipes.bad_input import NUM_ROWS, ROWS, T5, Case, Files, arguments, attempt, check, contents, write
 from tests.support.launch import LaunchResult, run_on_ranks
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import output_of
+from tests.support.workbench import Workbench, output_of
 
 WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 CSV = "--data.source csv --data.files {here}/rows.csv"
@@ -187,8 +187,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_case_of_each_layer_is_refused_on_two_ranks(tmp_path: Path, model_folders: dict[str, Path], layer: str) -> None:
-    (tmp_path / "base").symlink_to(model_folders["llama"])
+def test_a_case_of_each_layer_is_refused_on_two_ranks(tmp_path: Path, bench: Workbench, layer: str) -> None:
+    (tmp_path / "base").symlink_to(bench.models["llama"])
     check(tmp_path, LAYERS[layer], attempt(tmp_path, LAYERS[layer]))
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 

@@ -58,25 +58,6 @@ def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench: Workbench, 
     assert f"Weights in float32, after step {best}.\n" in (exported / "README.md").read_text()
 
 
-def test_a_resume_on_other_rows_chooses_among_its_own_evaluations(bench: Workbench, worse: str) -> None:
-    shutil.copytree(bench.runs / "worse", bench.runs / "resumed")
-    before = losses(bench, "resumed")
-    best = min(set(before) - {0}, key=before.__getitem__)
-    printed = bench.run("resumed", **WORSENING | {"train__max_steps": 12, "eval__num_rows": 5})
-    assert f"the best loss so far, {before[best]:.4g}, is not compared with later values: other rows are evaluated\n" in printed
-    after = {step: loss for step, loss in losses(bench, "resumed").items() if step > 4}
-    assert min(after.values()) > before[best], "a comparison of figures that are not equals would not show"
-    best = min(after, key=after.__getitem__)
-    assert bench.checkpoints("resumed") == sorted({f"step-{step:08d}" for step in (best, max(after))})
-    assert f"exporting the weights of step {best}, the best loss ({after[best]:.4g}) of the checkpoints kept\n" in printed
-    assert f"; {len(before)} evaluations are not shown: measured on other rows" in printed
-    assert "before training" not in printed and f"\nafter step {min(after)} " in printed
-
-    # Nothing is left to train, and nothing kept was measured on the rows of today: the last weights are evaluated on them.
-    printed = bench.run("resumed", preset="single", **WORSENING | {"train__max_steps": 12, "eval__num_rows": 4})
-    assert "\nevaluation at step 12: loss " in printed and "\nexporting the weights of step 12, the best loss (" in printed
-
-
 def test_a_complete_run_that_is_started_with_another_metric_measures_it(bench: Workbench) -> None:
     """It trains no more, but it is evaluated again."""
     short = {"train__max_steps": 2, "checkpoint__keep_best": 0}

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.test_quantized_base import build_models
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.small_run import run_in_this_process
-from tests.support.workbench import Workbench
+from tests.support.quantized.models import save_quantizable_models
+from tests.support.workbench import Workbench, run_each
 
 LORA = {"model": "llm", "adapter__method": "lora", "adapter__rank": 8, "optim__lr": 1e-2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -19,7 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4": LORA | {"adapter__base_dtype": "nf4"},
     "mixture": {"model": "moe"},
 }
-CASES = [*((kind, "fsdp2_cpu") for kind in KINDS), ("full", "ddp_cpu"), ("nf4", "ddp_cpu"), ("full", "fsdp2_hsdp")]
+CASES = [*((kind, "fsdp2_cpu") for kind in KINDS), ("full", "ddp_cpu"), ("full", "fsdp2_hsdp")]
 """The others are those of `tests/recipes/test_gpu_parts.py`, on one rank."""
 
 
@@ -27,7 +26,7 @@ CASES = [*((kind, "fsdp2_cpu") for kind in KINDS), ("full", "ddp_cpu"), ("nf4", 
 def losses(bench: Workbench, llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Of training and evaluation, by kind, preset and precision; all kinds of a preset share a launch."""
     models = tmp_path_factory.mktemp("bf16-models")
-    run_on_ranks(build_models, preset="single_cpu", args=(models,))
+    run_on_ranks(save_quantizable_models, preset="single_cpu", args=(models,))
     found = {}
     for preset in ("single_cpu", *{preset: None for _, preset in CASES}):
         precision = "no" if preset == "single_cpu" else "bf16"
@@ -36,17 +35,12 @@ def losses(bench: Workbench, llm_bench: Workbench, tmp_path_factory: pytest.Temp
         commands = []
         for name, how in runs.items():
             of = bench if how.pop("recipe", "llm") == "t5" else llm_bench
-            commands.append((of.recipe, of.flags(name, models / how.pop("model"), model__dropout=0, **how)))
+            commands.append((of.recipe, of.flags(name, models / how.pop("model"), model__dropout=0, eval__generate=False, **how)))
         overrides = GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {}) | {"mixed_precision": precision}
-        run_on_ranks(_train_all, preset=preset, overrides=overrides, args=(commands,))
+        run_each(commands, preset=preset, overrides=overrides)
         for name in runs:
             found[name] = [line["loss"] for kind in ("train", "eval") for line in bench.lines(name, kind)]
     return found
-
-
-def _train_all(commands: list[tuple[str, list[str]]]) -> None:
-    for recipe, argv in commands:
-        run_in_this_process(recipe, argv)
 
 
 @pytest.mark.parametrize(("kind", "preset"), CASES)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.launch import REPOSITORY, TIMEOUT_S, launch_logged, run_on_ranks
 from tests.support.previews import call_preview
 from tests.support.rank import SERVER_ENVIRONMENT
-from tests.support.workbench import Workbench, call_toolkit, leave_launch, new_bench, output_of
+from tests.support.workbench import Workbench, call_toolkit, leave_launch, output_of
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.compare import runs
 from toolkit.tools.preview.preview import collect
@@ -49,9 +49,8 @@ def test_compare_shows_one_preset_that_trains_and_one_that_cannot(
     assert "| fsdp2_size_wrap:fsdp_offload_params=true |" in (tmp_path / "compared" / "comparison.md").read_text()
 
 
-def test_preview_and_the_run_share_a_cache_and_take_the_same_rows(tmp_path_factory: pytest.TempPathFactory) -> None:
-    bench = new_bench(tmp_path_factory, "preview")
-    changes: dict[str, Any] = {"data__prefix": "preview: ", "log_row_ids": True}
+def test_preview_and_the_run_share_a_cache_and_take_the_same_rows(bench: Workbench) -> None:
+    changes: dict[str, Any] = {"data__prefix": "preview: ", "log_row_ids": True, "eval__generate": False}
     # Its reader stops early, as `head` does.
     command = [sys.executable, "-m", "toolkit", "preview", *bench.flags("run", **changes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:

@@ -21,7 +21,7 @@ from tests.recipes.test_best_weights import WORSENING
 from tests.support.hub_server import hub_server
 from tests.support.launch import REPOSITORY, run_on_ranks, start
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench, call_toolkit, leave_launch, new_bench, output_of, step_name
+from tests.support.workbench import FP32, Workbench, call_toolkit, leave_launch, output_of, step_name
 
 FROZEN = re.compile(r"encoder\.block\.0\..*")
 Ended = tuple[int, str, str]
@@ -54,16 +54,6 @@ def state_of(run: Path) -> dict[str, tuple[int, int]]:
     """Size and time of each file of a run but its exports."""
     paths = [path for path in run.rglob("*") if path.is_file() and not path.relative_to(run).parts[0].startswith("export-")]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    return new_bench(tmp_path_factory, "export")
-
-
-@pytest.fixture(scope="module")
-def llm_bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    return new_bench(tmp_path_factory, "export_llm", "llm")
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,9 @@ import re
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
-
 from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench, new_bench
+from tests.support.workbench import FP32, Workbench
 from toolkit.launch.log import start_logging
 
 START = """\
@@ -32,8 +30,7 @@ MASKS = [
 RESUMED = START.replace("steps       3,", "steps       4 to 5,")
 
 
-def test_the_first_lines_and_the_phases(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    bench = new_bench(tmp_path_factory, "first_lines")
+def test_the_first_lines_and_the_phases(bench: Workbench, tmp_path: Path) -> None:
     changes = {"data__cache_dir": tmp_path / "cache", "checkpoint__every_steps": 2, "export__merge": True}
     flags = bench.flags("run", **changes, adapter__method="lora", adapter__rank=4)
     printed, of_rank_1 = run_on_ranks(print_run, preset="fsdp2_cpu", overrides=FP32, args=(flags,))

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_quantized_base import build_models
-from tests.recipes.test_resume import EXACT, NUM_STEPS, go_on, on_one_process, rows_by_place
+from tests.recipes.test_resume import EXACT, NUM_STEPS, go_on, on_one_process
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
-from tests.support.workbench import FP32, Workbench
+from tests.support.quantized.models import save_quantizable_models
+from tests.support.same_runs import rows_by_place
+from tests.support.workbench import FP32, Workbench, new_bench
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 4, "adapter__dropout": 0.2, "optim__lr": 1e-2}
-PACKED: dict[str, Any] = {"data__max_length_tokens": 64, "train__micro_batch_size_rows": 1}
+PACKED: dict[str, Any] = {"data__max_length_tokens": 64, "train__micro_batch_size_rows": 1, "eval__generate": False}
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"model": "gpt2"},  # drops embeddings, attention and residuals
@@ -38,19 +39,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path], data_folder: Path) -> Workbench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     """The runs of this file, with a second file of rows beside them."""
-    runs = tmp_path_factory.mktemp("llm-resume")
-    models = on_one_process(build_model_folders, runs / "models", ["qwen3_moe", "mixtral"])
-    on_one_process(build_models, runs / "models")
-    save_jsonl(runs / "more.jsonl", [{"text": row["source"]} for row in make_rows(20, seed=1)])
-    return Workbench(
-        runs=runs,
-        models=model_folders | models | {"llm": runs / "models" / "llm"},
-        data=data_folder,
-        recipe="llm",
-        rows="prompts.jsonl",
-    )
+    bench = new_bench(tmp_path_factory, "llm-resume", "llm")
+    models = on_one_process(build_model_folders, bench.runs / "models", ["qwen3_moe", "mixtral"])
+    on_one_process(save_quantizable_models, bench.runs / "models")
+    save_jsonl(bench.runs / "more.jsonl", [{"text": row["source"]} for row in make_rows(20, seed=1)])
+    return replace(bench, models=bench.models | models | {"llm": bench.runs / "models" / "llm"})
 
 
 def settings_of(bench: Workbench, kind: str) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def settings_of(bench: Workbench, kind: str) -> dict[str, Any]:
 
 
 def bench_of(bench: Workbench, kind: str) -> Workbench:
-    return Workbench(runs=bench.runs / kind, models=bench.models, data=bench.data, recipe=bench.recipe, rows=bench.rows)
+    return replace(bench, runs=bench.runs / kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,10 +76,8 @@ def test_a_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def taught(bench: Workbench) -> Workbench:
-    """A bench with a finished run `taught` of an adapter, on a copy `mine` of the Llama."""
+    """A bench with a finished run `taught` of an adapter."""
     bench = bench_of(bench, "adapter")
-    mine = shutil.copytree(bench.models["llama"], bench.runs / "mine")
-    bench = replace(bench, models=bench.models | {"llama": mine})
     bench.run("taught", **LORA)
     return bench
 
@@ -106,34 +99,6 @@ def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(taught: W
     base = json.loads((folder / "manifest.json").read_text())["identity"]
     assert base["config"]["model.name_or_path"] == str(taught.models["llama"]) and base["config"]["model.revision"] is None
     assert len(base["frozen_hashes"]) == 21, "nine weights a layer, embeddings, head and the last norm"
-
-
-def test_run_of_no_steps_only_evaluates(taught: Workbench) -> None:
-    taught.run("fresh", train__max_steps=0)
-    assert taught.lines("fresh", "train") == taught.lines("fresh", "checkpoint") == []
-    assert [line["step"] for line in taught.lines("fresh", "eval")] == [0]
-    assert not (taught.runs / "fresh" / "export").exists() and not (taught.runs / "fresh" / "checkpoints").exists()
-
-    trained = taught.lines("taught", "eval")
-    taught.run("taught", **LORA | {"train__max_steps": 0, "eval__batch_size_rows": 1})
-    at_end, again = (taught.lines("taught", "eval")[place] for place in (0, -1))
-    assert taught.lines("taught", "eval")[:-1] == trained and (at_end["step"], again["step"]) == (3, 3)
-    assert taught.checkpoints("taught") == ["step-00000003"]
-    assert again["loss"] == pytest.approx(at_end["loss"], rel=1e-6)
-    assert again["rougeL"] == at_end["rougeL"]
-    assert abs(at_end["loss"] - taught.lines("fresh", "eval")[0]["loss"]) > 1e-3
-
-
-def test_resume_refuses_another_base_and_says_which_differs(taught: Workbench) -> None:
-    """Last, as it changes the base."""
-    from safetensors.numpy import load_file, save_file
-
-    file = taught.models["llama"] / "model.safetensors"
-    weights = load_file(file)
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 2.0**-12
-    save_file(weights, file, metadata={"format": "pt"})
-    changed = taught.attempt("taught", train__max_steps=5, **LORA)
-    assert "was trained on: 1 differ, model.layers.1.mlp.up_proj.weight first; give the same base, or take" in changed.refusal()
 
 
 def describe_tensors(folder: Path) -> dict[str, int]:

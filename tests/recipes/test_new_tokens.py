@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.launch import REPOSITORY, run_on_ranks
-from tests.support.model_folders import make_rows, save_jsonl
+from tests.support.launch import REPOSITORY
+from tests.support.model_folders import make_rows, save_jsonl, save_resized
 from tests.support.python_in_card import python_in_card, texts_of_python
 from tests.support.workbench import FP32, RELOAD, Workbench, call_toolkit, run_without_toolkit
 
@@ -47,9 +47,7 @@ LOOK_AT_TOKENS = """
 def chats(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     """A bench with chats, and models with as many rows as their tokenizers have tokens."""
     folder = tmp_path_factory.mktemp("chats")
-    names = ("t5", "llama", "llama_tied")
-    args = (folder, {name: llm_bench.models[name] for name in names})
-    small = run_on_ranks(shrink, preset="single", overrides=FP32, args=args)[0]
+    small = {f"small_{name}": save_resized(llm_bench.models[name], folder / name) for name in ("t5", "llama", "llama_tied")}
     rows = make_rows(NUM_ROWS)
     turns = [[("user", row["source"]), ("assistant", row["target"])] for row in rows]
     save_jsonl(folder / "chats.jsonl", [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in turns])
@@ -67,21 +65,6 @@ def run_each(chats: Workbench, end: str = "", num_processes: int = 2, names: tup
     """Some of `RUNS` in one launch, with `end` behind their names."""
     runs = {f"{name}{end}": {"model": RUNS[name][0]} | RUNS[name][1] for name in names}
     chats.run_all(runs, overrides=FP32 | {"num_processes": num_processes})
-
-
-def shrink(parent: Path, models: dict[str, Path]) -> dict[str, Path]:
-    """Copies with a row for each token of their tokenizers."""
-    import transformers
-
-    small = {}
-    for name, folder in models.items():
-        shutil.copytree(folder, copy := parent / f"small_{name}")
-        kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(folder)
-        model.resize_token_embeddings(len(transformers.AutoTokenizer.from_pretrained(folder)))
-        model.save_pretrained(copy)
-        small[copy.name] = copy
-    return small
 
 
 def train_plain(folder: Path, rows: list[dict[str, Any]], *, has_adapter: bool) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -29,24 +29,23 @@ from toolkit.files.json_lines import load_json_lines
 RUN_CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
 PRESETS = {
-    "single": "not sharded, 1 process, bf16",
-    "single_compile": "not sharded, 1 process, bf16",
-    "single_cpu": "not sharded, 1 process, fp32",
+    "single_compile": "not sharded, 1 process, fp32",
     "ddp_cpu": "DDP, 2 processes, fp32",
-    "fsdp2_cpu": "FSDP2, 2 processes, fp32",
-    "ddp": "DDP, 2 processes, bf16",
-    "fsdp2_full_shard": "FSDP2, 2 processes, bf16",
-    "fsdp2_shard_grad_op": "FSDP2, gathered until the backward, 2 processes, bf16",
-    "fsdp2_activation_checkpointing": "FSDP2, activation checkpointing, 2 processes, bf16",
-    "fsdp2_compile": "FSDP2, 2 processes, bf16",
-    "fsdp2_offload": "FSDP2, CPU offload, 2 processes, bf16",
-    "fsdp2_size_wrap": "FSDP2, 2 processes, bf16",
-    "fsdp2_hsdp": "FSDP2, 2 replicas x 2 shards, 4 processes, bf16",
-    "fsdp2_multi_node": "FSDP2, 2 processes, bf16",
-    "fsdp2_100b": "FSDP2, 2 replicas x 2 shards, activation checkpointing, 4 processes, bf16",
-    "fsdp1_full_shard": "FSDP1 FULL_SHARD, 2 processes, bf16",
-    "fsdp1_shard_grad_op": "FSDP1 SHARD_GRAD_OP, 2 processes, bf16",
+    "fsdp2_shard_grad_op": "FSDP2, gathered until the backward, 2 processes, fp32",
+    "fsdp2_activation_checkpointing": "FSDP2, activation checkpointing, 2 processes, fp32",
+    "fsdp2_offload": "FSDP2, CPU offload, 2 processes, fp32",
+    "fsdp2_size_wrap": "FSDP2, 2 processes, fp32",
+    "fsdp1_shard_grad_op": "FSDP1 SHARD_GRAD_OP, 2 processes, fp32",
 }
+"""What the first lines say of those that train here; on a CPU, all are run in fp32."""
+ELSEWHERE = GPU_CHECKS | {
+    "single": "tests/distributed/test_absolute.py",
+    "fsdp2_cpu": "tests/distributed/test_absolute.py",
+    "single_cpu": "tests/recipes/test_bf16.py",
+    "fsdp2_hsdp": "tests/recipes/test_bf16.py",
+    "fsdp1_full_shard": "tests/recipes/test_llm_resume.py",
+}
+"""Presets that another test trains to an export, or a check on GPUs."""
 FOR_100B = "fsdp2_100b"
 """It trains the run YAML that is made for it."""
 SAME_ON_CPU: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,16 +75,12 @@ RUN_CONFIGS = [
 """Each has a test below that runs it, made small by flags, or `test_readme.py` does."""
 
 
-def said_on_cpu(preset: str) -> str:
-    """There, all are run in fp32."""
-    return PRESETS[preset].replace("bf16", "fp32")
-
-
-def test_every_preset_is_here_or_has_a_check_on_gpus_that_says_so() -> None:
+def test_every_preset_is_here_or_elsewhere() -> None:
     files = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
-    assert sorted([*PRESETS, *GPU_CHECKS]) == files
-    for preset, check in GPU_CHECKS.items():
-        assert f'"{preset}"' in (REPOSITORY / check).read_text()
+    assert sorted([*PRESETS, *ELSEWHERE, FOR_100B, *SAME_ON_CPU]) == files
+    for preset, test in ELSEWHERE.items():
+        assert f'"{preset}"' in (REPOSITORY / test).read_text()
+    for preset in GPU_CHECKS:
         assert "GPUs only" in preset_header(REPOSITORY / "accelerate_configs" / f"{preset}.yaml")["Needs"]
 
 
@@ -99,14 +94,14 @@ def test_what_a_cpu_changes_of_a_preset_makes_it_another(tmp_path: Path, preset:
     on_cpu = {preset: GPU_PRESET_OVERRIDES_ON_CPU[preset], other: changes}
     mappings = [write_accelerate_yaml(tmp_path, name, FP32 | changes)[1] for name, changes in on_cpu.items()]
     one, two = ({key: value for key, value in mapping.items() if value is not None} for mapping in mappings)
-    assert one == two and said_on_cpu(preset) == PRESETS[other]
+    assert one == two
 
 
-@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in (*SAME_ON_CPU, FOR_100B)])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset: str) -> None:
     on_cpu = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
     printed = workbench.run("run", preset=preset, overrides=on_cpu)
-    assert f"\npreset      {preset}.yaml: {said_on_cpu(preset)}\n" in printed
+    assert f"\npreset      {preset}.yaml: {PRESETS[preset]}\n" in printed
     check_whole_run(workbench, "run")
     assert workbench.checkpoints("run") == ["step-00000003"]
 
@@ -125,7 +120,7 @@ CONFIGS: dict[str, tuple[str, str, str, dict[str, Any], list[str], str]] = {
     ),
     "llm_100b": (
         "llm", "chat-llama", "chats", CHATS | {"train__global_batch_size_tokens": None},
-        [f"\npreset      {FOR_100B}.yaml: {said_on_cpu(FOR_100B)}\n"], WHOLE,
+        [f"\npreset      {FOR_100B}.yaml: FSDP2, 2 replicas x 2 shards, activation checkpointing, 4 processes, fp32\n"], WHOLE,
     ),
     "dpo": ("dpo", "llama", "pairs", {"data__max_length_tokens": 96}, [], ADAPTER),
     "dpo_functions": ("dpo", "llama", "rows and lines", {"data__source": f"{SOURCES}/pairs.py:load_lines"}, [], WHOLE),
@@ -176,14 +171,6 @@ def test_a_config_trains_evaluates_and_exports(bench: Workbench, trained: dict[s
     if recipe.startswith("dpo"):
         figures = bench.lines(config, "eval")[-1]
         assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
-
-
-def test_the_merged_model_of_a_config_is_evaluated(bench: Workbench, trained: dict[str, str]) -> None:
-    bench = replace(bench, recipe="llm", rows="prompts.jsonl")
-    bench.run("merged", model=bench.runs / "llm_functions" / "merged", train__max_steps=0)
-    after, of_merged = (bench.lines(name, "eval")[-1] for name in ("llm_functions", "merged"))
-    assert of_merged["loss"] == pytest.approx(after["loss"], rel=0.01)  # merged weights are stored in bf16
-    assert not (bench.runs / "merged" / "export").exists()
 
 
 def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import make_rows
-from tests.support.workbench import FP32
+from tests.support.refusals import refusal
+from tests.support.workbench import FP32, Workbench
 from toolkit.files.json_lines import load_json_lines
 
 SETTINGS: dict[str, Any] = {
@@ -69,7 +70,7 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=5))
     if os.environ.get("WORLD_SIZE", "1") == "1":
         wrong: list[dict[str, Any]] = [{"train": given["train"].select(range(1, 40))}, {"loss": other}, {"loss": None}]
-        called["refusals"] = [refusal(longer, **given | change) for change in wrong]
+        called["refusals"] = [refusal(finetune, longer, **given | change) for change in wrong]
         with pytest.raises(ZeroDivisionError):
             finetune(longer, **given | {"after_step": lambda info: 1 / 0})
         called["changed by errors"] = changes_since(before)
@@ -86,27 +87,17 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
     called["changed"] = changes_since(before)
     called["threads"] = [thread.name for thread in threading.enumerate()]
     if os.environ.get("WORLD_SIZE", "1") == "2":
-        called["refusals"] = [refusal(longer, **given | {"loss": other}) for _ in range(2)]
+        called["refusals"] = [refusal(finetune, longer, **given | {"loss": other}) for _ in range(2)]
     return called
 
 
-def refusal(config: Any, **given: Any) -> str:
-    from toolkit import UserError, finetune
-
-    with pytest.raises(UserError) as error:
-        finetune(config, **given)
-    return str(error.value)
-
-
 @pytest.fixture(scope="module")
-def called(
-    tmp_path_factory: pytest.TempPathFactory, model_folders: dict[str, Path]
-) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+def called(tmp_path_factory: pytest.TempPathFactory, bench: Workbench) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
     """What each rank returned, and where its runs are, by the preset."""
     found = {}
     for preset in ("single", "fsdp2_cpu"):
         folder = tmp_path_factory.mktemp(preset)
-        ranks = run_on_ranks(train_all, preset=preset, overrides=FP32, args=(folder, model_folders))
+        ranks = run_on_ranks(train_all, preset=preset, overrides=FP32, args=(folder, bench.models))
         found[preset] = folder, ranks
     return found
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.test_quantized_base import build_models
 from tests.recipes.test_export import export
 from tests.support.launch import run_on_ranks
+from tests.support.quantized.models import save_quantizable_models
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, Workbench
 from toolkit.checkpoint.manifest import read_manifest
@@ -31,7 +31,7 @@ UP = "model.layers.1.mlp.up_proj"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized-models")
-    run_on_ranks(build_models, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
+    run_on_ranks(save_quantizable_models, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
     return folder
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.checkpoint_files import change_manifest
 from tests.support.launch import TIMEOUT_S, Running, run_on_ranks
+from tests.support.same_runs import check_same, rows_by_place
 from tests.support.workbench import FP32, Workbench
 from toolkit.checkpoint.manifest import read_manifest
-from toolkit.files.json_lines import load_json_lines
 
 NUM_STEPS = 10
 STEPS_PER_EPOCH = 7  # 52 training rows: an epoch ends inside the run, with a smaller batch
@@ -28,7 +28,6 @@ EXACT: dict[str, Any] = {
     "eval__every_steps": 8,
     "log_row_ids": True,
 }
-CURVES = ("step", "epoch", "loss", "learning_rate", "grad_norm", "num_rows", "num_input_tokens_seen")
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +103,10 @@ def go_on(bench: Workbench, committed: int, **settings: Any) -> list[dict[str, A
     before = bench.lines("killed", "train")
     printed = bench.run("killed", **settings)
     assert f"step-{committed:08d}, after step {committed}\n" in printed
-    whole, killed = (bench.lines(name, "train") for name in ("whole", "killed"))
-    assert killed[:committed] == before[:committed], "steps before the checkpoint ran again: their times differ"
-    assert [curves(line) for line in killed] == [curves(line) for line in whole]
-    assert rows_by_place(bench.runs / "killed") == rows_by_place(bench.runs / "whole")
-    compared = on_one_process(compare_checkpoints, bench.runs / "whole", bench.runs / "killed", NUM_STEPS)
-    assert compared["unequal"] == []
-    assert compared["num_weights"] > 0 and compared["num_moments"] >= 2 * compared["num_weights"]
-    assert compared["same_random_state"]
-    return whole
+    after = bench.lines("killed", "train")
+    assert after[:committed] == before[:committed], "steps before the checkpoint ran again: their times differ"
+    check_same(bench, "killed", "whole", NUM_STEPS)
+    return bench.lines("whole", "train")
 
 
 def kill_after(running: Running, bench: Workbench, step: int) -> None:
@@ -126,26 +120,6 @@ def kill_after(running: Running, bench: Workbench, step: int) -> None:
     assert running.wait().returncodes == [-signal.SIGKILL] * 2, "the run was over before it was killed"
 
 
-def curves(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: line[name] for name in CURVES}
-
-
-def rows_by_place(run_folder: Path) -> dict[tuple[str, int, int], list[int]]:
-    """Row ids by (rank, step, micro-batch); where a step ran twice, those of the second time."""
-    rows = {}
-    for path in sorted(run_folder.glob("rows-*.jsonl")):
-        for line in load_json_lines(path):
-            rows[path.stem, line["step"], line["micro_batch"]] = line["row_ids"]
-    return rows
-
-
-def rows_by_step(run_folder: Path) -> dict[int, list[int]]:
-    steps: dict[int, list[int]] = {}
-    for (_, step, _), row_ids in rows_by_place(run_folder).items():
-        steps[step] = sorted(steps.get(step, []) + row_ids)
-    return steps
-
-
 def on_one_process(function: Any, *args: Any) -> Any:
     return run_on_ranks(function, preset="single", overrides=FP32, args=args)[0]
 
@@ -154,24 +128,6 @@ def list_tensors(folder: Path) -> list[str]:
     from torch.distributed.checkpoint import FileSystemReader
 
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
-
-
-def compare_checkpoints(run: Path, other_run: Path, step: int) -> dict[str, Any]:
-    """Read both checkpoints whole, through torch alone, and compare them bit for bit."""
-    import torch
-
-    first, second = (load_whole(folder / "checkpoints" / f"step-{step:08d}" / "state") for folder in (run, other_run))
-    assert first.keys() == second.keys()
-    random_states = [
-        {path.name: path.read_bytes() for path in (folder / "checkpoints" / f"step-{step:08d}").glob("rng-*")}
-        for folder in (run, other_run)
-    ]
-    return {
-        "unequal": [name for name in first if not torch.equal(first[name], second[name])],
-        "num_weights": sum(name.startswith("model.") for name in first),
-        "num_moments": sum(name.startswith("optimizer.state.") for name in first),
-        "same_random_state": len(random_states[0]) == 2 and random_states[0] == random_states[1],
-    }
 
 
 def load_whole(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from toolkit.files.json_lines import load_json_lines
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = [
     "--train.max_steps", "2", "--eval.every_steps", "2", "--eval.num_rows", "4", "--optim.warmup_steps", "0",
+    "--eval.max_new_tokens", "4",
     "--data.source", "jsonl", "--data.files", "rows.jsonl", "--data.eval_fraction", "0.2",
     "--train.global_batch_size_rows", "8", "--train.micro_batch_size_rows", "8", "--log_every_steps", "1",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.launch import REPOSITORY, write_accelerate_yaml
 from tests.support.ports import free_port
-from tests.support.workbench import FP32, new_bench
+from tests.support.workbench import FP32, Workbench
 
 CHANGES = {"train__max_steps": 150, "model__dropout": 0.1, "eval__generate": False, "checkpoint__every_steps": 1000}
 LIMITS = ["--time=3", "--signal=USR1@60"]
@@ -75,9 +75,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_job_is_stopped_by_its_time_limit_requeued_and_ends_as_if_it_had_never_stopped(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, cluster: dict[str, str]
+    bench: Workbench, tmp_path: Path, cluster: dict[str, str]
 ) -> None:
-    bench = new_bench(tmp_path_factory, "slurm")
     preset, _ = write_accelerate_yaml(tmp_path, "fsdp2_cpu", FP32)
     whole = bench.run("whole", **CHANGES)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,38 @@ def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *C
         else:
             _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>")).save_pretrained(folder)
     return folders
+
+
+def build_gemmas(parent: Path) -> None:
+    """Gemmas with dropout in their attention and a cap on their logits, a folder each; on one process."""
+    import torch
+    import transformers
+
+    for family in ("gemma2", "gemma3"):
+        torch.manual_seed(0)
+        config_class, settings = CAUSAL_FAMILIES[family]
+        options = settings | {"attention_dropout": 0.1, "final_logit_softcapping": 30.0}
+        config = getattr(transformers, config_class)(vocab_size=256, **options)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(parent / family)
+        _build_tokenizer(("<pad>", "</s>")).save_pretrained(parent / family)
+
+
+def save_resized(base: Path, folder: Path, num_new: int = 0) -> Path:
+    """A copy with an embedding for each token of its tokenizer, and `num_new` more."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(base, folder)
+    rows = len(transformers.AutoTokenizer.from_pretrained(base)) + num_new
+    # By hand: transformers' resize would tie flan-T5's head again.
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if 256 in tensor.shape and ("embed" in name or "shared" in name or "lm_head" in name or name == "final_logits_bias"):
+            tensors[name] = (tensor[:rows] if tensor.shape[0] == 256 else tensor[:, :rows]).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    return folder
 
 
 def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:

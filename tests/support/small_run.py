@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.support.launch import REPOSITORY, Running, start_on_ranks
+from tests.support.model_folders import save_jsonl
 from toolkit.files.json_lines import load_json_lines
 
 RELATIVE_TOLERANCE = 1e-5
 NUM_STEPS = 6
+WORDS = ["read", "write", "open", "close", "file", "path", "line", "text", "word", "count", "sort", "join", "split", "load"]
 NUM_ROWS = 80  # with 16 rows a step and about 10 % held out, an epoch ends inside the run, with a smaller batch
 # No ReLU: it turns the last bit of an input that is nearly 0 into 2e-5 of a gradient, on CPUs whose kernels round that way.
 T5_CONFIG = {
@@ -33,13 +35,15 @@ def write_inputs(folder: Path, config: dict[str, Any] = T5_CONFIG) -> None:
     """A model folder with nothing but a config, and rows of very different lengths."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    words = ["read", "write", "open", "close", "file", "path", "line", "text", "word", "count", "sort", "join", "split", "load"]
+    texts = draw_texts(NUM_ROWS, (3, 60), (1, 12))
+    save_jsonl(folder / "rows.jsonl", [{"source": source, "target": target} for source, target in texts])
+
+
+def draw_texts(num_rows: int, *num_words: tuple[int, int], words: Sequence[str] = WORDS) -> list[list[str]]:
+    """Rows of texts, each of at least so many words and fewer than so many; the first begins with the row's number."""
     random = np.random.Generator(np.random.PCG64(0))
-    with (folder / "rows.jsonl").open("w") as file:
-        for row in range(NUM_ROWS):
-            source = " ".join(random.choice(words, int(random.integers(3, 60))))
-            target = " ".join(random.choice(words, int(random.integers(1, 12))))
-            file.write(json.dumps({"source": f"{row} {source}", "target": target}) + "\n")
+    drawn = [[" ".join(random.choice(words, int(random.integers(*most)))) for most in num_words] for _ in range(num_rows)]
+    return [[f"{row} {first}", *others] for row, (first, *others) in enumerate(drawn)]
 
 
 Finished = tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]
@@ -57,9 +61,9 @@ def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Fini
     Two launches are under way at a time: ranks that wait for each other leave a core idle.
 
     Args:
-        runs: of each, `preset` and `overrides` of the launch; `flags`, put behind those of all runs, so they win; `recipe`;
-            `max_logits`, most elements of a chunk of a causal model's logits; `function` that ranks call instead of
-            `train_and_record_gradients`.
+        runs: of each, `preset` and `overrides` of the launch; `flags`, put behind those of all runs, so they win; `recipe`, and
+            `rows`, the name of their file; `max_logits`, most elements of a chunk of a causal model's logits; `function` that
+            ranks call instead of `train_and_record_gradients`.
     """
     launches: dict[str, dict[str, dict[str, Any]]] = {}
     for name, how in runs.items():
@@ -79,7 +83,7 @@ def _start(folder: Path, runs: dict[str, dict[str, Any]]) -> Running:
     calls = [
         (
             how.get("function", train_and_record_gradients),
-            (how.get("recipe", "t5"), _argv(folder, name, how["flags"]), how.get("max_logits", 2**26)),
+            (how.get("recipe", "t5"), _argv(folder, name, how), how.get("max_logits", 2**26)),
         )
         for name, how in runs.items()
     ]
@@ -91,14 +95,15 @@ def _call_each(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[
     return [function(*args) for function, args in calls]
 
 
-def _argv(folder: Path, name: str, flags: list[str]) -> list[str]:
+def _argv(folder: Path, name: str, how: dict[str, Any]) -> list[str]:
+    rows = folder / how.get("rows", "rows.jsonl")
     return [
         "--model.dropout", "0",
-        "--data.source", "jsonl", "--data.files", str(folder / "rows.jsonl"), "--data.cache_dir", str(folder / "cache"),
+        "--data.source", "jsonl", "--data.files", str(rows), "--data.cache_dir", str(folder / "cache"),
         "--data.eval_fraction", "0.1", "--train.max_steps", str(NUM_STEPS), "--train.global_batch_size_rows", "16",
         "--optim.lr", "1e-3", "--optim.weight_decay", "0.1",
         "--optim.max_grad_norm", "1.0", "--eval.max_new_tokens", "6", "--log_row_ids", "true",
-        "--run.output_dir", str(folder / "runs"), "--run.name", name, *flags,
+        "--run.output_dir", str(folder / "runs"), "--run.name", name, *how["flags"],
     ]  # fmt: skip
 
 
@@ -122,11 +127,18 @@ def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) ->
 
 def train_without_export(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
     """On every rank: the same, for runs whose export nobody looks at."""
+    with without_export():
+        return train_and_record_gradients(recipe, argv, max_logits)
+
+
+@contextmanager
+def without_export() -> Iterator[None]:
+    """Context in which a run ends after its training."""
     from toolkit.training import finetune
     from toolkit.training.run import leave
 
     with patch.object(finetune, "finish", lambda run: leave(run.trackers)):
-        return train_and_record_gradients(recipe, argv, max_logits)
+        yield
 
 
 def run_in_this_process(recipe: str, argv: list[str]) -> None:

@@ -95,10 +95,9 @@ class Workbench:
         self, runs: dict[str, dict[str, Any]], *, preset: str = "fsdp2_cpu", overrides: dict[str, Any] | None = None
     ) -> dict[str, str]:
         """Runs by name with their changes, one after another in one launch, to a good end; returns what each printed."""
-        argvs = [self.flags(name, **changes) for name, changes in runs.items()]
-        overrides = FP32 if overrides is None else overrides
-        of_ranks = run_on_ranks(_print_each, preset=preset, overrides=overrides, args=(self.recipe, argvs))
-        return dict(zip(runs, map("".join, zip(*of_ranks, strict=True)), strict=True))
+        commands = [(self.recipe, self.flags(name, **changes)) for name, changes in runs.items()]
+        printed = run_each(commands, preset=preset, overrides=FP32 if overrides is None else overrides)
+        return dict(zip(runs, printed, strict=True))
 
     def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
         """The lines of one kind in a run's metrics.jsonl; the last one may be torn while the run goes on."""
@@ -114,10 +113,16 @@ class Workbench:
         return self.runs / name / "checkpoints" / step_name(step)
 
 
-def _print_each(recipe: str, argvs: list[list[str]]) -> list[str]:
+def run_each(commands: list[tuple[str, list[str]]], **where: Any) -> list[str]:
+    """Recipes with their flags, one after another in one launch, to a good end; returns what each printed."""
+    of_ranks = run_on_ranks(_print_each, args=(commands,), **where)
+    return list(map("".join, zip(*of_ranks, strict=True)))
+
+
+def _print_each(commands: list[tuple[str, list[str]]]) -> list[str]:
     """On a rank: the runs, and what each printed."""
     printed = []
-    for argv in argvs:
+    for recipe, argv in commands:
         with output_of() as said:
             run_in_this_process(recipe, argv)
         printed.append(said[0])
@@ -218,20 +223,19 @@ def step_name(step: int) -> str:
 
 
 def new_bench(factory: pytest.TempPathFactory, name: str, recipe: str = "t5") -> Workbench:
-    """A place for the runs of one file of tests, with a tiny T5, a tiny Llama, and 60 rows for either."""
-    inputs = _inputs(factory.getbasetemp())
-    models = {family: inputs / family for family in ("t5", "llama")}
-    return Workbench(factory.mktemp(name), models, data=inputs, recipe=recipe, rows=ROWS[recipe])
+    """A place for the runs of one file of tests, with a tiny model of each family, and 60 rows for either recipe."""
+    models, data = _inputs(factory.getbasetemp())
+    return Workbench(factory.mktemp(name), models, data=data, recipe=recipe, rows=ROWS[recipe])
 
 
 @functools.cache
-def _inputs(parent: Path) -> Path:
-    """Two model folders and the rows, made once a test run."""
+def _inputs(parent: Path) -> tuple[dict[str, Path], Path]:
+    """The model folders, by family, and a folder with the rows, made once a test run."""
     folder = parent / "inputs"
     folder.mkdir()
-    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("t5", "llama")))
+    models = run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder,))[0]
     save_rows(folder)
-    return folder
+    return models, folder
 
 
 def save_rows(folder: Path) -> None:

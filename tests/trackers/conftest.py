@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.workbench import Workbench, new_bench
+from tests.support.workbench import Workbench
+from tests.trackers.checks import run_two
 
 absent = [name for name in ("tensorboard", "wandb", "trackio", "mlflow") if find_spec(name) is None]
 if absent:
@@ -20,11 +21,17 @@ if absent:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workbench]:
+def bench(bench: Workbench) -> Iterator[Workbench]:
     """A place for the runs of a file of tests. Trackers write below it, and find neither a key nor a home of this machine."""
-    bench = new_bench(tmp_path_factory, "trackers")
     home = {"HOME": str(bench.runs), "TRACKIO_DIR": str(bench.runs / "trackio"), "WANDB_MODE": "offline"}
     with patch.dict(os.environ, home | {"MLFLOW_TRACKING_URI": f"sqlite:///{bench.runs / 'mlflow.db'}"}):
         for name in ("WANDB_API_KEY", "NETRC"):
             os.environ.pop(name, None)
         yield bench
+
+
+@pytest.fixture(scope="module")
+def logged(request: pytest.FixtureRequest, bench: Workbench) -> Workbench:
+    """The bench with the two runs of a file of tests, whose name has that of the tracker."""
+    run_two(bench, request.module.__name__.rpartition("test_")[2])
+    return bench

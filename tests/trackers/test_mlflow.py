@@ -11,13 +11,7 @@ import pytest
 from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, Workbench
-from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused, run_two
-
-
-@pytest.fixture(scope="module")
-def logged(bench: Workbench) -> Workbench:
-    run_two(bench, "mlflow")
-    return bench
+from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused
 
 
 def list_runs(bench: Workbench, project: str) -> list:

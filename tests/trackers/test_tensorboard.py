@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.workbench import Workbench
-from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused, run_two
+from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused
 
 EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
-
-
-@pytest.fixture(scope="module")
-def logged(bench: Workbench) -> Workbench:
-    run_two(bench, "tensorboard")
-    return bench
 
 
 def load(folder: Path) -> tuple[Points, EventAccumulator]:

@@ -9,13 +9,7 @@ import sys
 import pytest
 
 from tests.support.workbench import Workbench
-from tests.trackers.checks import Points, check_points, check_refused, run_two
-
-
-@pytest.fixture(scope="module")
-def logged(bench: Workbench) -> Workbench:
-    run_two(bench, "trackio")
-    return bench
+from tests.trackers.checks import Points, check_points, check_refused
 
 
 def load(bench: Workbench, name: str) -> tuple[Points, int]:

@@ -1,4 +1,4 @@
-"""Folders of tiny models that are quantized already."""
+"""Folders of tiny models that are quantized already, or that a run quantizes."""
 
 from __future__ import annotations
 
@@ -73,3 +73,36 @@ def _save(folder: Path, config: Any, about: dict[str, Any], tensors: dict[str, t
     (folder / "config.json").write_text(json.dumps(settings))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def save_quantizable_models(parent: Path) -> None:
+    """Models with rows that 64 divides, and the same with weights that were quantized and dequantized, a folder each."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from tests.support.model_folders import _build_tokenizer
+    from toolkit.models.quantized import dequantize, find_scales, quantize
+
+    sizes = {"vocab_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes_of_qwen = {"hidden_size": 64, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256}
+    qwen = transformers.Qwen3Config(**sizes, **sizes_of_qwen, intermediate_size=128)
+    moe = transformers.Qwen3MoeConfig(**sizes, **sizes_of_qwen, moe_intermediate_size=64, num_experts=3, num_experts_per_tok=2)
+    t5 = transformers.T5Config(
+        vocab_size=256, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    for name, config in {"llm": qwen, "moe": moe, "t5": t5}.items():
+        torch.manual_seed(0)
+        model: Any = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+        model.from_config(config, dtype=torch.float32).save_pretrained(parent / name)
+        for kind in ("nf4", "int8"):
+            model.from_pretrained(parent / name).save_pretrained(parent / f"{name}-{kind}")
+            tensors = load_file(parent / f"{name}-{kind}" / "model.safetensors")
+            for key, weight in tensors.items():
+                if weight.ndim == 2 and not any(
+                    end in key for end in ("embed", "shared", "lm_head", "relative_attention_bias", "mlp.gate.")
+                ):
+                    tensors[key] = dequantize(quantize(weight, kind), find_scales(weight))
+            save_file(tensors, parent / f"{name}-{kind}" / "model.safetensors", metadata={"format": "pt"})
+        for place in (name, f"{name}-nf4", f"{name}-int8"):
+            _build_tokenizer(("<pad>", "</s>")).save_pretrained(parent / place)

@@ -100,6 +100,7 @@ def test_an_evaluation_counts_what_it_generated(family, batch_size, tmp_path, mo
     def generated(input_ids: torch.Tensor, **options) -> torch.Tensor:
         assert options["max_new_tokens"] == 5
         rows = [next(i for i, row in enumerate(data.rows["input_ids"]) if row == kept(ids)) for ids in input_ids.tolist()]
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         places.extend(rows)
         texts = [written[row] or [end] for row in rows]
         length = max(map(len, texts))

@@ -1,6 +1,7 @@
 """The order of what the loop does: train, evaluate, save, stop; the updates themselves are those of `tests/distributed/`. What
 a run says of its start and does at its end, and what is due after a step."""
 
+import gc
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -62,6 +63,16 @@ def train(state: TrainState, num_steps: int, monkeypatch: pytest.MonkeyPatch, si
     except Stopped:
         calls.append("stopped")
     return calls
+
+
+def test_garbage_is_collected_after_steps_that_all_ranks_share_and_in_none(monkeypatch):
+    enabled = []
+    monkeypatch.setattr(loop, "COLLECT_EVERY_STEPS", 2)
+    monkeypatch.setattr(gc, "collect", lambda *_: enabled.append(gc.isenabled()))
+    gc.unfreeze()
+    train(TrainState(1), 3, monkeypatch)
+    assert enabled == [True, False], "at the start, and after step 2"
+    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize(("device", "setting", "expected"), [("cuda", None, 1), ("cpu", None, 0), ("cuda", 0, 0), ("cpu", 3, 3)])
