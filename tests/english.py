@@ -3,8 +3,6 @@
 python -m tests.english
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

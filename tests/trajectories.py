@@ -7,8 +7,6 @@ Compared are every number of metrics.jsonl that no clock decides, the rows of ev
 for a run from its start, and for one that resumes from the checkpoint of the record. FOLDER stays outside the repository.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -4,8 +4,6 @@ An environment each for the lowest versions that pyproject.toml allows, the newe
 constraints.txt on the other Pythons. uv reads its own settings: UV_TORCH_BACKEND=cpu takes the CPU build of torch.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The steps of the `Dockerfile`, run in this order on a copy of the checkout. `make test-container`, as root on Debian."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -16,7 +14,7 @@ STEP = re.compile(r"^(FROM|RUN|COPY|WORKDIR|ENV|CMD) (.*)$")
 
 
 @pytest.mark.timeout(1800)
-def test_the_steps_install_what_the_image_starts(tmp_path: Path) -> None:
+def test_the_steps_install_what_the_image_starts(tmp_path):
     image = tmp_path / "image"
     image.mkdir()
     environment = dict(os.environ)

@@ -3,8 +3,6 @@
 Other tests compare the toolkit with itself; what is wrong everywhere alike shows only here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +41,7 @@ TRAINING_ROWS = range(NUM_EVAL_ROWS, NUM_EVAL_ROWS + NUM_ROWS)
 
 @pytest.mark.parametrize("preset", ["single", "fsdp2_cpu"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) -> None:
+def test_run_is_that_of_plain_pytorch(tmp_path, kind, preset):
     run = run_recipe(kind, preset, tmp_path)
     steps = rows_by_step(run)
     check_rows(steps)
@@ -51,7 +49,7 @@ def test_run_is_that_of_plain_pytorch(tmp_path: Path, kind: str, preset: str) ->
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_a_run_of_a_users_class_that_changes_the_logits_of_its_parent_is_too(tmp_path: Path, kind: str) -> None:
+def test_a_run_of_a_users_class_that_changes_the_logits_of_its_parent_is_too(tmp_path, kind):
     recipe, family, _ = KINDS[kind]
     flags = ["--optim.label_smoothing=0", f"--eval.unshard={'auto' if kind == 't5' else 'never'}"]
     run_ranks(kind, "fsdp2_cpu", tmp_path, FP32, flags, train_own_class)

@@ -1,8 +1,5 @@
 """What is done to each block of a model: its activations computed again with the same dropout, its forward compiled."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ FAMILIES = ("gpt2", "t5", "llama-lora")
         ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"], ["t5"]),
     ],
 )
-def test_checkpointing_keeps_gradients_with_dropout(preset: str, overrides: dict[str, Any], families: Sequence[str]) -> None:
+def test_checkpointing_keeps_gradients_with_dropout(preset, overrides, families):
     modes = [(0, "none"), (1, "none"), (0, "full"), (0, "selective")]
     taken = take_steps(preset, overrides, [(family, *mode) for family in families for mode in modes])
     for family in families:
@@ -43,7 +40,7 @@ def test_checkpointing_keeps_gradients_with_dropout(preset: str, overrides: dict
         assert (plain["frames_in_generation"], plain["num_compiled_frames"]) == (0, 0)
 
 
-def test_blocks_are_compiled_and_nothing_else() -> None:
+def test_blocks_are_compiled_and_nothing_else():
     compiled = take_steps("fsdp2_cpu", COMPILED, [("gpt2", 0, "none")])["gpt2", 0, "none"]
     assert compiled["num_compiled_frames"] > 0
     assert compiled["frames_in_generation"] == 0, "its recompilations would use up the limit that training shares"
@@ -137,7 +134,7 @@ def forward_and_backward(accelerator: Any, family: str, seed: int, checkpointing
     }
 
 
-def test_each_block_gathers_the_next_one_encoder_first() -> None:
+def test_each_block_gathers_the_next_one_encoder_first():
     chain = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
     for forward, backward in run_on_ranks(report_both_orders, preset="fsdp2_cpu")[0]:
         assert forward == dict(zip(["", *chain], [*([name] for name in chain), []], strict=True))
@@ -173,7 +170,7 @@ def report_prefetch(accelerator: Any, decoder_first: bool) -> list[dict[str, lis
 
 
 @pytest.mark.parametrize(("adapter", "has_images"), [("none", False), ("lora", False), ("none", True)])
-def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter: str, has_images: bool) -> None:
+def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter, has_images):
     """The root holds the norm alone. The ranks have different numbers of chunks, and gather equally often all the same. A tower
     for images is never gathered."""
     reports = run_on_ranks(report_gathers, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}, args=(adapter, has_images))

@@ -1,7 +1,5 @@
 """What ranks gather and reduce: once a step what they can, never what an evaluation has left, and how DDP is set up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +65,7 @@ def count_collectives(accelerator: Any, wraps: bool) -> dict[str, Any]:
     ("preset", "once", "times"),
     [("fsdp2_hsdp", "all_reduce", NUM_MICRO_BATCHES), ("fsdp2_shard_grad_op", "all_gather_single", NUM_MICRO_BATCHES)],
 )
-def test_a_step_communicates_once_what_it_can(preset: str, once: str, times: int) -> None:
+def test_a_step_communicates_once_what_it_can(preset, once, times):
     overrides = {**GPU_PRESET_OVERRIDES_ON_CPU[preset], "mixed_precision": "no"}
     for before, after in run_on_ranks(count_plain_and_wrapped, preset=preset, overrides=overrides):
         assert before[once] == times * after[once] > 0, (before, after)
@@ -101,7 +99,7 @@ def logits_after_a_change() -> list[list[float]]:
     return found
 
 
-def test_generation_leaves_no_gather_behind() -> None:
+def test_generation_leaves_no_gather_behind():
     for sharded, unsharded in run_on_ranks(logits_after_a_change, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}):
         assert sharded == pytest.approx(unsharded, rel=1e-5, abs=1e-6)
 
@@ -157,7 +155,7 @@ def look_at_ddp(base: Path) -> dict[str, Any]:
     }
 
 
-def test_ddp_is_set_up_for_gpus(tmp_path: Path) -> None:
+def test_ddp_is_set_up_for_gpus(tmp_path):
     base = save_base(tmp_path / "llama", "llama")
     for found in run_on_ranks(look_at_ddp, preset="ddp_cpu", overrides={"mixed_precision": "bf16"}, args=(base,)):
         assert found["device_ids"] is None

@@ -1,9 +1,6 @@
 """Every rank, micro-batch and step drops other elements."""
 
-from __future__ import annotations
-
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +11,7 @@ from tests.support.small_run import run_in_this_process, run_recipe, without_exp
 NUM_STEPS = 2
 
 
-def test_masks_differ(tmp_path: Path) -> None:
+def test_masks_differ(tmp_path):
     write_inputs(tmp_path)
     flags = [f"--model.name_or_path={tmp_path / 'model'}", "--model.from_scratch=true", f"--train.max_steps={NUM_STEPS}"]
     flags += ["--train.micro_batch_size_rows=2", "--eval.at_start=false", "--eval.generate=false"]

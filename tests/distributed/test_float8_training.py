@@ -4,8 +4,6 @@ A CPU multiplies no float8 and the preset is refused there, so these tests switc
 its emulation, which rounds to float8 and multiplies in fp32. What GPUs add is `tests/gpu/test_on_gpus.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -106,7 +104,7 @@ def take_step() -> dict[str, Any]:
     }
 
 
-def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32() -> None:
+def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32():
     where: dict[str, Any] = {**ON_CPU, **FOUR, **CHECKPOINTING}
     float8 = run_on_ranks(partial(emulated, take_step), preset=PRESET, overrides=where)[0]
     bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**where, **BF16})[0]
@@ -131,7 +129,7 @@ def check_step(float8: dict[str, Any], bf16: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("where", [ON_CPU, ON_ONE], ids=["fsdp2", "one-process"])
-def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_path: Path, where: dict[str, Any]) -> None:
+def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_path, where):
     check_run(tmp_path, partial(emulated, train_and_record_gradients), where, resume_tolerance=0)
 
 

@@ -5,8 +5,6 @@ the preset is refused there. With two it does what it does on GPUs, so all but n
 `tests/gpu/test_hybrid_shard.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,7 +42,7 @@ def with_two_devices(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half() -> None:
+def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half():
     check_shards(partial(with_two_devices, report_shards), PRESET, AS_TWO_MACHINES)
 
 
@@ -60,7 +58,7 @@ def check_shards(report: Callable[[], Any], preset: str, where: dict[str, Any]) 
         assert report["whole_gathered_bytes"] == whole_bytes
 
 
-def test_it_trains_as_one_process(tmp_path: Path) -> None:
+def test_it_trains_as_one_process(tmp_path):
     """A resume under FSDP1: `tests/recipes/test_llm_resume.py`; from other strategies: `tests/faults/test_elastic.py`."""
     (hybrid, gradients), (single, expected) = train_both(tmp_path, with_two_devices, PRESET, AS_TWO_MACHINES)
     check_curve(hybrid, single)

@@ -3,8 +3,6 @@
 Without `toolkit.models.patches.masks` transformers reads. The same steps show that the recorder sees it, and where.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -49,7 +47,7 @@ NUM_MICRO_BATCHES = 2
 
 
 @pytest.mark.parametrize("preset", ["single", "ddp_cpu", "fsdp2_cpu", "fsdp2_offload"])
-def test_a_step_reads_nothing_from_the_device(preset: str, tmp_path: Path) -> None:
+def test_a_step_reads_nothing_from_the_device(preset, tmp_path):
     on_cpu = {"use_cpu": True, "num_processes": 1 if preset == "single" else 2}
     for of_rank in run_on_ranks(
         reads_of_all_models, preset=preset, overrides={"mixed_precision": "no"} | on_cpu, args=(tmp_path,)
@@ -63,7 +61,7 @@ def test_a_step_reads_nothing_from_the_device(preset: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("preset", ["single", "ddp_cpu"])
-def test_experts_in_bf16_read_no_sizes_of_groups(preset: str, tmp_path: Path) -> None:
+def test_experts_in_bf16_read_no_sizes_of_groups(preset, tmp_path):
     on_cpu = {"use_cpu": True, "num_processes": 1 if preset == "single" else 2}
     overrides = {"mixed_precision": "bf16"} | on_cpu
     for of_rank in run_on_ranks(reads_of_mixtures, preset=preset, overrides=overrides, args=(tmp_path,)):

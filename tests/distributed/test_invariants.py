@@ -2,8 +2,6 @@
 causal model in full, with an adapter, or with one on a quantized base, however they are cut, packed, sharded and computed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +140,7 @@ OTHERS = [case for case in CASES if case != reference_of(case)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Rows of very different lengths for either recipe, a T5, and tiny Gemmas: tied, with a cap on their logits and windows on
     their attention."""
     folder = tmp_path_factory.mktemp("invariants")
@@ -155,7 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(folder: Path) -> dict[str, Finished]:
+def finished(folder) -> dict[str, Finished]:
     """Every run once, by kind and name."""
     of_causal = ["--data.packing", "false", "--data.bucket_by_length", "false", "--data.max_length_tokens", "64"]
     runs = {}
@@ -177,7 +175,7 @@ def finished(folder: Path) -> dict[str, Finished]:
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_curve_and_first_gradients_are_those_of_one_process(finished: dict[str, Finished], case: str) -> None:
+def test_curve_and_first_gradients_are_those_of_one_process(finished, case):
     (expected_lines, expected_gradients), (lines, gradients) = finished[reference_of(case)], finished[case]
     check_curve(lines, expected_lines, ("loss", "grad_norm", "num_rows", "num_tokens", "num_label_tokens"))
     check_gradients(gradients, expected_gradients[0])
@@ -187,7 +185,7 @@ def test_curve_and_first_gradients_are_those_of_one_process(finished: dict[str, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_recorded_gradient_norm_is_the_global_one(finished: dict[str, Finished], case: str) -> None:
+def test_recorded_gradient_norm_is_the_global_one(finished, case):
     gradients = finished[reference_of(case)][1][0]
     expected = np.sqrt(sum(float(np.square(g, dtype=np.float64).sum()) for g in gradients.values()))
     assert figures(finished[case][0], "train")["grad_norm"][0] == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
@@ -195,7 +193,7 @@ def test_recorded_gradient_norm_is_the_global_one(finished: dict[str, Finished],
 
 @pytest.mark.usefixtures("finished")
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_share_the_batch_without_overlap(folder: Path, case: str) -> None:
+def test_ranks_share_the_batch_without_overlap(folder, case):
     expected, actual = (rows_by_step(folder / "runs" / run) for run in (reference_of(case), case))
     for step in range(1, NUM_STEPS + 1):
         assert len(actual[step]) == len(set(actual[step])), f"step {step}: a row was trained on twice"
@@ -203,7 +201,7 @@ def test_ranks_share_the_batch_without_overlap(folder: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_takes_every_row_once(folder: Path, finished: dict[str, Finished], kind: str) -> None:
+def test_an_epoch_takes_every_row_once(folder, finished, kind):
     reference = reference_of(kind)
     lines = figures(finished[reference][0], "train")
     first_epoch = [int(step) for step, epoch in zip(lines["step"], lines["epoch"], strict=True) if epoch == 0]
@@ -213,7 +211,7 @@ def test_an_epoch_takes_every_row_once(folder: Path, finished: dict[str, Finishe
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_evaluation_depends_on_neither_batch_size_nor_processes(folder: Path, finished: dict[str, Finished], case: str) -> None:
+def test_evaluation_depends_on_neither_batch_size_nor_processes(folder, finished, case):
     """The loss at any time, and, unless it is the reference that is quantized, all figures before the first step, and texts."""
     expected, actual = (figures(finished[run][0], "eval") for run in (reference_of(case), case))
     np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=RELATIVE_TOLERANCE)
@@ -225,7 +223,7 @@ def test_evaluation_depends_on_neither_batch_size_nor_processes(folder: Path, fi
         assert predictions[0] == predictions[1]
 
 
-def test_only_adapters_train(finished: dict[str, Finished]) -> None:
+def test_only_adapters_train(finished):
     trained = finished["lora single"][1][0]
     assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
 
@@ -240,7 +238,7 @@ def test_only_adapters_train(finished: dict[str, Finished]) -> None:
     ],
     ids=["fsdp2", "hsdp", "fsdp1"],
 )
-def test_parameters_are_sharded(preset: str, num_ranks: int, types: set[str], placement: set[str]) -> None:
+def test_parameters_are_sharded(preset, num_ranks, types, placement):
     """Each rank holds half of every parameter, gradient and moment, so that a silent DDP shows."""
     overrides = {"mixed_precision": "no", **GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})}
     reports = run_on_ranks(report_shards, preset=preset, overrides=overrides)

@@ -1,10 +1,7 @@
 """Ranks that no launcher has started: they meet at `env://`, `tcp://` and `file://`, or each ends with one sentence in time."""
 
-from __future__ import annotations
-
 import os
 import socket
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +13,7 @@ from tests.support.launch import REPOSITORY, LaunchResult, start_on_ranks
 from tests.support.ports import free_port
 from tests.support.refusals import refusal
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import FP32
 from toolkit.errors import EXIT_USER_ERROR, exit_on_user_error
 from toolkit.tools import forks
 
@@ -84,18 +81,18 @@ def check_refused(result: LaunchResult, *sentences: str, absent: tuple[int, ...]
 
 
 @pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launch(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     forget_launcher()
 
 
-def test_they_meet_at_tcp() -> None:
+def test_they_meet_at_tcp():
     result = meet({"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}, num_processes=3)
     assert result.returncodes == [0, 0, 0], result.stderr
     assert all(f"3 ranks are connected, local rank {rank}" in result.stdout for rank in range(3))
 
 
-def test_they_meet_at_a_file_also_at_one_that_a_crash_has_left(tmp_path: Path) -> None:
+def test_they_meet_at_a_file_also_at_one_that_a_crash_has_left(tmp_path):
     where = {"TOOLKIT_INIT_METHOD": f"file://{tmp_path}/meeting"}
     check_refused(meet(where, rank1={"ABSENT": "1"}), "only 1 of 2 ranks came to file://", absent=(1,))
     assert (tmp_path / "meeting").stat().st_size > 0
@@ -105,14 +102,14 @@ def test_they_meet_at_a_file_also_at_one_that_a_crash_has_left(tmp_path: Path) -
         assert result.stdout.count("2 ranks are connected") == 2
 
 
-def test_a_missing_peer_is_named_by_all_who_came() -> None:
+def test_a_missing_peer_is_named_by_all_who_came():
     where = f"tcp://127.0.0.1:{free_port()}"
     result = meet({"TOOLKIT_INIT_METHOD": where}, num_processes=3, rank2={"ABSENT": "1"})
     sentence = f"only 2 of 3 ranks came to {where} within 3 s (run.timeout_s), missing: 2; check that each was started with"
     check_refused(result, sentence, sentence, absent=(2,))
 
 
-def test_without_rank_0_nobody_listens(tmp_path: Path) -> None:
+def test_without_rank_0_nobody_listens(tmp_path):
     result = meet(at_env(), rank0={"ABSENT": "1"})
     check_refused(result, "rank 1 of 2 found nobody at tcp://localhost:", absent=(0,))
     assert "Connection refused; check that this is the address of rank 0's machine" in result.stderr
@@ -120,14 +117,14 @@ def test_without_rank_0_nobody_listens(tmp_path: Path) -> None:
     check_refused(result, "rank 0 did not answer rank 1 of 2 at file://", absent=(0,))
 
 
-def test_a_wrong_address_is_reported_by_both_sides() -> None:
+def test_a_wrong_address_is_reported_by_both_sides():
     port = free_port()
     result = meet(at_env() | {"MASTER_PORT": str(port)}, rank1={"MASTER_ADDR": "no-such-host.invalid"})
     missing = f"only 1 of 2 ranks came to tcp://localhost:{port} within 3 s (run.timeout_s), missing: 1"
     check_refused(result, missing, f"rank 1 of 2 found nobody at tcp://no-such-host.invalid:{port} within 3 s")
 
 
-def test_another_world_size_is_reported_at_once() -> None:
+def test_another_world_size_is_reported_at_once():
     result = meet(
         at_env() | {"TIMEOUT_S": "40", "TOOLKIT_ACCELERATE_YAML": "", "ACCELERATE_USE_CPU": "true"},
         rank1={"WORLD_SIZE": "3"},
@@ -135,7 +132,7 @@ def test_another_world_size_is_reported_at_once() -> None:
     check_refused(result, *["rank 1 was started with WORLD_SIZE 3, rank 0 with 2: give all the same"] * 2)
 
 
-def test_a_port_in_use_is_reported_by_rank_0_and_no_answer_by_the_other() -> None:
+def test_a_port_in_use_is_reported_by_rank_0_and_no_answer_by_the_other():
     """The port of a service that takes the connection and says nothing."""
     with socket.create_server(("", 0)) as service:
         where = {"TOOLKIT_INIT_METHOD": f"tcp://127.0.0.1:{service.getsockname()[1]}"}
@@ -145,7 +142,7 @@ def test_a_port_in_use_is_reported_by_rank_0_and_no_answer_by_the_other() -> Non
     assert "Address already in use" in result.stderr and "two of its processes have RANK 0" in result.stderr
 
 
-def test_ranks_that_met_but_have_no_way_to_each_other() -> None:
+def test_ranks_that_met_but_have_no_way_to_each_other():
     result = meet(at_env() | {"GLOO_SOCKET_IFNAME": "no-such-device"})
     check_refused(result, *["the ranks have met, but cannot connect to each other ("] * 2)
     assert result.stderr.count("no-such-device): name the network device between the machines in GLOO_SOCKET_IFNAME") == 2
@@ -172,7 +169,7 @@ def test_ranks_that_met_but_have_no_way_to_each_other() -> None:
     ],
 )
 @pytest.mark.usefixtures("no_launch")
-def test_wrong_variables_are_reported_before_anybody_waits(variables: dict[str, str], sentence: str) -> None:
+def test_wrong_variables_are_reported_before_anybody_waits(variables, sentence):
     from toolkit.launch.accelerator import build_accelerator
 
     preset = REPOSITORY / "accelerate_configs" / "fsdp2_cpu.yaml"
@@ -182,7 +179,7 @@ def test_wrong_variables_are_reported_before_anybody_waits(variables: dict[str, 
 
 @pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize("world_size", ["three", "3", "0"])
-def test_ranks_that_machines_cannot_share_are_refused(tmp_path: Path, world_size: str) -> None:
+def test_ranks_that_machines_cannot_share_are_refused(tmp_path, world_size):
     from toolkit.launch.accelerator import build_accelerator
 
     mapping = yaml.safe_load((REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml").read_text())
@@ -194,7 +191,7 @@ def test_ranks_that_machines_cannot_share_are_refused(tmp_path: Path, world_size
     assert sentence in refusal(build_accelerator, timeout_s=60)
 
 
-def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_launcher_another_place_is_refused(monkeypatch):
     from toolkit.distributed.rendezvous import rendezvous_arguments
     from toolkit.errors import UserError
 
@@ -205,7 +202,7 @@ def test_under_a_launcher_another_place_is_refused(monkeypatch: pytest.MonkeyPat
         rendezvous_arguments(5)
 
 
-def test_a_recipe_without_a_launcher_runs_as_with_one(bench: Workbench) -> None:
+def test_a_recipe_without_a_launcher_runs_as_with_one(bench):
     """As `srun python recipes/t5.py` would start it."""
     launched = bench.run("launched", eval__generate=False)
     args = (at_env(), bench.flags("by_hand", eval__generate=False))

@@ -1,7 +1,5 @@
 """Mixtures of experts, and adapters on them, train as one plain process does, on any number of ranks, packed or not."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -77,7 +75,7 @@ CASES = {"-".join(str(value) for value in case.values()): case for case in cover
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mixtures")
     run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, tuple(MIXTURES)), env=NO_FAULT)
     save_jsonl(folder / "rows.jsonl", make_prompts())
@@ -89,7 +87,7 @@ def make_prompts() -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
+def expected(folder) -> dict[tuple[str, ...], plain.Expected]:
     return run_on_ranks(train_all_plainly, preset="single", overrides=FP32, args=(folder,), env=NO_FAULT)[0]
 
 
@@ -105,7 +103,7 @@ def train_all_plainly(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
 
 
 @pytest.fixture(scope="module")
-def gradients(folder: Path, expected: Any) -> dict[str, list[dict[str, np.ndarray]]]:
+def gradients(folder, expected) -> dict[str, list[dict[str, np.ndarray]]]:
     """Of the first step, by case, on every rank. All cases of a number of ranks and a preset run one after another."""
     assert expected  # has written the adapters
     found: dict[str, list[dict[str, np.ndarray]]] = {}
@@ -158,9 +156,7 @@ def flags(folder: Path, name: str, case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_that_of_one_plain_process(
-    folder: Path, expected: dict[Any, plain.Expected], gradients: dict[str, list[dict[str, np.ndarray]]], name: str
-) -> None:
+def test_a_run_is_that_of_one_plain_process(folder, expected, gradients, name):
     case = CASES[name]
     wanted, run = expected[case["family"], case["trained"], case["auxiliary"]], folder / "runs" / name
     for of_rank in gradients[name]:

@@ -1,7 +1,5 @@
 """The convnet on images: one curve and one accuracy on any number of processes, under any strategy, for any micro-batch size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,11 +61,11 @@ def run_recipe(argv: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def expected(tmp_path_factory) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     return run(tmp_path_factory.mktemp("expected"), "single", *WITHOUT_DROPOUT)
 
 
-def test_one_process_trains_as_the_tutorial_does(expected: tuple[list[dict[str, Any]], dict[str, np.ndarray]]) -> None:
+def test_one_process_trains_as_the_tutorial_does(expected):
     """Against a plain loop of torch: mean loss, Adadelta, StepLR after each epoch."""
     import torch
     import torch.nn.functional as F
@@ -117,9 +115,7 @@ def in_order() -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "single"])
-def test_curve_accuracy_and_weights_are_those_of_one_process(
-    tmp_path: Path, expected: tuple[list[dict[str, Any]], dict[str, np.ndarray]], name: str
-) -> None:
+def test_curve_accuracy_and_weights_are_those_of_one_process(tmp_path, expected, name):
     lines, weights = run(tmp_path, name, *WITHOUT_DROPOUT)
     for kind, figures in (("train", ("step", "epoch", "loss", "grad_norm", "learning_rate")), ("eval", ("step", "loss"))):
         for figure in figures:
@@ -133,7 +129,7 @@ def test_curve_accuracy_and_weights_are_those_of_one_process(
         np.testing.assert_allclose(weights[parameter], weight, atol=1e-5, err_msg=parameter)
 
 
-def test_sharded_runs_draw_the_dropout_of_ddp(tmp_path: Path) -> None:
+def test_sharded_runs_draw_the_dropout_of_ddp(tmp_path):
     micro_batch = ("--train.micro_batch_size_rows", "25")
     ddp, sharded = (run(tmp_path, name, *micro_batch)[0] for name in ("ddp", "fsdp2, one unit"))
     losses = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in (ddp, sharded)]

@@ -1,7 +1,5 @@
 """An optimizer's weights and state are the same on any number of ranks, and a checkpoint goes on exactly on another number."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensors]]:
+def trained(tmp_path_factory) -> dict[str, dict[str, Tensors]]:
     """By run and optimizer, what all ranks have come to."""
     folder, found = tmp_path_factory.mktemp("optimizers"), {}
     for num_ranks, runs in LAUNCHES:
@@ -58,14 +56,14 @@ def assert_same(found: dict[str, Tensors], expected: dict[str, Tensors], *, exac
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_any_number_of_ranks_and_any_strategy_is_one_process(trained: dict[str, dict[str, Tensors]], run: str) -> None:
+def test_any_number_of_ranks_and_any_strategy_is_one_process(trained, run):
     """Were a checkpoint's state read otherwise than it was written, moments would be requantized or counts begin again."""
     prefix = IN_BF16 if run.startswith(IN_BF16) else ""
     expected = f"{prefix}fsdp2 saves on 2" if RESUMES in run else f"{prefix}single on 1"
     assert_same(trained[run], trained[expected], exactly=bool(prefix))
 
 
-def test_every_optimizer_is_tried_and_all_but_adamw_with_weights_in_bf16(trained: dict[str, dict[str, Tensors]]) -> None:
+def test_every_optimizer_is_tried_and_all_but_adamw_with_weights_in_bf16(trained):
     """Most elements of these weights have another value than the nearest one would be."""
     in_bf16 = trained["bf16-single on 1"]
     assert (set(trained["single on 1"]), set(in_bf16)) == (set(OPTIMIZERS), set(OPTIMIZERS) - {"adamw"})

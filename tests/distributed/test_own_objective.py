@@ -1,7 +1,5 @@
 """An objective of a user's own, in this file alone: a number for a text, by squared error."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +139,7 @@ def train(folder: Path) -> tuple[list[Any], float]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("objective")
     run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, ("llama",)))
     words = [" ".join(["the", "a b", "oar"][: 1 + i % 3] * (1 + i % 5)) + f" {i}" for i in range(40)]
@@ -151,14 +149,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_mistakes_of_an_objective_are_said_before_it_trains(folder: Path) -> None:
+def test_mistakes_of_an_objective_are_said_before_it_trains(folder):
     *said, best = run_on_ranks(refuse_each, preset="single", overrides=FP32, args=(folder,))[0]
     for sentence, (_, _, expected) in zip(said, MISTAKES, strict=True):
         assert expected in sentence
     assert float(best) > 0
 
 
-def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(folder: Path) -> None:
+def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(folder):
     from toolkit.objectives import objective_of
     from toolkit.tools.export import load_run_config
     from toolkit.tools.generate.model import find_folder

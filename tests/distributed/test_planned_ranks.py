@@ -1,7 +1,5 @@
 """The plan of 2 processes against what real ones allocate, gathers and reductions over gloo included."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -82,7 +80,7 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     ],
     ids=["fp32-shard-grad-op", "lora-checkpointing", "selective"],
 )
-def test_a_rank_allocates_what_is_planned(changes: dict[str, Any], arguments: list[str], tmp_path: Path) -> None:
+def test_a_rank_allocates_what_is_planned(changes, arguments, tmp_path):
     import yaml
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

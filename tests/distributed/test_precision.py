@@ -2,8 +2,6 @@
 stochastically: such a run learns as fp32 does, and resumes bit for bit.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ LARGEST_SHARE = 0.6
 
 
 @pytest.mark.parametrize(("kind", "preset"), [("t5", "fsdp2_cpu"), ("lora", "fsdp2_cpu"), ("t5", "fsdp1_full_shard")])
-def test_in_bf16_what_trains_and_sums_of_gradients_are_fp32(tmp_path: Path, kind: str, preset: str) -> None:
+def test_in_bf16_what_trains_and_sums_of_gradients_are_fp32(tmp_path, kind, preset):
     """By their values: a tensor of fp32 may hold what was rounded before."""
     flags = ["--train.micro_batch_size_rows=8", "--train.max_steps=2", "--optim.warmup_steps=1"]
     flags += ["--eval.generate=false", "--eval.at_start=false"]
@@ -78,7 +76,7 @@ def train_and_note_dtypes(recipe: str, argv: list[str], _: int) -> list[str]:
 
 
 @pytest.mark.parametrize("preset", ["single_cpu", "fsdp2_cpu"])
-def test_a_run_learns_resumes_and_exports(tmp_path: Path, preset: str) -> None:
+def test_a_run_learns_resumes_and_exports(tmp_path, preset):
     write_inputs(tmp_path)
     flags = [
         *("--model.name_or_path", str(tmp_path / "model"), "--model.from_scratch", "true", "--model.dropout", "0.1"),

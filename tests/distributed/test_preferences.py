@@ -1,7 +1,5 @@
 """Pairs of answers: the same curve however they are cut, packed and sharded, and a resume that needs no reference pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +51,7 @@ OF_EVALUATION = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("preferences")
     texts = draw_texts(90, (2, 11), (1, 6), (1, 6), words=WORDS[:12])
     pairs = [{"prompt": f"{prompt} ", "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in texts]
@@ -95,7 +93,7 @@ def build_others(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(folder: Path) -> dict[str, Any]:
+def finished(folder) -> dict[str, Any]:
     runs = {name: how(folder, name) for name in RUNS}
     short = {name: runs[name] | {"flags": [*runs[name]["flags"], "--train.max_steps", "3"]} for name in RESUMED}
     done = run_recipes(folder, runs | short)
@@ -106,7 +104,7 @@ def finished(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.split("-")[-1] != "single" and name not in RESUMED])
-def test_a_curve_does_not_depend_on_how_pairs_are_cut(finished: dict[str, Any], name: str) -> None:
+def test_a_curve_does_not_depend_on_how_pairs_are_cut(finished, name):
     (lines, gradients), (expected, theirs) = finished[name], finished[expected_of(name)]
     check_curve(lines, expected, ("loss", "grad_norm", "logps/chosen", "logps/rejected"))
     check_gradients(gradients, theirs[0])
@@ -117,9 +115,7 @@ def test_a_curve_does_not_depend_on_how_pairs_are_cut(finished: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resume_is_bit_exact_and_takes_the_reference_from_the_run_folder(
-    finished: dict[str, Any], folder: Path, name: str
-) -> None:
+def test_a_resume_is_bit_exact_and_takes_the_reference_from_the_run_folder(finished, folder, name):
     """Where that is damaged, it is computed again, by the model of the run's start."""
     (resumed, _), (expected, _) = finished[name], finished["fsdp2-packed"]
     for kind, names in (("train", ("loss", "grad_norm")), ("eval", OF_EVALUATION)):
@@ -131,14 +127,14 @@ def test_a_resume_is_bit_exact_and_takes_the_reference_from_the_run_folder(
     assert [now == before for now, before in zip(times, finished["kept"], strict=True)] == [True, False]
 
 
-def test_the_first_step_begins_at_the_reference(finished: dict[str, Any]) -> None:
+def test_the_first_step_begins_at_the_reference(finished):
     for name in RUNS:
         losses = figures(finished[name][0], "train")["loss"]
         starts_at_reference = not name.startswith("reference")
         assert (losses[0] == pytest.approx(np.log(2), rel=1e-5)) == starts_at_reference and losses[-1] < losses[0]
 
 
-def test_another_reference_is_kept_with_the_hash_of_its_weights(finished: dict[str, Any], folder: Path) -> None:
+def test_another_reference_is_kept_with_the_hash_of_its_weights(finished, folder):
     kept = {}
     for name in ("reference-single", "reference-fsdp2-packed", "single"):
         with safe_open(folder / "runs" / name / REFERENCE_FILE, "np") as file:

@@ -1,13 +1,10 @@
 """Ranks that were started differently end with one sentence, before weights load."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -42,7 +39,7 @@ def refused_for(result: LaunchResult, bench: Workbench) -> str:
     return result.refusal()
 
 
-def test_what_ended_in_a_hang_is_refused(bench: Workbench) -> None:
+def test_what_ended_in_a_hang_is_refused(bench):
     flags = ["--train.global_batch_size_rows=6", "--eval.every_steps=1", "--checkpoint.every_steps=1"]
     host = os.uname().nodename
     assert refused_for(run_with(bench, flags=flags), bench) == (
@@ -51,12 +48,12 @@ def test_what_ended_in_a_hang_is_refused(bench: Workbench) -> None:
     )
 
 
-def test_a_flag_of_the_launcher_is_compared_too(bench: Workbench) -> None:
+def test_a_flag_of_the_launcher_is_compared_too(bench):
     sentence = refused_for(run_with(bench, env={"FSDP_RESHARD_AFTER_FORWARD": "false"}), bench)
     assert sentence.startswith("FSDP_RESHARD_AFTER_FORWARD is 'false' on rank 1 ")
 
 
-def test_other_weights_of_the_same_shape_are_refused(bench: Workbench) -> None:
+def test_other_weights_of_the_same_shape_are_refused(bench):
     other = bench.runs / "elsewhere" / "t5"
     shutil.copytree(bench.models["t5"], other)
     flags = [f"--model.name_or_path={other}", "--run.num_threads=1"]
@@ -70,14 +67,14 @@ def test_other_weights_of_the_same_shape_are_refused(bench: Workbench) -> None:
     assert sentence.startswith(f"model.safetensors of model.name_or_path is '{len(content):,} bytes with the hash ")
 
 
-def test_ranks_of_one_machine_with_caches_of_their_own_are_refused(bench: Workbench) -> None:
+def test_ranks_of_one_machine_with_caches_of_their_own_are_refused(bench):
     elsewhere = bench.runs / "another cache"
     sentence = refused_for(run_with(bench, flags=[f"--data.cache_dir={elsewhere}"]), bench)
     assert sentence.startswith(f"rank 1 cannot read the tokens in {elsewhere}/")
     assert sentence.endswith(", which the first rank of its machine can: give both the same data.cache_dir or HF_HOME")
 
 
-def test_each_kind_of_difference_has_its_name(bench: Workbench, tmp_path: Path) -> None:
+def test_each_kind_of_difference_has_its_name(bench, tmp_path):
     plain = SummarizationConfig(model=ModelConfig(name_or_path="t5-small"), data=DataConfig())
     for folder in (tmp_path / "0", tmp_path / "1"):
         shutil.copytree(bench.models["t5"], folder / "model")

@@ -1,13 +1,11 @@
 """Ranks that have gradients of different parameters: FSDP2 would add these up, so the run ends, and says which parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from tests.support.launch import start_on_ranks
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import FP32
 
 SENTENCE = "some ranks had a gradient of these parameters in a micro-batch where others had none: "
 NAMES = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
@@ -55,7 +53,7 @@ CASES = {"first": (FIRST, None, 0), "later": (LATER, None, 3), "before a checkpo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_run_ends_and_names_the_parameters(llm_bench: Workbench, case: str) -> None:
+def test_the_run_ends_and_names_the_parameters(llm_bench, case):
     """Before the update of a first step, and before any checkpoint; one step late otherwise."""
     bench, (when, every_steps, last_step) = llm_bench, CASES[case]
     changes = {"model__dropout": 0, "data__packing": False, "train__micro_batch_size_rows": 1, "train__max_steps": 5}

@@ -3,8 +3,6 @@
 `tests/recipes/test_families.py` trains and exports them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,13 @@ from tests.support.refusals import refusal
 from tests.support.seq2seq_families import IN_PROCESS, LAUNCHED, REFUSED, SURVEYED, build_collator, build_model
 
 
-def test_the_list_of_families_is_whole() -> None:
+def test_the_list_of_families_is_whole():
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as NAMED
 
     assert sorted([*LAUNCHED, *IN_PROCESS, *SURVEYED, *REFUSED]) == sorted(NAMED), "each is run or refused, once"
 
 
-def test_loss_is_the_model_s_own_in_every_family(tmp_path: Path) -> None:
+def test_loss_is_the_model_s_own_in_every_family(tmp_path):
     (losses,) = run_on_ranks(own_and_our_losses, preset="single", overrides={"mixed_precision": "no"}, args=(tmp_path,))
     assert set(losses) == {*FAMILIES, *IN_PROCESS}
     assert {family: ours for family, (ours, _) in losses.items()} == {
@@ -30,7 +28,7 @@ def test_loss_is_the_model_s_own_in_every_family(tmp_path: Path) -> None:
     }
 
 
-def test_audio_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) -> None:
+def test_audio_experts_and_losses_of_several_tokens_are_refused(tmp_path):
     (errors,) = run_on_ranks(refusals, preset="single_cpu", args=(tmp_path,))
     expected = REFUSED | {"ngrams": "predicts 2 tokens at once (ngram)"}
     assert set(errors) == set(expected)
@@ -38,7 +36,7 @@ def test_audio_experts_and_losses_of_several_tokens_are_refused(tmp_path: Path) 
     assert "set disable_ngram_loss true" in errors["ngrams"]
 
 
-def test_an_evaluation_that_would_die_is_refused_before_training() -> None:
+def test_an_evaluation_that_would_die_is_refused_before_training():
     for error in run_on_ranks(check_without_casts, preset="fsdp2_cpu", overrides={"mixed_precision": "bf16"}):
         assert "M2M100ForConditionalGeneration cannot be evaluated here (" in error and "eval.unshard never" in error
 

@@ -3,8 +3,6 @@
 The other side is transformers' own loading of the full model, on each rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -80,7 +78,7 @@ PLACES = ("{fp8}", "{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("models")
     return run_on_ranks(build_folders, preset="single", overrides={"mixed_precision": "no"}, args=(parent,))[0]
 
@@ -148,7 +146,7 @@ def build_folders(parent: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path]) -> list[dict[str, dict[str, Any]]]:
+def found(folders) -> list[dict[str, dict[str, Any]]]:
     return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders,))
 
 
@@ -260,7 +258,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shards_are_what_transformers_loads(found: list[dict[str, Any]], case: str) -> None:
+def test_shards_are_what_transformers_loads(found, case):
     for of_rank in found:
         about = of_rank[case]
         assert about["printed"] == []
@@ -275,7 +273,7 @@ def test_shards_are_what_transformers_loads(found: list[dict[str, Any]], case: s
     assert max(map(max, reads)) <= SMALL_PIECE_BYTES // 4
 
 
-def test_tensors_that_the_model_does_not_take_are_counted(found: list[dict[str, dict[str, Any]]]) -> None:
+def test_tensors_that_the_model_does_not_take_are_counted(found):
     (warned,) = found[0]["tensors-that-no-model-takes"]["others"]["warned"]
     assert warned == (
         " also have 4 tensors that the model does not take, so neither trained nor exported: model.layers.*.self_attn.q_proj."
@@ -283,7 +281,7 @@ def test_tensors_that_the_model_does_not_take_are_counted(found: list[dict[str, 
     )
 
 
-def test_replicas_read_the_same_shards(folders: dict[str, Path]) -> None:
+def test_replicas_read_the_same_shards(folders):
     overrides = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]
     found = run_on_ranks(load_both_ways, preset="fsdp2_hsdp", overrides=overrides, args=(folders, HYBRID_CASES))
     for case in HYBRID_CASES:
@@ -292,7 +290,7 @@ def test_replicas_read_the_same_shards(folders: dict[str, Path]) -> None:
         assert all(of_rank[case]["differing"] == dict.fromkeys(COMPARED, []) for of_rank in found)
 
 
-def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders: dict[str, Path]) -> None:
+def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders):
     sentences = run_on_ranks(lose_files, preset="fsdp2_cpu", num_processes=2, args=(folders,))
     assert sentences[0] == sentences[1]
     for said in sentences[0]:
@@ -316,9 +314,7 @@ def lose_files(folders: dict[str, Path]) -> list[str]:
     return said
 
 
-def test_what_cannot_be_read_in_parts_is_loaded_in_full_and_says_why(
-    found: list[dict[str, Any]], folders: dict[str, Path]
-) -> None:
+def test_what_cannot_be_read_in_parts_is_loaded_in_full_and_says_why(found, folders):
     reason = "final_logits_bias is in no file, but computed"
     for of_rank in found:
         about = of_rank["computed"]
@@ -327,9 +323,7 @@ def test_what_cannot_be_read_in_parts_is_loaded_in_full_and_says_why(
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_weights_of_another_model_are_refused_on_every_rank(
-    found: list[dict[str, Any]], folders: dict[str, Path], case: str
-) -> None:
+def test_weights_of_another_model_are_refused_on_every_rank(found, folders, case):
     name, _, sentence = REFUSED[case]
     said = {of_rank[case]["refused"] for of_rank in found}
     assert len(said) == 1 and sentence.format(folder=folders[name], **folders) in said.pop()

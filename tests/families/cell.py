@@ -1,7 +1,5 @@
 """A cell of the support table: a tiny run on two ranks under FSDP2, which is stopped, resumed and exported."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The families of the support table, by the name of their tiny config, and how each is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

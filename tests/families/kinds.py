@@ -1,8 +1,6 @@
 """Tiny models of every kind that transformers maps to a causal model, an encoder-decoder, or a model of images that continues
 texts, their configs shrunk by rule."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from types import SimpleNamespace

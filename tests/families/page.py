@@ -1,7 +1,5 @@
 """docs/support.md, made of the results of the support table; and the reasons for which a cell may be refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

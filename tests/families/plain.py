@@ -3,8 +3,6 @@
 The toolkit is imported for two things only: the first values of an adapter, and the values that NF4 codes stand for.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

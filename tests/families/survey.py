@@ -2,8 +2,6 @@
 `make families`, or for some kinds only `python -m tests.families.survey bloom mamba`. It exits with 1 if one fails or was better.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -2,8 +2,6 @@
 `python -m tests.families.table llama t5`. It exits with 1 if a cell fails.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

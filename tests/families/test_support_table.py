@@ -1,7 +1,5 @@
 """Seven cells of the support table come out as docs/support.md says, which has every family and is what its results make."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -32,17 +30,17 @@ def recorded() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_cells_come_out_as_recorded(family: str) -> None:
+def test_cells_come_out_as_recorded(family):
     cells = recorded()["cells"][family]
     assert run_family(family, CHOSEN[family]) == {cell: cells[cell] for cell in CHOSEN[family]}
 
 
 @pytest.mark.parametrize("kind", SURVEYED)
-def test_kinds_of_the_survey_come_out_as_recorded(kind: str) -> None:
+def test_kinds_of_the_survey_come_out_as_recorded(kind):
     assert survey(kind) == json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"][kind]
 
 
-def test_the_page_has_every_family_and_no_silent_cell() -> None:
+def test_the_page_has_every_family_and_no_silent_cell():
     results, page = recorded(), PAGE.read_text(encoding="utf-8")
     assert len(TITLES) >= 30 and {family: list(cells) for family, cells in results["cells"].items()} == {
         family: cells_of(family) for family in TITLES

@@ -1,7 +1,5 @@
 """What the fault tests share: a tiny model, rows, and a run that nothing interrupts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ torch.set_num_threads(1)  # as in tests/recipes/conftest.py
 
 
 @pytest.fixture(scope="session")
-def faulty_bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+def faulty_bench(tmp_path_factory) -> Workbench:
     """A bench for runs with `CHANGES`, with the finished run `WHOLE` on it."""
     data = tmp_path_factory.mktemp("30-rows")
     save_jsonl(data / "rows.jsonl", make_rows(30))

@@ -4,8 +4,6 @@ A fault is a picklable function of no arguments that every rank calls before the
 what faults are made of. What strikes says so on stderr: `Outcome.injected` holds it, and a test without it would prove nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

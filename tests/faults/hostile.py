@@ -1,7 +1,5 @@
 """Checkpoints, model and adapter folders that somebody has put code, pickles or foreign names into."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

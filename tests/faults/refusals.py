@@ -1,7 +1,5 @@
 """What the system refuses a rank: faults that `test_refusals.py` puts into a recipe. Each is called on every rank."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

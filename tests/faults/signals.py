@@ -3,8 +3,6 @@
 Each is called on every rank, as a fault of `harness.py`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

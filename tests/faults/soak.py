@@ -7,8 +7,6 @@ generation. A kill is SIGKILL of one rank or of both; stops by SIGTERM, SIGINT o
 Ends with an error unless everything promised has held; the run folder then stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

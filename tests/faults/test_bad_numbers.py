@@ -1,7 +1,5 @@
 """NaN, Inf and spikes on any rank: all ranks leave the update out, say so, and stop after too many in a row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +13,6 @@ from tests.faults.harness import NUM_STEPS, TRAINED, Fault, attempt_with, run_wi
 from tests.faults.signals import signal_in_phase
 from tests.faults.workers.faulty_recipe import wrap
 from tests.support.same_runs import check_same, read_manifest, rows_by_place
-from tests.support.workbench import Workbench
 from toolkit.errors import EXIT_STOPPED
 from toolkit.files.json_lines import load_json_lines
 
@@ -128,7 +125,7 @@ CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_update_is_left_out_on_all_ranks(bench: Workbench, case: str) -> None:
+def test_update_is_left_out_on_all_ranks(bench, case):
     fault, skipped, settings = CASES[case]
     name = case.replace(" ", "-").replace(",", "")
     watch = partial(watch_updates, str(bench.runs / f"{name}-updates"))
@@ -169,7 +166,7 @@ def stop_in(step: int) -> Fault:
     return partial(signal_in_phase, "loading rows", step, [1], ["SIGTERM"])
 
 
-def test_resume_behind_a_skip_is_exact(bench: Workbench) -> None:
+def test_resume_behind_a_skip_is_exact(bench):
     """Weights, moments, curves, lines of skips, and what the guard remembers: a NaN before the stop, a spike after it."""
     faults = [partial(spike, [6], 1e6), bad_loss("nan", (2, 1, 0))]
     guarded = {"optim__skip_beyond_sigmas": 50, "optim__skip_window_steps": 2, "log_every_steps": 2}
@@ -185,7 +182,7 @@ def test_resume_behind_a_skip_is_exact(bench: Workbench) -> None:
     assert all(isinstance(norm, float) for norm in state["grad_norms"]), "NaN has entered the window"
 
 
-def test_too_many_in_a_row_are_counted_across_a_resume(bench: Workbench) -> None:
+def test_too_many_in_a_row_are_counted_across_a_resume(bench):
     changes = CHANGES | {"optim__max_skipped_steps": 3}
     bad_steps = bad_loss("nan", (2, 1, 0), (3, 0, 0), (4, 1, 1), (5, 0, 0), (6, 0, 0))
     stopped = attempt_with(bench, "count", bad_steps, stop_in(2), **changes)

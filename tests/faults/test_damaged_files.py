@@ -4,20 +4,18 @@ settings that may change between a stop and the resume. What may not is in `test
 A damaged checkpoint is that of step 4, the newest of a run that was killed after it; the one before is that of step 2.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from typing import Any
 
 from tests.faults.harness import SAVED, WHOLE, check_like_whole, resume, stopped_after, write_manifest
 from tests.support.same_runs import curves, read_manifest, rows_by_step, saved_state
-from tests.support.workbench import Workbench, step_name
+from tests.support.workbench import step_name
 
 NEWEST = step_name(4)
 
 
-def test_the_one_before_is_taken(faulty_bench: Workbench) -> None:
+def test_the_one_before_is_taken(faulty_bench):
     """More damages: `tests/unit/checkpoint/test_find.py`; tensors that no file has: `tests/unit/checkpoint/test_dcp.py`."""
     run = stopped_after(faulty_bench, "truncated", step=4)
     shard = run / "checkpoints" / NEWEST / "state/__1_0.distcp"
@@ -28,7 +26,7 @@ def test_the_one_before_is_taken(faulty_bench: Workbench) -> None:
     check_like_whole(faulty_bench, run.name, SAVED)
 
 
-def test_leftovers_and_parts_of_checkpoints_do_not_count(faulty_bench: Workbench) -> None:
+def test_leftovers_and_parts_of_checkpoints_do_not_count(faulty_bench):
     """Leftovers look whole except for their names, and go. Parts are as a copy leaves them that was broken off: that of a step
     which is not saved again stays for its owner to look at."""
     run = stopped_after(faulty_bench, "leftovers", step=4)
@@ -45,7 +43,7 @@ def test_leftovers_and_parts_of_checkpoints_do_not_count(faulty_bench: Workbench
     assert not (run / "checkpoints" / step_name(6) / "state" / "another file").exists()
 
 
-def test_what_is_no_part_of_the_training_may_change(faulty_bench: Workbench) -> None:
+def test_what_is_no_part_of_the_training_may_change(faulty_bench):
     """All of it at once; the run is the same, bit for bit, in its last steps."""
     bench = faulty_bench
     stopped_after(bench, "free", step=2)

@@ -4,8 +4,6 @@ The runs are uneven on purpose: an epoch ends with a batch of one row, of which 
 held-out row, of which all ranks but one get none either.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -68,7 +66,7 @@ CHANGED: list[tuple[str, str, str, bool]] = [
 
 
 @pytest.fixture(scope="module")
-def benches(bench: Workbench, llm_bench: Workbench) -> dict[str, Workbench]:
+def benches(bench, llm_bench) -> dict[str, Workbench]:
     """Runs of each kind, in a folder of their own."""
     of_recipe = {"t5": bench, "llm": llm_bench}
     return {kind: replace(of_recipe[recipe], runs=bench.runs / kind) for kind, (recipe, _) in KINDS.items()}
@@ -86,7 +84,7 @@ def whole_run(bench: Workbench, kind: str, where: str) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "source", "target", "exports"), CHANGED)
-def test_resume_elsewhere(benches: dict[str, Workbench], kind: str, source: str, target: str, exports: bool) -> None:
+def test_resume_elsewhere(benches, kind, source, target, exports):
     bench, name = benches[kind], f"{source}-to-{target}"
     whole = whole_run(bench, kind, source)
     later = [f"step-{step:08d}" for step in range(SAVED_STEP + 1, NUM_STEPS + 1)]

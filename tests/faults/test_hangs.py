@@ -1,7 +1,5 @@
 """A run that hangs ends: every rank shows its stacks and exits with code 124, and the one that did not arrive is named."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -114,7 +112,7 @@ def check_hang(result: LaunchResult, folder: Path, sentence: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def bench(bench: Workbench) -> Workbench:
+def bench(bench) -> Workbench:
     often = {"eval__every_steps": 3, "checkpoint__every_steps": 3}
     return replace(bench, changes={"train__max_steps": 5, "run__timeout_s": TIMEOUT_S, **often})
 
@@ -124,7 +122,7 @@ def hold_up(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> Runn
     return start_with(bench, name, *faults, exports=True, **changes)
 
 
-def test_every_rank_shows_its_stacks_under_the_real_launcher(bench: Workbench) -> None:
+def test_every_rank_shows_its_stacks_under_the_real_launcher(bench):
     """It ends the other ranks a tenth of a second after one has ended."""
     argv = arguments(bench, "launched", partial(hold, "forward and backward", 1, sleep))
     launcher = accelerate_launch(SCRIPT, argv, folder=bench.runs, preset="ddp_cpu")
@@ -138,7 +136,7 @@ def test_every_rank_shows_its_stacks_under_the_real_launcher(bench: Workbench) -
 
 
 @pytest.fixture(scope="module")
-def slow_run(bench: Workbench) -> Path:
+def slow_run(bench) -> Path:
     """A run that its ranks waited for much longer than the patience, while rank 0 computed and, later, wrote slowly."""
     ways = {"tokenizing": compute, "saving": compute, "export": write_slowly}
     faults = [partial(hold, place, 0, way) for place, way in ways.items()]
@@ -148,7 +146,7 @@ def slow_run(bench: Workbench) -> Path:
     return bench.runs / "slow"
 
 
-def test_long_work_that_moves_is_never_ended(slow_run: Path) -> None:
+def test_long_work_that_moves_is_never_ended(slow_run):
     assert (slow_run / "export" / "config.json").exists() and list(slow_run.glob("hang-rank-*")) == []
 
 
@@ -162,7 +160,7 @@ SLEEPS = {
 
 
 @pytest.mark.parametrize("place", SLEEPS)
-def test_a_rank_that_sleeps_is_named_with_its_place(place: str, bench: Workbench, request: pytest.FixtureRequest) -> None:
+def test_a_rank_that_sleeps_is_named_with_its_place(place, bench, request):
     (rank, where), name = SLEEPS[place], place.replace(" ", "_")
     changes = {"data__cache_dir": bench.runs / f"{name} cache"} if place == "tokenizing" else {}  # not done yet
     if place == "loading the checkpoint":
@@ -173,7 +171,7 @@ def test_a_rank_that_sleeps_is_named_with_its_place(place: str, bench: Workbench
     assert "in sleep" in hang_file(bench.runs / name, rank).read_text()
 
 
-def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(bench: Workbench) -> None:
+def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(bench):
     with hold_up(bench, "unconnected", partial(hold, "connecting the devices", 1, sleep)) as running:
         result = running.wait(END_S)
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
@@ -183,7 +181,7 @@ def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(bench:
     assert result.stderr.count("in connect_devices") == 1, "rank 0 waits there"
 
 
-def test_a_rank_that_is_stopped_while_another_tokenizes(bench: Workbench) -> None:
+def test_a_rank_that_is_stopped_while_another_tokenizes(bench):
     """The rank that works is not ended before it waits itself."""
     faults = [partial(hold, "after tokenizing", 1, stop), partial(hold, "tokenizing", 0, compute)]
     with hold_up(bench, "stopped", *faults, data__cache_dir=bench.runs / "stopped cache") as running:
@@ -196,7 +194,7 @@ def test_a_rank_that_is_stopped_while_another_tokenizes(bench: Workbench) -> Non
     assert "in raise_together" in hang_file(bench.runs / "stopped", 0).read_text()
 
 
-def test_where_the_host_of_the_store_is_stopped_nobody_can_be_asked(bench: Workbench) -> None:
+def test_where_the_host_of_the_store_is_stopped_nobody_can_be_asked(bench):
     """Without torch elastic that is rank 0."""
     with hold_up(bench, "host", partial(hold, "forward and backward", 0, stop)) as running:
         wait_until(lambda: not is_alive(running.pids[1]), running)
@@ -209,7 +207,7 @@ def test_where_the_host_of_the_store_is_stopped_nobody_can_be_asked(bench: Workb
     assert hang_file(folder, 1).exists() and not hang_file(folder, 0).exists()
 
 
-def test_a_job_that_is_suspended_and_goes_on_does_not_hang(bench: Workbench) -> None:
+def test_a_job_that_is_suspended_and_goes_on_does_not_hang(bench):
     with hold_up(bench, "suspended", partial(hold, "forward and backward", 0, suspend), preset="single") as running:
         result = running.wait(END_S)
     assert result.returncodes == [0], result.stderr[-3000:]

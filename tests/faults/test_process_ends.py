@@ -4,14 +4,11 @@ Where all ranks can agree, they end with code 75 and one checkpoint; where one i
 `--max_restarts`, goes on as if nothing had been.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +54,7 @@ LOST = "error: lost {who} (killed, failed, or the machine is off): the same comm
 
 
 @pytest.fixture(scope="module")
-def bench(bench: Workbench) -> Workbench:
+def bench(bench) -> Workbench:
     """The runs of this file, with a finished run `whole` among them."""
     run_with(bench, "whole", **CHANGES)
     assert bench.checkpoints("whole") == ["step-00000003", "step-00000006"]
@@ -102,7 +99,7 @@ def tell_finalization() -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_stopped_run_goes_on_bit_for_bit(bench: Workbench, moment: str) -> None:
+def test_stopped_run_goes_on_bit_for_bit(bench, moment):
     fault, steps, evaluation_due, settings = MOMENTS[moment]
     name, whole = moment.replace(" ", "-").replace(",", ""), "whole"
     if "preset" in settings:
@@ -140,7 +137,7 @@ def check_stopped(bench: Workbench, name: str, result: LaunchResult) -> int:
     return step
 
 
-def test_evaluation_done_after_a_stop_is_logged_once_though_the_run_dies_after_it(bench: Workbench) -> None:
+def test_evaluation_done_after_a_stop_is_logged_once_though_the_run_dies_after_it(bench):
     """The checkpoint that owes it is still the newest when the run is resumed again."""
     changes = CHANGES | {"checkpoint__keep_best": 0}
     check_stopped(bench, "died", attempt_with(bench, "died", phase("evaluation", 3, [0], "SIGTERM", nth=2), **changes))
@@ -155,7 +152,7 @@ def test_evaluation_done_after_a_stop_is_logged_once_though_the_run_dies_after_i
 
 
 @pytest.mark.parametrize(("where", "dead"), [("forward and backward", 0), ("evaluation", 1)])
-def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench: Workbench, where: str, dead: int) -> None:
+def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench, where, dead):
     """As torch elastic does it: the peer has gone, then comes the signal. Rank 0 would begin a checkpoint."""
     name = f"orphan-{dead}"
     with start_with(bench, name, phase(where, 3, [dead], "SIGSTOP", nth=2), signals.tell_saves, **WAITED_FOR) as running:
@@ -172,7 +169,7 @@ def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench: Workbench, whe
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_the_survivor_of_a_killed_rank_names_it(bench: Workbench, dead: int) -> None:
+def test_the_survivor_of_a_killed_rank_names_it(bench, dead):
     """Without a launcher, rank 0 hosts the store."""
     name, survivor = f"killed-{dead}", 1 - dead
     outcome = attempt_with(bench, name, partial(at_step, 4, partial(kill, dead)), **WAITED_FOR)
@@ -214,7 +211,7 @@ def crash_once(others_hang: bool) -> None:
 
 
 @pytest.mark.parametrize("num_machines", [1, 2])
-def test_killed_rank_restarts_the_run_from_the_last_checkpoint(bench: Workbench, num_machines: int) -> None:
+def test_killed_rank_restarts_the_run_from_the_last_checkpoint(bench, num_machines):
     """On two machines, that of the hanging rank is called back by the other one, and its ranks still count no restart."""
     name, flags = f"restarted-{num_machines}", [["--max_restarts=2", "--monitor_interval=0.1"]]
     where: dict[str, Any] = {}
@@ -246,7 +243,7 @@ ENDS: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench: Workbench, tmp_path: Path, end: str) -> None:
+def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench, tmp_path, end):
     """torch elastic passes signals on and would kill after 30 s; accelerate's launcher of one process passes on none."""
     (preset, number, said), name = ENDS[end], f"launched-{len(end)}"
     with subprocess.Popen(["sleep", "1000"]) as caller:
@@ -281,7 +278,7 @@ def outlive_launcher() -> None:
     wrap(accelerator, "read_launch", end)
 
 
-def test_a_run_whose_launcher_ends_as_it_begins_stops_too(bench: Workbench) -> None:
+def test_a_run_whose_launcher_ends_as_it_begins_stops_too(bench):
     printed = finish(launch(bench, "early", outlive_launcher, preset="single"))
     assert "stopped by the end of its launcher after step 2, with a checkpoint: " in printed, printed
 

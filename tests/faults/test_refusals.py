@@ -4,8 +4,6 @@ The run ends on all ranks with one sentence and goes on from the last checkpoint
 without what it lost. Most rows go on from the checkpoint of step 2, and what cannot be saved is that of step 3.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -32,7 +30,7 @@ from tests.faults.harness import (
 )
 from tests.faults.refusals import on_rank, save_by_step_4
 from tests.faults.workers.faulty_recipe import refuse
-from tests.support.workbench import Workbench, step_name
+from tests.support.workbench import step_name
 from toolkit.errors import EXIT_STOPPED
 
 EVERY_3: dict[str, Any] = {"checkpoint__every_steps": 3}
@@ -76,7 +74,7 @@ REFUSED: dict[str, tuple[Fault, str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_ends_the_run_which_goes_on_from_the_last_checkpoint(faulty_bench: Workbench, name: str) -> None:
+def test_what_is_refused_ends_the_run_which_goes_on_from_the_last_checkpoint(faulty_bench, name):
     bench, (what, sentence, stands, changes) = faulty_bench, REFUSED[name]
     if stands:
         run = stopped_after(bench, name, step=2)
@@ -95,7 +93,7 @@ def test_what_is_refused_ends_the_run_which_goes_on_from_the_last_checkpoint(fau
         check_like_whole(bench, name, SAVED)
 
 
-def test_a_writer_that_dies_of_its_own_error_ends_the_run(faulty_bench: Workbench) -> None:
+def test_a_writer_that_dies_of_its_own_error_ends_the_run(faulty_bench):
     """Which no system is the cause of: the error is named."""
     run = stopped_after(faulty_bench, "dead writer", step=2)
     dies = partial(on_rank, 1, "open", r"{3}.tmp/rng-00001\.safetensors r ", partial(fault.die, SystemExit))
@@ -105,7 +103,7 @@ def test_a_writer_that_dies_of_its_own_error_ends_the_run(faulty_bench: Workbenc
     assert said in outcome.stderr and complete_checkpoints(run) == [2], outcome.stderr[-6000:]
 
 
-def test_later_steps_do_not_change_what_a_save_beside_them_writes(faulty_bench: Workbench) -> None:
+def test_later_steps_do_not_change_what_a_save_beside_them_writes(faulty_bench):
     """Two updates are done meanwhile, and a save that is asked for waits for the one before."""
     outcome = attempt_with(faulty_bench, "held", fault.hold_until_next_save)
     assert outcome.returncodes == [0, 0], outcome.stderr[-6000:]
@@ -117,7 +115,7 @@ def test_later_steps_do_not_change_what_a_save_beside_them_writes(faulty_bench: 
 # --- What ends no run; more outputs that are lost: `tests/unit/launch/test_log.py`.
 
 
-def test_a_run_whose_terminal_is_closed_comes_to_its_end(faulty_bench: Workbench) -> None:
+def test_a_run_whose_terminal_is_closed_comes_to_its_end(faulty_bench):
     short = {"train__max_steps": 3, "eval__at_start": True, "exports": True}
     outcome = attempt_with(faulty_bench, "terminal", partial(fault.lose, 1, 2, is_terminal=True), **short)
     assert outcome.injected and outcome.returncodes == [0, 0], outcome.stderr[-4000:]
@@ -127,7 +125,7 @@ def test_a_run_whose_terminal_is_closed_comes_to_its_end(faulty_bench: Workbench
     assert ("stdout", "Input/output error") in lost
 
 
-def test_ctrl_c_that_ends_the_reader_too_loses_no_step(faulty_bench: Workbench) -> None:
+def test_ctrl_c_that_ends_the_reader_too_loses_no_step(faulty_bench):
     outcome = attempt_with(faulty_bench, "tee", partial(fault.interrupt_with_its_reader, 5))
     assert outcome.returncodes == [EXIT_STOPPED] * 2, outcome.stderr[-4000:]
     assert max(faulty_bench.checkpoints("tee")) >= step_name(5)
@@ -152,7 +150,7 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench: Workbench, tmp_path: Path) -> None:
+def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench, tmp_path):
     disk = tmp_path / "disk"
     cache, run = disk / "cache", disk / "runs" / "full"
     bench = replace(faulty_bench, runs=disk / "runs")

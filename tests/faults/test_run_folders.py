@@ -2,8 +2,6 @@
 of its files, and control characters in rows and in names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,7 +20,6 @@ from tests.faults.workers.faulty_recipe import at_step, this_rank
 from tests.support.checkpoint_files import found_folder
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import make_rows
-from tests.support.workbench import Workbench
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig
 from toolkit.errors import UserError
@@ -32,7 +29,7 @@ TITLE = "\x1b]0;owned\x07"
 """A terminal that prints it has another title."""
 
 
-def test_a_folder_that_one_node_does_not_see_or_nobody_may_write_to_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_folder_that_one_node_does_not_see_or_nobody_may_write_to_is_refused_on_every_rank(tmp_path):
     """The first is there on both nodes, and so would be every folder of a checkpoint, each with a half of it."""
     for node in ("node0", "node1"):
         (tmp_path / node / "runs/run").mkdir(parents=True)
@@ -95,7 +92,7 @@ def remove_at(step: int, path: Path) -> None:
         at_step(step, partial(remove, path))
 
 
-def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
+def test_a_folder_that_is_removed_is_made_again(bench):
     """What was there is lost; the run comes to its end, with every file that a run has."""
     run = bench.runs / "all"
     # Saves that training waits for: beside one, nobody knows which of the next steps' files are there by then.
@@ -117,7 +114,7 @@ def test_a_folder_that_is_removed_is_made_again(bench: Workbench) -> None:
         assert (run / name).exists(), name
 
 
-def test_files_have_the_mode_of_the_umask_and_texts_and_names_are_printed_escaped(bench: Workbench) -> None:
+def test_files_have_the_mode_of_the_umask_and_texts_and_names_are_printed_escaped(bench):
     """A name of bytes that are not UTF-8, a column that is half a character, breaks that would make a line of their own; and the
     umask of people who share files."""
     name = f"caf\udce9\nerror: no\u202e{TITLE}|[x](javascript:1)<img src=x>"

@@ -4,8 +4,6 @@ A moment is the file operation that does not come to pass any more. `keep_last` 
 step 4 is struck unless a case says otherwise.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable
@@ -135,14 +133,14 @@ def die_at(moment: str, ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("moment", "alone"), [*((moment, False) for moment in MOMENTS), *((moment, True) for moment in ALONE)])
-def test_all_ranks_or_the_one_at_work_are_killed(faulty_bench: Workbench, moment: str, alone: bool) -> None:
+def test_all_ranks_or_the_one_at_work_are_killed(faulty_bench, moment, alone):
     name = f"{'one' if alone else 'both'} {moment}"
     kill_a_run(faulty_bench, name, moment, ranks=(MOMENTS[moment].rank,) if alone else (0, 1))
     check_goes_on(faulty_bench, name, MOMENTS[moment].goes_on_from)
 
 
 @pytest.mark.parametrize("moment", ALONE)
-def test_the_other_rank_is_killed(faulty_bench: Workbench, moment: str) -> None:
+def test_the_other_rank_is_killed(faulty_bench, moment):
     """The rank at work may still come to the end of its save, or not; a resume takes what there is."""
     name = f"other {moment}"
     kill_a_run(faulty_bench, name, moment, ranks=(1 - MOMENTS[moment].rank,))

@@ -4,8 +4,6 @@ Each case is a run of 2 real ranks that finds something hostile. The good outcom
 the canary, a folder that the hostile code would make, is not there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -44,7 +42,7 @@ FROM_SCRATCH = "--model.from_scratch true"
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
+def finished(tmp_path_factory) -> tuple[Path, LaunchResult]:
     """A folder with a run of two steps that had secrets in its environment; and how it went."""
     here = tmp_path_factory.mktemp("secure")
     write(here, {"rows.jsonl": ROWS})
@@ -55,7 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResu
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_hostile_checkpoint_is_refused(finished: tuple[Path, LaunchResult], tmp_path: Path, name: str) -> None:
+def test_a_hostile_checkpoint_is_refused(finished, tmp_path, name):
     here, canary = finished[0], tmp_path / "canary"
     run = shutil.copytree(here / "runs/run", here / "runs" / name.replace(" ", "_"))
     tamper, sentence = CHECKPOINTS[name]
@@ -70,7 +68,7 @@ def test_a_hostile_checkpoint_is_refused(finished: tuple[Path, LaunchResult], tm
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_hostile_model_folder_is_refused(finished: tuple[Path, LaunchResult], tmp_path: Path, name: str) -> None:
+def test_a_hostile_model_folder_is_refused(finished, tmp_path, name):
     here, canary = finished[0], tmp_path / "canary"
     other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
     prepare, flags, sentence = FOLDERS[name]
@@ -80,7 +78,7 @@ def test_a_hostile_model_folder_is_refused(finished: tuple[Path, LaunchResult], 
     check(here, Case(sentence=sentence.replace("{other}", str(other))), result)
 
 
-def test_the_index_of_a_hub_model_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_a_hub_model_is_checked_too(tmp_path, monkeypatch):
     """transformers would find a shard `../x` from the hub's cache, if there is such a file."""
     index = tmp_path / WEIGHTS_INDEX
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"shared.weight": "../x.safetensors"}}))
@@ -90,7 +88,7 @@ def test_the_index_of_a_hub_model_is_checked_too(tmp_path: Path, monkeypatch: py
         load_model_config(ModelConfig(name_or_path="someone/t5"), Seq2Seq())
 
 
-def test_code_and_pickles_beside_a_model_that_needs_none_are_not_run(finished: tuple[Path, LaunchResult], tmp_path: Path) -> None:
+def test_code_and_pickles_beside_a_model_that_needs_none_are_not_run(finished, tmp_path):
     here, canary = finished[0], tmp_path / "canary"
     other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
     fill_with_code(other, canary)
@@ -99,7 +97,7 @@ def test_code_and_pickles_beside_a_model_that_needs_none_are_not_run(finished: t
     assert not canary.exists()
 
 
-def test_the_code_would_run_where_it_is_trusted(finished: tuple[Path, LaunchResult], tmp_path: Path) -> None:
+def test_the_code_would_run_where_it_is_trusted(finished, tmp_path):
     """Or the other tests would prove nothing."""
     here, canary = finished[0], tmp_path / "canary"
     other = shutil.copytree(here / "runs/run/export", tmp_path / "other")
@@ -110,7 +108,7 @@ def test_the_code_would_run_where_it_is_trusted(finished: tuple[Path, LaunchResu
     assert any(result.returncodes) and canary.is_dir(), result.stderr[-3000:]
 
 
-def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+def test_yaml_makes_no_objects(tmp_path):
     canary, config = tmp_path / "canary", tmp_path / "run.yaml"
     config.write_text(f"model:\n  name_or_path: !!python/object/apply:os.mkdir ['{canary}']\ndata:\n  source: not/read\n")
     result = launch(RECIPE, ["--config", str(config)], preset="fsdp2_cpu", timeout_s=TIMEOUT_S)
@@ -119,7 +117,7 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
     check(tmp_path, Case(sentence=sentence), result)
 
 
-def test_secrets_of_the_environment_are_not_written_or_printed(finished: tuple[Path, LaunchResult]) -> None:
+def test_secrets_of_the_environment_are_not_written_or_printed(finished):
     here, result = finished
     with patch.dict(os.environ, SECRETS):
         refused = attempt(here, Case(flags=f"{FROM_SCRATCH} --optim.lr 0.5"))

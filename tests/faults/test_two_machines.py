@@ -3,8 +3,6 @@
 Nothing but that cable joins them: neither sees the other's loopback device, and there is no name service.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -57,7 +55,7 @@ def _remove(names: list[str]) -> None:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def test_a_run_that_loses_a_launcher_goes_on_and_is_that_of_one_machine(workbench: Workbench, machines: list[str]) -> None:
+def test_a_run_that_loses_a_launcher_goes_on_and_is_that_of_one_machine(workbench, machines):
     bench = workbench
     assert ": 2 processes x " in bench.run("whole", **CHANGES)
     argv = arguments(bench, "run", partial(at_step, 3, partial(kill_launcher, 1)), **CHANGES)

@@ -1,7 +1,5 @@
 """`verify` proves a sound T5, names the check that a fault breaks, and no other; and the command as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -50,7 +48,7 @@ if not os.environ.get("ALL_FAULTS"):
 
 
 @pytest.fixture(scope="module")
-def benches(bench: Workbench, llm_bench: Workbench) -> dict[str, Workbench]:
+def benches(bench, llm_bench) -> dict[str, Workbench]:
     return {"t5": bench, "llm": llm_bench, "nf4": llm_bench}
 
 
@@ -65,7 +63,7 @@ def model_of(bench: Workbench) -> str:
     return str(bench.models[{"t5": "t5", "llm": "llama"}[bench.recipe]])
 
 
-def test_t5_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_t5_passes(benches, tmp_path, capsys):
     """That a LoRA of a Llama does is seen below: no check fails but that of the fault."""
     bench, preset, output = benches["t5"], "fsdp2_activation_checkpointing", tmp_path / "verify"
     assert verify(flags_of(bench), model=model_of(bench), presets=[preset], bf16=True, output=output, **HERE)
@@ -80,7 +78,7 @@ def test_t5_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
-def test_t5_passes_with_other_optimizers(benches: dict[str, Workbench], tmp_path: Path, optimizer: str) -> None:
+def test_t5_passes_with_other_optimizers(benches, tmp_path, optimizer):
     """Beside one process; that their runs resume is in `tests/distributed/test_optimizers.py`."""
     bench = benches["t5"]
     flags = [flag for flag in flags_of(bench) if not flag.startswith("--optim.")] + [f"--optim.name={optimizer}"]
@@ -92,7 +90,7 @@ def test_t5_passes_with_other_optimizers(benches: dict[str, Workbench], tmp_path
     assert len(updates) == len(runs) and all(OPTIMIZERS[optimizer].TITLE in compared for compared in updates)
 
 
-def test_a_qwen3_in_codes_passes(benches: dict[str, Workbench], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_qwen3_in_codes_passes(benches, tmp_path, capsys):
     run_on_ranks(save_quantizable_models, preset="single", overrides={"mixed_precision": "no"}, args=(tmp_path / "models",))
     preset, output = "fsdp2_activation_checkpointing", tmp_path / "verify"
     model = str(tmp_path / "models" / "llm")
@@ -102,7 +100,7 @@ def test_a_qwen3_in_codes_passes(benches: dict[str, Workbench], tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("recipe", "name"), CASES, ids=["-".join(case) for case in CASES])
-def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: str, name: str) -> None:
+def test_fault_is_named(benches, tmp_path, recipe, name):
     bench, fault = benches[recipe], FAULTS[name]
     expected, detail = fault.verify[recipe]
     flags = [*flags_of(bench, *[NF4] * (recipe == "nf4")), *fault.flags, f"--data.cache_dir={tmp_path / 'cache'}"]
@@ -113,7 +111,7 @@ def test_fault_is_named(benches: dict[str, Workbench], tmp_path: Path, recipe: s
     assert any(detail in proof.detail for proof in failed)
 
 
-def test_an_adapter_with_new_tokens_that_no_process_holds_passes(benches: dict[str, Workbench], tmp_path: Path) -> None:
+def test_an_adapter_with_new_tokens_that_no_process_holds_passes(benches, tmp_path):
     bench, how = benches["llm"], {"sharded": True, "num_processes": 3}
     flags = flags_of(bench, NEW_TOKENS)
     proofs = run_part({"reference", "preset-0", "dropout"}, tmp_path, flags, model=model_of(bench), **how)
@@ -121,7 +119,7 @@ def test_an_adapter_with_new_tokens_that_no_process_holds_passes(benches: dict[s
     assert {proof.check for proof in proofs} >= {"text", "gradients", "update", "dropout", "evaluation", "export", "generation"}
 
 
-def test_command(benches: dict[str, Workbench], tmp_path: Path) -> None:
+def test_command(benches, tmp_path):
     """Through `accelerate launch`, from another folder, up to the end of the first run; a wrong flag is refused."""
     bench, output = benches["t5"], tmp_path / "verify"
     command = [sys.executable, "-m", "toolkit", "verify", "--use-cpu", "--output", str(output), "--model", model_of(bench)]

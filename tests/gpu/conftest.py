@@ -1,7 +1,5 @@
 """What a GPU check needs; a test that needs more GPUs, or newer ones, than torch sees is skipped, with the reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

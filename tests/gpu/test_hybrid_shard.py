@@ -3,12 +3,9 @@
 On CPU it silently shards nothing and is refused; `tests/distributed/test_fsdp1_hybrid.py` tries the rest of it there.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,12 +29,12 @@ def on_two_gpus_a_machine(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @needs_gpus(4)
-def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half() -> None:
+def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half():
     check_shards(partial(on_two_gpus_a_machine, report_shards), PRESET, AS_TWO_MACHINES)
 
 
 @needs_gpus(4)
-def test_it_trains_as_one_gpu(tmp_path: Path) -> None:
+def test_it_trains_as_one_gpu(tmp_path):
     curves = [figures(lines, "train") for lines, _ in train_both(tmp_path, on_two_gpus_a_machine, PRESET, AS_TWO_MACHINES)]
     for figure in ("loss", "grad_norm"):
         np.testing.assert_allclose(curves[0][figure], curves[1][figure], rtol=RELATIVE_TOLERANCE, err_msg=figure)

@@ -1,7 +1,5 @@
 """What only a GPU shows: pinned host copies, updates left out on the device, steps that do not wait, nccl beside gloo; float8."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from toolkit.checkpoint.save import HostCopier
 
 
 @needs_gpus(1)
-def test_a_host_copy_is_pinned_and_keeps_its_values() -> None:
+def test_a_host_copy_is_pinned_and_keeps_its_values():
     copied = check_host_copy(torch.device("cuda", 0))
     # torch leaves copies below 5 bytes unpinned (checkpoint/_state_dict_stager.py:34, 169).
     assert {name: tensor.is_pinned() for name, tensor in copied.items()} == {"weight": True, "step": False}
@@ -45,7 +43,7 @@ def check_host_copy(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 @needs_gpus(1)
-def test_experts_without_tokens_get_gradients_of_zeros() -> None:
+def test_experts_without_tokens_get_gradients_of_zeros():
     for dtype in (torch.bfloat16, torch.float32):
         check_empty_experts(torch.device("cuda", 0), dtype)
 
@@ -74,7 +72,7 @@ def check_empty_experts(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @needs_gpus(1)
-def test_an_update_is_left_out_on_the_gpu() -> None:
+def test_an_update_is_left_out_on_the_gpu():
     check_update_left_out(torch.device("cuda", 0))
 
 
@@ -103,7 +101,7 @@ def check_update_left_out(device: torch.device) -> None:
 
 
 @needs_gpus(1)
-def test_nf4_is_dequantized_as_on_a_cpu() -> None:
+def test_nf4_is_dequantized_as_on_a_cpu():
     """By bitsandbytes' kernel, if it is installed."""
     check_dequantized(torch.device("cuda", 0))
 
@@ -120,7 +118,7 @@ def check_dequantized(device: torch.device) -> None:
 
 @needs_gpus(2)
 @pytest.mark.parametrize("preset", ["ddp", "fsdp2_full_shard", "fsdp2_offload"])
-def test_gradients_go_over_nccl_and_decisions_over_gloo(preset: str) -> None:
+def test_gradients_go_over_nccl_and_decisions_over_gloo(preset):
     reports = run_on_ranks(report_backends, preset=preset, overrides={"num_processes": 2, "main_process_port": 0})
     for rank, report in enumerate(reports):
         assert "nccl" in report["backend"] and report["control"] == report["save"] == "gloo"
@@ -155,7 +153,7 @@ def report_backends() -> dict[str, Any]:
 
 @needs_gpus(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
-def test_the_varlen_kernel_computes_what_a_dense_mask_does(family: str) -> None:
+def test_the_varlen_kernel_computes_what_a_dense_mask_does(family):
     """In bf16, with grouped queries, and with windows shorter than the documents."""
     from tests.support.tiny_models import build_rows
     from tests.unit.models.patches.test_documents import LENGTHS, build
@@ -177,7 +175,7 @@ def test_the_varlen_kernel_computes_what_a_dense_mask_does(family: str) -> None:
 
 
 @needs_gpus(1)
-def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+def test_a_step_does_not_wait_for_the_gpu(tmp_path):
     """torch raises where the host waits; what it reads without that is in `tests/distributed/test_host_reads.py`."""
     run_on_ranks(take_steps_without_waiting, preset="single", args=(tmp_path,), timeout_s=240)
 
@@ -189,7 +187,7 @@ on the warnings of its threads (torch/autograd/graph.py), and `SkipGuard.should_
 
 @needs_gpus(2)
 @pytest.mark.parametrize(("preset", "waits"), [("fsdp2_full_shard", set()), ("fsdp2_offload", WAITS_OF_OFFLOAD)])
-def test_a_sharded_step_waits_only_for_offloaded_gradients(preset: str, waits: set[str], tmp_path: Path) -> None:
+def test_a_sharded_step_waits_only_for_offloaded_gradients(preset, waits, tmp_path):
     two = {"num_processes": 2, "main_process_port": 0}
     run_on_ranks(take_steps_without_waiting, preset=preset, overrides=two, args=(tmp_path, waits), timeout_s=480)
 
@@ -222,7 +220,7 @@ def no_waiting(waits: set[str]) -> Iterator[None]:
 
 @needs_gpus(2)
 @pytest.mark.parametrize("preset", ["fsdp2_full_shard", "fsdp2_offload"])
-def test_shards_on_the_device_are_what_transformers_loads(tmp_path: Path, preset: str) -> None:
+def test_shards_on_the_device_are_what_transformers_loads(tmp_path, preset):
     (tmp_path / "models").mkdir()
     on_cpu = {"mixed_precision": "no", "use_cpu": True}
     folders = run_on_ranks(build_folders, preset="single", overrides=on_cpu, args=(tmp_path / "models",))[0]
@@ -241,12 +239,12 @@ RESUME_TOLERANCE = 1e-3
 
 
 @needs_gpus(2, capability=(8, 9))
-def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32() -> None:
+def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32():
     float8 = run_on_ranks(take_step, preset="fsdp2_fp8", overrides=ON_GPUS, timeout_s=300)[0]
     bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**ON_GPUS, **BF16}, timeout_s=300)[0]
     check_step(float8, bf16)
 
 
 @needs_gpus(2, capability=(8, 9))
-def test_a_run_learns_as_in_bf16_resumes_and_exports_plain_weights(tmp_path: Path) -> None:
+def test_a_run_learns_as_in_bf16_resumes_and_exports_plain_weights(tmp_path):
     check_run(tmp_path, train_and_record_gradients, ON_GPUS, resume_tolerance=RESUME_TOLERANCE)

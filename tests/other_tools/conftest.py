@@ -1,7 +1,5 @@
 """Tools of others that read an export: lm-eval and CTranslate2, each as its command line is typed, offline."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

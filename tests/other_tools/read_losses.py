@@ -3,8 +3,6 @@
 It runs under transformers 5, and under 4.57 where `PYTHONPATH` has that.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

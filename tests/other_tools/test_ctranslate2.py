@@ -1,17 +1,12 @@
 """CTranslate2 on the export of a T5: converted by its command, it writes the texts of the run's own evaluation."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tests.other_tools.conftest import run_command
-from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 PREFIX, MAX_SOURCE, MAX_NEW, STEPS = "summarize: ", 40, 8, 200
 
 
-def test_greedy_texts_are_those_of_the_run(bench: Workbench, tmp_path: Path) -> None:
+def test_greedy_texts_are_those_of_the_run(bench, tmp_path):
     how = {
         "data__prefix": PREFIX,
         "data__max_source_length_tokens": MAX_SOURCE,

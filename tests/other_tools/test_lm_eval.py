@@ -1,17 +1,13 @@
 """lm-eval on an export, with a task file and rows of one's own: its log-likelihoods add up to our loss."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.other_tools.conftest import run_command
 from tests.support.model_folders import save_jsonl
-from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
 
 TASK = {
@@ -26,7 +22,7 @@ TASK = {
 }
 
 
-def test_log_likelihoods_and_perplexity_are_ours(llm_bench: Workbench, tmp_path: Path) -> None:
+def test_log_likelihoods_and_perplexity_are_ours(llm_bench, tmp_path):
     bench = llm_bench
     rows = load_json_lines(bench.data / bench.rows)
     held_out = save_jsonl(tmp_path / "held_out.jsonl", rows[:7])

@@ -1,7 +1,5 @@
 """transformers 4.57 reads an export as version 5 does: its loss, and its tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -134,7 +132,7 @@ def build_tokenizer(model_type: str) -> Any:
     return _build_tokenizer(("<pad>", "</s>"))
 
 
-def test_losses_and_tokens_are_those_of_version_5(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_losses_and_tokens_are_those_of_version_5(tmp_path_factory):
     exports: dict[str, Path] = {}
     for recipe in ("t5", "llm"):
         bench = new_bench(tmp_path_factory, f"transformers4_{recipe}", recipe)

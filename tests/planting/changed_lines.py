@@ -1,7 +1,5 @@
 """Faults that are one or two changed lines of the toolkit, written as a mistake would leave them."""
 
-from __future__ import annotations
-
 import importlib
 from operator import attrgetter
 

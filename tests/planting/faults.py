@@ -1,7 +1,5 @@
 """The list of faults. A new one is a patch in a module beside this one and an entry here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tests.planting import field_faults as bugs

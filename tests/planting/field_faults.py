@@ -1,7 +1,5 @@
 """Faults of bugs that other trainers had, with their mechanism in our lines; README.md has the table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

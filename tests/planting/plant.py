@@ -1,7 +1,5 @@
 """Plant a fault by its name, in this process and in every rank that `tests.support.launch` starts from it."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Faults of loading, sharding, saving and resuming, of evaluation and of adapters; as in `update_faults.py`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

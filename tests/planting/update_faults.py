@@ -1,7 +1,5 @@
 """Faults of a step. Each changes the toolkit as a mistake in it would, or a library as a broken release or kernel would."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pytest import MonkeyPatch

@@ -1,7 +1,5 @@
 """What the tests of bad input share: a working run, a case that makes one thing of it wrong, and the sentence it must print."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

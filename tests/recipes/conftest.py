@@ -1,7 +1,5 @@
 """Of what a test of recipes computes itself: two threads spin while they wait for each other, where ranks want the cores."""
 
-from __future__ import annotations
-
 import torch
 
 torch.set_num_threads(1)

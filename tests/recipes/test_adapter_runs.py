@@ -1,7 +1,5 @@
 """Adapters through the recipes: no rank's slice is lost, what is exported is what was trained, and the base stays as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,7 +14,7 @@ import pytest
 from tests.recipes.test_resume import list_tensors, on_one_process
 from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, RELOAD, Workbench, call_toolkit, run_without_toolkit
+from tests.support.workbench import FP32, RELOAD, call_toolkit, run_without_toolkit
 
 LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "optim__lr": 1e-2}
 """Two ranks share three rows of A unevenly."""
@@ -35,14 +33,14 @@ TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def gathered(llm_bench: Workbench) -> dict[str, np.ndarray]:
+def gathered(llm_bench) -> dict[str, np.ndarray]:
     """A run `gathered` on two ranks whose B was drawn at random before the export; all parameters, gathered by hand before it."""
     flags = llm_bench.flags("gathered", export__merge=True, **LORA, **NO_TEXTS)
     return run_on_ranks(train_and_gather, preset="fsdp2_cpu", overrides=FP32, args=(flags,))[0]
 
 
 @pytest.fixture(scope="module")
-def t5_run(bench: Workbench) -> None:
+def t5_run(bench):
     bench.run("t5", **LORA | {"adapter__dropout": 0.1, "export__merge": True})
 
 
@@ -58,7 +56,7 @@ def build_fp8(folder: Path, llama: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def trained(llm_bench, tmp_path_factory) -> list[str]:
     fp8 = tmp_path_factory.mktemp("fp8")
     run_on_ranks(build_fp8, preset="single", overrides=FP32, args=(fp8, llm_bench.models["llama"]))
     bench = replace(llm_bench, models=llm_bench.models | {"fp8": fp8})
@@ -70,7 +68,7 @@ def trained(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> l
     return list(TRAINED)
 
 
-def test_the_exported_adapter_is_the_one_gathered_by_hand(llm_bench: Workbench, gathered: dict[str, np.ndarray]) -> None:
+def test_the_exported_adapter_is_the_one_gathered_by_hand(llm_bench, gathered):
     from safetensors.numpy import load_file
 
     exported = load_file(llm_bench.runs / "gathered" / "export" / "adapter_model.safetensors")
@@ -81,7 +79,7 @@ def test_the_exported_adapter_is_the_one_gathered_by_hand(llm_bench: Workbench, 
         assert value.dtype == np.float32 and (value != 0).all()
 
 
-def test_frozen_weights_are_bit_for_bit_those_of_the_base(llm_bench: Workbench, gathered: dict[str, np.ndarray]) -> None:
+def test_frozen_weights_are_bit_for_bit_those_of_the_base(llm_bench, gathered):
     from safetensors.numpy import load_file
 
     base = load_file(llm_bench.models["llama"] / "model.safetensors")
@@ -91,7 +89,7 @@ def test_frozen_weights_are_bit_for_bit_those_of_the_base(llm_bench: Workbench, 
 
 
 @pytest.mark.usefixtures("gathered", "t5_run")
-def test_plain_peft_gives_the_trained_models_logits(llm_bench: Workbench, trained: list[str], tmp_path: Path) -> None:
+def test_plain_peft_gives_the_trained_models_logits(llm_bench, trained, tmp_path):
     found = run_without_toolkit(RELOAD, [llm_bench.runs / name for name in (*trained, "gathered", "t5")], tmp_path)
     assert len(found) == len(TRAINED) + 2
     for name, about in found.items():
@@ -103,7 +101,7 @@ def test_plain_peft_gives_the_trained_models_logits(llm_bench: Workbench, traine
 
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith("on_")])
-def test_every_kind_of_adapter_trains_what_it_should(llm_bench: Workbench, name: str) -> None:
+def test_every_kind_of_adapter_trains_what_it_should(llm_bench, name):
     from safetensors.torch import load_file
 
     from toolkit.models.lora_files import hash_weight
@@ -123,9 +121,7 @@ def test_every_kind_of_adapter_trains_what_it_should(llm_bench: Workbench, name:
 
 
 @pytest.mark.usefixtures("trained")
-def test_an_adapter_on_a_base_in_fp8_generates_as_its_merged_model(
-    llm_bench: Workbench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_on_a_base_in_fp8_generates_as_its_merged_model(llm_bench, capsys):
     """That ranks read the values of its codes, and of those of bitsandbytes: `tests/distributed/test_weights.py`."""
     run = llm_bench.runs / "on_fp8"
     assert len({line["loss"] for line in llm_bench.lines("on_fp8", "train")}) == 3
@@ -139,7 +135,7 @@ def test_an_adapter_on_a_base_in_fp8_generates_as_its_merged_model(
 
 
 @pytest.mark.usefixtures("gathered")
-def test_an_exported_adapter_goes_on_training(llm_bench: Workbench) -> None:
+def test_an_exported_adapter_goes_on_training(llm_bench):
     from safetensors.numpy import load_file
 
     adapter = llm_bench.runs / "gathered" / "export"
@@ -167,7 +163,7 @@ def test_an_exported_adapter_goes_on_training(llm_bench: Workbench) -> None:
 
 
 @pytest.mark.usefixtures("gathered")
-def test_a_run_with_an_adapter_is_no_start_for_one_without(llm_bench: Workbench) -> None:
+def test_a_run_with_an_adapter_is_no_start_for_one_without(llm_bench):
     refused = llm_bench.attempt("onto", model__init_from=llm_bench.runs / "gathered", **NO_TEXTS)
     assert "step-00000003 is of a run that trained an adapter: give its export as adapter.name_or_path, or" in refused.refusal()
 

@@ -5,8 +5,6 @@ another in one process. A working run would need weights, which its model folder
 was refused before weights are read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,7 +17,7 @@ import pytest
 from tests.recipes.bad_input import NUM_ROWS, ROWS, T5, Case, Files, arguments, attempt, check, contents, write
 from tests.support.launch import LaunchResult, run_on_ranks
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import Workbench, output_of
+from tests.support.workbench import output_of
 
 WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 CSV = "--data.source csv --data.files {here}/rows.csv"
@@ -173,7 +171,7 @@ AFTER_A_RUN = {
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LaunchResult]:
+def finished_run(tmp_path_factory) -> tuple[Path, LaunchResult]:
     """A folder with a run of two steps, on rows of which some are unusable and some too long; and how it went."""
     here = tmp_path_factory.mktemp("finished")
     messy = [
@@ -187,21 +185,19 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_case_of_each_layer_is_refused_on_two_ranks(tmp_path: Path, bench: Workbench, layer: str) -> None:
+def test_a_case_of_each_layer_is_refused_on_two_ranks(tmp_path, bench, layer):
     (tmp_path / "base").symlink_to(bench.models["llama"])
     check(tmp_path, LAYERS[layer], attempt(tmp_path, LAYERS[layer]))
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
-def test_a_run_that_is_refused_changes_nothing_of_the_run_before(finished_run: tuple[Path, LaunchResult]) -> None:
+def test_a_run_that_is_refused_changes_nothing_of_the_run_before(finished_run):
     here, before = finished_run[0], contents(finished_run[0] / "runs")
     check(here, ANOTHER_CONFIG, attempt(here, ANOTHER_CONFIG))
     assert contents(here / "runs") == before
 
 
-def test_the_others_are_refused_in_one_process(
-    finished_run: tuple[Path, LaunchResult], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_others_are_refused_in_one_process(finished_run, tmp_path_factory):
     here, before = finished_run[0], contents(finished_run[0] / "runs")
     damaged = shutil.copytree(here / "runs/run/checkpoints/step-00000002", here / "damaged")
     content = (damaged / "rng-00001.safetensors").read_bytes()
@@ -228,7 +224,7 @@ def run_each(runs: list[tuple[str, list[str]]]) -> list[LaunchResult]:
     return ended
 
 
-def test_unusable_and_long_rows_are_counted_and_reported_and_the_run_goes_on(finished_run: tuple[Path, LaunchResult]) -> None:
+def test_unusable_and_long_rows_are_counted_and_reported_and_the_run_goes_on(finished_run):
     here, result = finished_run
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     rows, num_read = here / "rows.jsonl", NUM_ROWS + 4

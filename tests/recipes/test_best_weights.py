@@ -2,8 +2,6 @@
 evaluation set; those of another run. And the profiler's window.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -33,7 +31,7 @@ WORSENING: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def worse(bench: Workbench) -> str:
+def worse(bench) -> str:
     return bench.run("worse", **WORSENING)
 
 
@@ -41,7 +39,7 @@ def losses(bench: Workbench, name: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in bench.lines(name, "eval")}
 
 
-def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench: Workbench, worse: str) -> None:
+def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench, worse):
     start, *after = losses(bench, "worse").values()
     best = after.index(min(after)) + 1
     assert start < min(after) and best == 1, "the run is to be better at its start, and not best at its end"
@@ -58,7 +56,7 @@ def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench: Workbench, 
     assert f"Weights in float32, after step {best}.\n" in (exported / "README.md").read_text()
 
 
-def test_a_complete_run_that_is_started_with_another_metric_measures_it(bench: Workbench) -> None:
+def test_a_complete_run_that_is_started_with_another_metric_measures_it(bench):
     """It trains no more, but it is evaluated again."""
     short = {"train__max_steps": 2, "checkpoint__keep_best": 0}
     bench.run("metric", **short, eval__generate=False)
@@ -75,7 +73,7 @@ ALONE: dict[str, Any] = {"train__max_steps": 0, "eval__at_start": True, "eval__n
 OF_ALL = ("kind", "step", "num_rows", "num_texts", *FLAWS, "rows_per_s", "rouge_tokenizer", "measured_on")
 
 
-def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_and_stops(workbench: Workbench) -> None:
+def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_and_stops(workbench):
     mail = make_rows(8, seed=2)
     files = {
         "news": [save_jsonl(workbench.runs / "news.jsonl", make_rows(13, seed=1))],
@@ -135,13 +133,13 @@ ONE_MORE: dict[str, Any] = {"train__max_steps": 1, "eval__at_start": True, "eval
 
 
 @pytest.fixture(scope="module")
-def taught(bench: Workbench) -> Workbench:
+def taught(bench) -> Workbench:
     """The bench with a finished run `taught` on it, whose losses differ from step to step."""
     bench.run("taught", **TAUGHT)
     return bench
 
 
-def test_init_from_starts_with_the_weights_of_another_run(taught: Workbench) -> None:
+def test_init_from_starts_with_the_weights_of_another_run(taught):
     sources = {"taught": 3, "taught/checkpoints/step-00000001": 1, "taught/export": 3}
     names = {source: f"from_{source}".replace("/", "_") for source in sources}
     taught.run_all({name: {"model__init_from": taught.runs / source} | ONE_MORE for source, name in names.items()})
@@ -152,7 +150,7 @@ def test_init_from_starts_with_the_weights_of_another_run(taught: Workbench) -> 
         assert [line["step"] for line in taught.lines(names[source], "train")] == [1]
 
 
-def test_frozen_weights_come_from_init_from_on_a_resume_too(taught: Workbench) -> None:
+def test_frozen_weights_come_from_init_from_on_a_resume_too(taught):
     from safetensors.numpy import load_file
 
     start = {
@@ -168,7 +166,7 @@ def test_frozen_weights_come_from_init_from_on_a_resume_too(taught: Workbench) -
     assert same == {name: name.startswith("decoder.block.") for name in same}
 
 
-def test_init_from_refuses_a_run_on_another_frozen_base(taught: Workbench) -> None:
+def test_init_from_refuses_a_run_on_another_frozen_base(taught):
     from safetensors.numpy import load_file, save_file
 
     base = taught.runs / "other_base"
@@ -180,7 +178,7 @@ def test_init_from_refuses_a_run_on_another_frozen_base(taught: Workbench) -> No
     assert ": its run had other frozen weights; take that run's model.name_or_path" in refused.refusal()
 
 
-def test_profile_steps_leaves_a_trace_of_each_step_and_rank(taught: Workbench) -> None:
+def test_profile_steps_leaves_a_trace_of_each_step_and_rank(taught):
     traces = sorted((taught.runs / "taught" / "profile").iterdir())
     assert [path.stem for path in traces] == [f"step-0000000{step}-rank-0000{rank}" for step in (2, 3) for rank in (0, 1)]
     assert any("AdamW" in event.get("name", "") for event in json.loads(traces[0].read_text())["traceEvents"])

@@ -1,7 +1,5 @@
 """A rehearsal in bf16, asked for by the launcher's flag: what GPUs compute in, on CPU processes, whose presets take fp32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.quantized.models import save_quantizable_models
-from tests.support.workbench import Workbench, run_each
+from tests.support.workbench import run_each
 
 LORA = {"model": "llm", "adapter__method": "lora", "adapter__rank": 8, "optim__lr": 1e-2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -23,7 +21,7 @@ CASES = [*((kind, "fsdp2_cpu") for kind in KINDS), ("full", "ddp_cpu"), ("full",
 
 
 @pytest.fixture(scope="module")
-def losses(bench: Workbench, llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def losses(bench, llm_bench, tmp_path_factory) -> dict[str, list[float]]:
     """Of training and evaluation, by kind, preset and precision; all kinds of a preset share a launch."""
     models = tmp_path_factory.mktemp("bf16-models")
     run_on_ranks(save_quantizable_models, preset="single_cpu", args=(models,))
@@ -44,7 +42,7 @@ def losses(bench: Workbench, llm_bench: Workbench, tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.parametrize(("kind", "preset"), CASES)
-def test_a_run_in_bf16_follows_the_one_in_fp32(bench: Workbench, losses: dict[str, list[float]], kind: str, preset: str) -> None:
+def test_a_run_in_bf16_follows_the_one_in_fp32(bench, losses, kind, preset):
     """As closely as 8 bits of a number allow; an equal loss would not have been computed in bf16."""
     of_fp32, of_bf16 = losses[f"{kind}-single_cpu-no"], losses[f"{kind}-{preset}-bf16"]
     assert len(of_bf16) == 4 and all(np.not_equal(of_bf16, of_fp32))

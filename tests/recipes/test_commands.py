@@ -1,7 +1,5 @@
 """`compare`, `preview`, the notebook, the script for SLURM. `train` starts a run in `test_wheel.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,9 +20,7 @@ from toolkit.tools.preview.preview import collect
 ENVIRONMENT = os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
 
 
-def test_compare_shows_one_preset_that_trains_and_one_that_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_shows_one_preset_that_trains_and_one_that_cannot(tmp_path, monkeypatch, capsys):
     """Its runs are forks; `tests/unit/tools/test_preset_runs.py` has the launcher."""
     monkeypatch.setattr(runs, "launch", launch_logged)
     monkeypatch.chdir(REPOSITORY)
@@ -49,7 +45,7 @@ def test_compare_shows_one_preset_that_trains_and_one_that_cannot(
     assert "| fsdp2_size_wrap:fsdp_offload_params=true |" in (tmp_path / "compared" / "comparison.md").read_text()
 
 
-def test_preview_and_the_run_share_a_cache_and_take_the_same_rows(bench: Workbench) -> None:
+def test_preview_and_the_run_share_a_cache_and_take_the_same_rows(bench):
     changes: dict[str, Any] = {"data__prefix": "preview: ", "log_row_ids": True, "eval__generate": False}
     # Its reader stops early, as `head` does.
     command = [sys.executable, "-m", "toolkit", "preview", *bench.flags("run", **changes)]
@@ -83,7 +79,7 @@ def token_files(bench: Workbench) -> dict[Path, int]:
     return {path: path.stat().st_ino for path in (bench.data / "cache").glob("*/train.arrow")}
 
 
-def test_the_notebook_runs_offline_and_its_model_learns(tmp_path: Path) -> None:
+def test_the_notebook_runs_offline_and_its_model_learns(tmp_path):
     """Its cells in order, in one process without a launcher."""
     notebook = json.loads((REPOSITORY / "docs" / "examples" / "python_api.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -107,9 +103,7 @@ def run_without_launcher(script: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("exit_code", "calls"), [(75, "requeue 4711\n"), (0, ""), (2, "")])
-def test_a_job_of_slurm_starts_every_rank_and_only_one_that_was_stopped_goes_back_into_the_queue(
-    tmp_path: Path, exit_code: int, calls: str
-) -> None:
+def test_a_job_of_slurm_starts_every_rank_and_only_one_that_was_stopped_goes_back_into_the_queue(tmp_path, exit_code, calls):
     """With stand-ins for its commands, and for the recipe; under SLURM itself it is `tests/slurm/test_slurm.py`."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_ACCELERATE_YAML")
     (tmp_path / "recipe.py").write_text(

@@ -1,7 +1,5 @@
 """`export` writes any checkpoint of a run as the run itself would have, and only reads the run folder."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io
@@ -21,7 +19,7 @@ from tests.recipes.test_best_weights import WORSENING
 from tests.support.hub_server import hub_server
 from tests.support.launch import REPOSITORY, run_on_ranks, start
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench, call_toolkit, leave_launch, output_of, step_name
+from tests.support.workbench import FP32, call_toolkit, leave_launch, output_of, step_name
 
 FROZEN = re.compile(r"encoder\.block\.0\..*")
 Ended = tuple[int, str, str]
@@ -57,7 +55,7 @@ def state_of(run: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def run(bench: Workbench) -> Path:
+def run(bench) -> Path:
     """A run that gets worse from step to step, with a frozen block; its rows and caches are gone."""
     rows = Path(shutil.copy(bench.data / bench.rows, bench.runs))
     cache = bench.runs / "cache"
@@ -71,7 +69,7 @@ def run(bench: Workbench) -> Path:
 
 
 @pytest.fixture
-def held(run: Path) -> Iterator[None]:
+def held(run) -> Iterator[None]:
     """The run's folder is locked, as by a run that trains in it."""
     with (run / ".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +87,7 @@ def print_pushing_run(url: str, flags: list[str]) -> str:
     return printed[0]
 
 
-def test_a_run_whose_upload_fails_ends_well(bench: Workbench) -> None:
+def test_a_run_whose_upload_fails_ends_well(bench):
     """Uploads are in `tests/unit/tools/test_export.py`."""
     flags = bench.flags("pushed", train__max_steps=1, export__push_to_hub="mine/pushed", eval__generate=False)
     with hub_server() as hub:
@@ -102,7 +100,7 @@ def test_a_run_whose_upload_fails_ends_well(bench: Workbench) -> None:
 
 
 @pytest.mark.usefixtures("held")
-def test_any_checkpoint_is_exported_as_the_run_would_have(run: Path, tmp_path: Path) -> None:
+def test_any_checkpoint_is_exported_as_the_run_would_have(run, tmp_path):
     import torch
     from safetensors.torch import load_file
 
@@ -146,7 +144,7 @@ def test_any_checkpoint_is_exported_as_the_run_would_have(run: Path, tmp_path: P
     assert "\nrounded " in bf16[1] and " weights, each by at most " in bf16[1]
 
 
-def test_two_processes_export_what_one_does(run: Path, tmp_path: Path) -> None:
+def test_two_processes_export_what_one_does(run, tmp_path):
     command = ["export", str(run), "--checkpoint", step_name(4), "--to", str(tmp_path / "two")]
     with start(REPOSITORY / "toolkit" / "__main__.py", command, preset="fsdp2_cpu", overrides=FP32) as running:
         result = running.wait()
@@ -159,7 +157,7 @@ def test_two_processes_export_what_one_does(run: Path, tmp_path: Path) -> None:
         assert running.wait().refusal().startswith(f"{tmp_path / 'two'} is there and not empty: remove it, or")
 
 
-def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_one_sentence(run, tmp_path):
     other = tmp_path / "run"
     shutil.copytree(run, other)
     damaged = next((other / "checkpoints" / step_name(2) / "state").glob("*.distcp"))
@@ -197,7 +195,7 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path, tmp_path: Path) -> N
     assert [path.name for path in taken.iterdir()] == ["mine"]
 
 
-def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, tmp_path: Path) -> None:
+def test_adapters_and_merged_models_are_those_of_the_run(llm_bench, tmp_path):
     """Of a run in bf16, whose base is stored in bf16, and other versions."""
     import torch
     from peft import PeftModel
@@ -236,7 +234,7 @@ def test_adapters_and_merged_models_are_those_of_the_run(llm_bench: Workbench, t
     assert "library_name: peft\n" in (places[2] / "README.md").read_text()
 
 
-def test_what_happens_meanwhile_is_named(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_happens_meanwhile_is_named(run, tmp_path, monkeypatch):
     import torch
 
     from toolkit.errors import UserError

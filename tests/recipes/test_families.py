@@ -3,8 +3,6 @@
 Adapters are in `test_adapter_runs.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,7 @@ def num_steps(family: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def trained(bench: Workbench, llm_bench: Workbench) -> dict[str, Any]:
+def trained(bench, llm_bench) -> dict[str, Any]:
     """Every family trained: what the last launch printed, and the lines of the launch before."""
     settings: dict[str, dict[str, Any]] = {family: {"model": family} for family in FAMILIES}
     for family, (source, target) in LANGUAGES.items():
@@ -83,14 +81,14 @@ def run_all(bench: Workbench, settings: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *IN_PROCESS, *CAUSAL_FAMILIES])
-def test_family_trains_generates_saves_and_resumes(bench: Workbench, trained: dict[str, Any], family: str) -> None:
+def test_family_trains_generates_saves_and_resumes(bench, trained, family):
     lines, printed = bench.lines(family, "train"), trained["printed"][family]
     last = num_steps(family)
     assert [line["step"] for line in lines] == list(range(1, last + 1))
     if family in RESUMED:
         assert lines[:3] == trained["first_lines"][family], "steps before the checkpoint ran again: their times differ"
         assert "step-00000003, after step 3" in printed
-    assert "every rank loads all of" not in printed
+    assert ("every rank loads all of" in printed) == (family == "marian")  # whose positions are in no file, but computed
     saved = [3, 5] if family in RESUMED else [last]
     assert bench.checkpoints(family) == list(map(step_name, saved))
     evaluations = bench.lines(family, "eval")
@@ -100,7 +98,7 @@ def test_family_trains_generates_saves_and_resumes(bench: Workbench, trained: di
 
 
 @pytest.mark.usefixtures("trained")
-def test_plain_transformers_reads_every_export(bench: Workbench, tmp_path: Path) -> None:
+def test_plain_transformers_reads_every_export(bench, tmp_path):
     found = run_without_toolkit(RELOAD + LOOK_AT_TARGETS, [bench.runs / family for family in FAMILIES], tmp_path)
     right = {"times_stored": [1], "has_ties": True, "text": "alpha beta", "starts_right": True}
     differences = {family: about.pop("export") for family, about in found.items()}

@@ -1,11 +1,8 @@
 """What a run prints on 2 ranks before its training, at its start and resumed, and the lines of its phases."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
-from pathlib import Path
 from unittest.mock import patch
 
 from tests.support.launch import run_on_ranks
@@ -30,7 +27,7 @@ MASKS = [
 RESUMED = START.replace("steps       3,", "steps       4 to 5,")
 
 
-def test_the_first_lines_and_the_phases(bench: Workbench, tmp_path: Path) -> None:
+def test_the_first_lines_and_the_phases(bench, tmp_path):
     changes = {"data__cache_dir": tmp_path / "cache", "checkpoint__every_steps": 2, "export__merge": True}
     flags = bench.flags("run", **changes, adapter__method="lora", adapter__rank=4)
     printed, of_rank_1 = run_on_ranks(print_run, preset="fsdp2_cpu", overrides=FP32, args=(flags,))

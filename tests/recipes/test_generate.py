@@ -1,7 +1,5 @@
 """`generate` writes what the evaluation predicted, for any batch size and number of processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from tests.support.launch import REPOSITORY, launch
 from tests.support.model_folders import save_jsonl
 from tests.support.python_in_card import python_in_card, texts_of_python
-from tests.support.workbench import FP32, Workbench, call_toolkit
+from tests.support.workbench import FP32, call_toolkit
 from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.generate import generate as command
 from toolkit.tools.generate.model import Generator
@@ -31,7 +29,7 @@ def texts(output: Path) -> list[str]:
     return [line["prediction"] for line in lines]
 
 
-def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: Path) -> None:
+def test_summaries_are_those_of_the_evaluation(workbench, tmp_path):
     rows = load_json_lines(workbench.data / "rows.jsonl")
     held_out = save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
     options = {"data__prefix": "sum: ", "data__max_source_length_tokens": 16, "eval__num_rows": None, "eval__batch_size_rows": 4}
@@ -62,9 +60,7 @@ def test_summaries_are_those_of_the_evaluation(workbench: Workbench, tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt"])
-def test_answers_are_those_of_the_evaluation(
-    llm_workbench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
+def test_answers_are_those_of_the_evaluation(llm_workbench, tmp_path, monkeypatch, capsys, form):
     pairs = load_json_lines(llm_workbench.data / "prompts.jsonl")
     rows = pairs
     if form == "chat":

@@ -1,7 +1,5 @@
 """The parts of `make gpu` for one GPU, tiny and on a CPU, as `make gpu-small` runs them: only the measuring needs a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -23,12 +21,12 @@ TRIED = ("single", "fsdp2_fp8")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("gpu")
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(folder, monkeypatch):
     """Run a part of that name; its entry in the report, which all tests of this file fill."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -43,7 +41,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", [part for part in PARTS if part.name not in ("presets", *AS_OTHERS)], ids=lambda part: part.name)
-def test_a_part_hands_in_what_its_command_names(part: Any, run: Any) -> None:
+def test_a_part_hands_in_what_its_command_names(part, run):
     told = run(part.name)
     if told["verdict"] == "left out":  # `make test` installs no TRL
         assert part.name == "beside-trl" and "TRL is not installed" in told["line"]
@@ -58,7 +56,7 @@ def test_a_part_hands_in_what_its_command_names(part: Any, run: Any) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_presets_train_resume_and_export_as_the_cpu_does(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_train_resume_and_export_as_the_cpu_does(run, monkeypatch):
     """Two of the eleven, which train a T5 in `tests/recipes/test_presets.py`."""
     (part,) = (part for part in PARTS if part.name == "presets")
     part = dataclasses.replace(part, command=f"{part.command} --only {' '.join(TRIED)}")

@@ -1,7 +1,5 @@
 """Causal models, whole and with adapters: resumed they are the same run, bit for bit, on the same frozen base."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -39,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+def bench(tmp_path_factory) -> Workbench:
     """The runs of this file, with a second file of rows beside them."""
     bench = new_bench(tmp_path_factory, "llm-resume", "llm")
     models = on_one_process(build_model_folders, bench.runs / "models", ["qwen3_moe", "mixtral"])
@@ -61,7 +59,7 @@ def bench_of(bench: Workbench, kind: str) -> Workbench:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
+def test_a_run_goes_on_bit_for_bit(bench, kind):
     """As if all ranks had died in step 7, after which the checkpoint of step 6 stands."""
     settings, bench = settings_of(bench, kind), bench_of(bench, kind)
     bench.run("whole", **settings)
@@ -75,14 +73,14 @@ def test_a_run_goes_on_bit_for_bit(bench: Workbench, kind: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def taught(bench: Workbench) -> Workbench:
+def taught(bench) -> Workbench:
     """A bench with a finished run `taught` of an adapter."""
     bench = bench_of(bench, "adapter")
     bench.run("taught", **LORA)
     return bench
 
 
-def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(taught: Workbench) -> None:
+def test_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(taught):
     folder = taught.runs / "taught" / "checkpoints" / "step-00000003"
     stored = on_one_process(describe_tensors, folder / "state")
     weights = {name.removeprefix("model."): size for name, size in stored.items() if name.startswith("model.")}

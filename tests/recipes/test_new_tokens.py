@@ -1,7 +1,5 @@
 """`model.add_tokens` through the recipes: exact on two ranks, resumed bit for bit, and plain libraries load what is exported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -44,7 +42,7 @@ LOOK_AT_TOKENS = """
 
 
 @pytest.fixture(scope="module")
-def chats(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+def chats(llm_bench, tmp_path_factory) -> Workbench:
     """A bench with chats, and models with as many rows as their tokenizers have tokens."""
     folder = tmp_path_factory.mktemp("chats")
     small = {f"small_{name}": save_resized(llm_bench.models[name], folder / name) for name in ("t5", "llama", "llama_tied")}
@@ -56,7 +54,7 @@ def chats(llm_bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> Wor
 
 
 @pytest.fixture(scope="module")
-def trained(chats: Workbench) -> Workbench:
+def trained(chats) -> Workbench:
     run_each(chats)
     return chats
 
@@ -112,7 +110,7 @@ def train_plain(folder: Path, rows: list[dict[str, Any]], *, has_adapter: bool) 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_train_what_plain_libraries_train(trained: Workbench, name: str) -> None:
+def test_two_ranks_train_what_plain_libraries_train(trained, name):
     model, settings = RUNS[name]
     rows = [json.loads(line) for line in (trained.data / "chats.jsonl").read_text().splitlines()]
     losses, expected = train_plain(trained.models[model], rows, has_adapter=bool(settings))
@@ -130,7 +128,7 @@ def test_two_ranks_train_what_plain_libraries_train(trained: Workbench, name: st
     assert (start - end).abs().max() > 1e-3
 
 
-def test_plain_libraries_give_the_trained_models_logits(trained: Workbench, tmp_path: Path) -> None:
+def test_plain_libraries_give_the_trained_models_logits(trained, tmp_path):
     changes = {key: value for key, value in CHATS.items() if key != "data__chat_template"}
     replace(trained, recipe="t5", rows="rows.jsonl", changes=changes).run("t5-lora", model="small_t5", **LORA)
     found = run_without_toolkit(RELOAD + LOOK_AT_TOKENS, [trained.runs / name for name in (*RUNS, "t5-lora")], tmp_path)
@@ -143,7 +141,7 @@ def test_plain_libraries_give_the_trained_models_logits(trained: Workbench, tmp_
     ("num_processes", "tolerance", "names"),
     [(2, 0.0, ("full-untied", "lora-tied", "lora-in-free-rows")), (3, 1e-5, ("full-tied", "lora-untied"))],
 )
-def test_a_resume_is_the_same_run(trained: Workbench, num_processes: int, tolerance: float, names: tuple[str, ...]) -> None:
+def test_a_resume_is_the_same_run(trained, num_processes, tolerance, names):
     end = f"-on-{num_processes}"
     for name in names:
         later = shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export", "merged")
@@ -157,7 +155,7 @@ def test_a_resume_is_the_same_run(trained: Workbench, num_processes: int, tolera
         assert num_processes == 3 or whole.read_bytes() == again.read_bytes()
 
 
-def test_an_adapter_with_new_tokens_goes_on_and_generates(trained: Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_with_new_tokens_goes_on_and_generates(trained, capsys):
     adapter = trained.runs / "lora-untied" / "export"
     more = {"adapter__method": "lora", "adapter__name_or_path": adapter}
     trained.run("further", model="small_llama", **more)
@@ -168,7 +166,7 @@ def test_an_adapter_with_new_tokens_goes_on_and_generates(trained: Workbench, ca
 
 
 @pytest.mark.parametrize("name", ["lora-untied", "lora-in-free-rows"])
-def test_the_cards_python_gives_the_base_its_new_rows(trained: Workbench, name: str) -> None:
+def test_the_cards_python_gives_the_base_its_new_rows(trained, name):
     folder = trained.runs / name / "export"
     [text] = texts_of_python(python_in_card(folder), folder, ["alpha beta"])
     assert isinstance(text, str)

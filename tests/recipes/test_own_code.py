@@ -1,7 +1,5 @@
 """The examples of docs/own_code.md as they stand there, on one process and on two that shard the model; and a built model."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -14,7 +12,7 @@ import pytest
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import make_rows
 from tests.support.refusals import refusal
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import FP32
 from toolkit.files.json_lines import load_json_lines
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "own_code.md").read_text(), re.DOTALL)
@@ -103,7 +101,7 @@ def run_examples(folder: Path, model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory, bench: Workbench) -> dict[str, tuple[Path, Any]]:
+def examples(tmp_path_factory, bench) -> dict[str, tuple[Path, Any]]:
     found = {}
     for preset in PRESETS:
         folder = tmp_path_factory.mktemp(preset)
@@ -123,7 +121,7 @@ def losses(run: Path, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["class", "z_loss", "ema", "topics", "built"])
-def test_the_examples_of_the_page_are_equal_on_one_process_and_on_two(examples: Any, name: str) -> None:
+def test_the_examples_of_the_page_are_equal_on_one_process_and_on_two(examples, name):
     (single, _), (sharded, _) = (examples[preset] for preset in PRESETS)
     for kind in ("train", "eval"):
         np.testing.assert_allclose(losses(sharded / name, kind), losses(single / name, kind), rtol=1e-5)
@@ -133,7 +131,7 @@ def test_the_examples_of_the_page_are_equal_on_one_process_and_on_two(examples: 
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_mean_of_sharded_weights_is_that_of_whole_ones(examples: Any, preset: str) -> None:
+def test_the_mean_of_sharded_weights_is_that_of_whole_ones(examples, preset):
     folder, of_rank = examples[preset]
     steps = of_rank["steps"]
     assert len(steps) == NUM_STEPS
@@ -146,7 +144,7 @@ def test_the_mean_of_sharded_weights_is_that_of_whole_ones(examples: Any, preset
     assert losses(folder / "ema", "train") == losses(folder / "plain", "train")
 
 
-def test_the_z_loss_is_in_the_training_loss_alone(examples: Any) -> None:
+def test_the_z_loss_is_in_the_training_loss_alone(examples):
     folder, _ = examples["single"]
     before = {"z_loss": losses(folder / "z_loss", "eval")[0], "plain": losses(folder / "plain", "eval")[0]}
     assert before["z_loss"] == before["plain"]
@@ -155,13 +153,13 @@ def test_the_z_loss_is_in_the_training_loss_alone(examples: Any) -> None:
     assert first == pytest.approx(1e-4 * np.log(256) ** 2, rel=0.1)
 
 
-def test_a_metric_of_rows_sees_their_columns_in_order(examples: Any) -> None:
+def test_a_metric_of_rows_sees_their_columns_in_order(examples):
     for folder, _ in examples.values():
         lines = [line for line in load_json_lines(folder / "topics" / "metrics.jsonl") if line["kind"] == "eval"]
         assert all({"right/topic 0", "right/topic 1"} <= line.keys() for line in lines)
 
 
-def test_a_built_model_trains_resumes_and_is_exported_with_its_own_parameter(examples: Any, bench: Workbench) -> None:
+def test_a_built_model_trains_resumes_and_is_exported_with_its_own_parameter(examples, bench):
     for folder, of_rank in examples.values():
         result = of_rank["results"]["built"]
         lines = load_json_lines(folder / "built" / "metrics.jsonl")

@@ -1,7 +1,5 @@
 """Every preset of the repository trains a tiny T5 to its export, every run YAML its own kind of model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +73,7 @@ RUN_CONFIGS = [
 """Each has a test below that runs it, made small by flags, or `test_readme.py` does."""
 
 
-def test_every_preset_is_here_or_elsewhere() -> None:
+def test_every_preset_is_here_or_elsewhere():
     files = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
     assert sorted([*PRESETS, *ELSEWHERE, FOR_100B, *SAME_ON_CPU]) == files
     for preset, test in ELSEWHERE.items():
@@ -84,12 +82,12 @@ def test_every_preset_is_here_or_elsewhere() -> None:
         assert "GPUs only" in preset_header(REPOSITORY / "accelerate_configs" / f"{preset}.yaml")["Needs"]
 
 
-def test_every_run_config_is_here() -> None:
+def test_every_run_config_is_here():
     assert sorted(RUN_CONFIGS) == sorted(path.stem for path in RUN_CONFIG_FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", SAME_ON_CPU)
-def test_what_a_cpu_changes_of_a_preset_makes_it_another(tmp_path: Path, preset: str) -> None:
+def test_what_a_cpu_changes_of_a_preset_makes_it_another(tmp_path, preset):
     other, changes = SAME_ON_CPU[preset]
     on_cpu = {preset: GPU_PRESET_OVERRIDES_ON_CPU[preset], other: changes}
     mappings = [write_accelerate_yaml(tmp_path, name, FP32 | changes)[1] for name, changes in on_cpu.items()]
@@ -98,7 +96,7 @@ def test_what_a_cpu_changes_of_a_preset_makes_it_another(tmp_path: Path, preset:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_preset_trains_evaluates_saves_and_exports(workbench: Workbench, preset: str) -> None:
+def test_preset_trains_evaluates_saves_and_exports(workbench, preset):
     on_cpu = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
     printed = workbench.run("run", preset=preset, overrides=on_cpu)
     assert f"\npreset      {preset}.yaml: {PRESETS[preset]}\n" in printed
@@ -131,7 +129,7 @@ WITHOUT_TEXTS = ("llm_moe", "llm_100b", "dpo")
 
 
 @pytest.fixture(scope="module")
-def trained(bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def trained(bench, tmp_path_factory) -> dict[str, str]:
     """What a run of each config printed, made short; those of a recipe and a preset share a launch."""
     folder, rows = tmp_path_factory.mktemp("configs"), make_rows(60)
     chat_models = run_on_ranks(build_chat_models, preset="single", overrides=FP32, args=(folder,))[0]
@@ -163,7 +161,7 @@ def trained(bench: Workbench, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_config_trains_evaluates_and_exports(bench: Workbench, trained: dict[str, str], config: str) -> None:
+def test_a_config_trains_evaluates_and_exports(bench, trained, config):
     recipe, *_, said, exports = CONFIGS[config]
     assert "every rank loads all of" not in trained[config]
     assert [text for text in said if text not in trained[config]] == []
@@ -173,7 +171,7 @@ def test_a_config_trains_evaluates_and_exports(bench: Workbench, trained: dict[s
         assert 0 <= figures["rewards/accuracies"] <= 1 and figures["rewards/margins"] != 0
 
 
-def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path: Path) -> None:
+def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path):
     from safetensors.numpy import load_file
 
     config, size_wrap = RUN_CONFIG_FOLDER / "mnist_digits.yaml", "fsdp2_size_wrap"

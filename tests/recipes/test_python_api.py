@@ -1,7 +1,5 @@
 """`finetune` from Python: datasets, metrics, a loss and hooks of one's own, alike on one rank and on two, call after call."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import threading
@@ -14,7 +12,7 @@ import pytest
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import make_rows
 from tests.support.refusals import refusal
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import FP32
 from toolkit.files.json_lines import load_json_lines
 
 SETTINGS: dict[str, Any] = {
@@ -92,7 +90,7 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory: pytest.TempPathFactory, bench: Workbench) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+def called(tmp_path_factory, bench) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
     """What each rank returned, and where its runs are, by the preset."""
     found = {}
     for preset in ("single", "fsdp2_cpu"):
@@ -102,7 +100,7 @@ def called(tmp_path_factory: pytest.TempPathFactory, bench: Workbench) -> dict[s
     return found
 
 
-def test_one_rank_and_two_train_alike_with_a_dataset_a_metric_and_a_loss_of_ones_own(called: Any) -> None:
+def test_one_rank_and_two_train_alike_with_a_dataset_a_metric_and_a_loss_of_ones_own(called):
     train, evaluations = {}, {}
     for preset, (folder, _) in called.items():
         lines = load_json_lines(folder / "t5" / "metrics.jsonl")
@@ -115,7 +113,7 @@ def test_one_rank_and_two_train_alike_with_a_dataset_a_metric_and_a_loss_of_ones
     assert train["single"][0] < 0.7 * cross_entropy  # evaluation keeps cross-entropy
 
 
-def test_hooks_are_called_after_every_step_and_evaluation_on_every_rank(called: Any) -> None:
+def test_hooks_are_called_after_every_step_and_evaluation_on_every_rank(called):
     for folder, ranks in called.values():
         lines = {line["step"]: line for line in load_json_lines(folder / "t5" / "metrics.jsonl") if line["kind"] == "train"}
         for steps, evaluations in ((rank["steps"], rank["evaluations"]) for rank in ranks):
@@ -125,7 +123,7 @@ def test_hooks_are_called_after_every_step_and_evaluation_on_every_rank(called: 
             assert [figures["step"] for figures in evaluations] == [0, 2, 4] and all("order" in f for f in evaluations)
 
 
-def test_a_result_names_the_export_and_the_last_and_best_figures(called: Any) -> None:
+def test_a_result_names_the_export_and_the_last_and_best_figures(called):
     for folder, ranks in called.values():
         for result, evaluations in ((rank["result"], rank["evaluations"]) for rank in ranks):
             assert result.step == 4 and result.folder == folder / "t5"
@@ -134,7 +132,7 @@ def test_a_result_names_the_export_and_the_last_and_best_figures(called: Any) ->
             assert result.best_value == min(figures["order"] for figures in evaluations[1:])
 
 
-def test_the_process_can_go_on_after_a_run_and_after_a_refused_one(called: Any) -> None:
+def test_the_process_can_go_on_after_a_run_and_after_a_refused_one(called):
     folder, (of_one,) = called["single"]
     rows, loss, none = of_one["refusals"]
     assert rows.startswith(f"the data is not what {folder}/t5/checkpoints/step-00000004 was trained on")

@@ -1,7 +1,5 @@
 """Adapters on a base in codes through the recipe: first lines, resume, exports, and the same base in another precision."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -29,23 +27,23 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quantized-models")
     run_on_ranks(save_quantizable_models, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
     return folder
 
 
 @pytest.fixture(scope="module")
-def wide(llm_bench: Workbench, folder: Path) -> Workbench:
+def wide(llm_bench, folder) -> Workbench:
     return dataclasses.replace(llm_bench, models={"llama": folder / "llm"})
 
 
 @pytest.fixture(scope="module")
-def printed(wide: Workbench) -> str:
+def printed(wide) -> str:
     return wide.run("whole", **LONGER)
 
 
-def test_the_first_lines_say_what_is_quantized_and_true_numbers(wide: Workbench, printed: str) -> None:
+def test_the_first_lines_say_what_is_quantized_and_true_numbers(wide, printed):
     num_base = sum(weight.numel() for weight in load_file(wide.models["llama"] / "model.safetensors").values())
     stored = load_file(wide.runs / "whole" / "export" / "adapter_model.safetensors")
     num_lora = sum(weight.numel() for weight in stored.values())
@@ -57,7 +55,7 @@ def test_the_first_lines_say_what_is_quantized_and_true_numbers(wide: Workbench,
 
 
 @pytest.mark.usefixtures("printed")
-def test_a_resume_on_three_ranks_is_the_same_run(wide: Workbench) -> None:
+def test_a_resume_on_three_ranks_is_the_same_run(wide):
     """On two it is one of `tests/recipes/test_llm_resume.py`."""
     shutil.copytree(wide.runs / "whole", wide.runs / "on-3", ignore=shutil.ignore_patterns("step-00000004", "export", "merged"))
     settings = LONGER | {"overrides": FP32 | {"num_processes": 3}, "train__micro_batch_size_rows": 1}
@@ -72,7 +70,7 @@ def test_a_resume_on_three_ranks_is_the_same_run(wide: Workbench) -> None:
 
 
 @pytest.mark.usefixtures("printed")
-def test_codes_that_another_version_makes_otherwise_are_another_base_even_of_the_same_files(wide: Workbench) -> None:
+def test_codes_that_another_version_makes_otherwise_are_another_base_even_of_the_same_files(wide):
     hashes = read_manifest(wide.checkpoint("whole", 4))["identity"]["frozen_hashes"]
     held = [f"{UP}.base_layer.{end}" for end in ("codes", "scales", "weight")]
     assert set(held) <= hashes.keys() and len({hashes[name] for name in held}) == 3
@@ -80,7 +78,7 @@ def test_codes_that_another_version_makes_otherwise_are_another_base_even_of_the
     assert hashes[held[2]] == hash_weight(weight)
 
 
-def test_both_merges_are_what_they_say(wide: Workbench, printed: str, tmp_path: Path) -> None:
+def test_both_merges_are_what_they_say(wide, printed, tmp_path):
     run, base = wide.runs / "whole", load_file(wide.models["llama"] / "model.safetensors")
     assert f"{run}/merged is merged into the dequantized nf4 base, on which the adapter was trained" in printed
     assert f"logits of {run}/export differ from the trained model's by " in printed
@@ -107,7 +105,7 @@ def test_both_merges_are_what_they_say(wide: Workbench, printed: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("printed")
-def test_the_adapter_names_the_original_base_and_trains_on_with_or_without_codes(wide: Workbench) -> None:
+def test_the_adapter_names_the_original_base_and_trains_on_with_or_without_codes(wide):
     record = json.loads((wide.runs / "whole" / "export" / "base.json").read_text())
     base = load_file(wide.models["llama"] / "model.safetensors")
     tied = {name for name in base if name not in record["bf16_sha256"]}
@@ -118,7 +116,7 @@ def test_the_adapter_names_the_original_base_and_trains_on_with_or_without_codes
     assert all(wide.lines(name, "train")[-1]["step"] == 3 for name in runs)
 
 
-def test_new_tokens_train_beside_codes(wide: Workbench) -> None:
+def test_new_tokens_train_beside_codes(wide):
     tokens = {"model__add_tokens": ["<|new|>", "<|newer|>"]}
     said = wide.run("tokens", preset="single", export__merge=True, **NF4, **tokens)
     assert "model.embed_tokens.weight (float32)" in said
@@ -127,7 +125,7 @@ def test_new_tokens_train_beside_codes(wide: Workbench) -> None:
     np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
-def test_an_evaluation_stays_in_codes_where_only_they_fit(wide: Workbench) -> None:
+def test_an_evaluation_stays_in_codes_where_only_they_fit(wide):
     names = ("evaluated-plain", "evaluated-in-codes")
     flags = [wide.flags(name, **NF4 | {"eval__generate": True, "train__max_steps": 1}) for name in names]
     found = run_on_ranks(evaluate_both, preset="fsdp2_cpu", overrides=FP32, args=(flags,))

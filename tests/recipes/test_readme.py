@@ -6,8 +6,6 @@ line names their number and else one epoch, a few rows and words in evaluations.
 that a later line reads, takes two steps on other rows.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -151,7 +149,7 @@ class Clone:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+def clone(tmp_path_factory) -> Clone:
     made = Clone(tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("stand_ins"))
     for name in IN_A_CLONE:
         (made.folder / name).symlink_to(REPOSITORY / name)
@@ -162,11 +160,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 @pytest.mark.parametrize("section", BLOCKS)
-def test_the_blocks_run_in_their_order(clone: Clone, section: str) -> None:
+def test_the_blocks_run_in_their_order(clone, section):
     clone.type_until(section)
 
 
-def test_the_blocks_write_what_they_say_and_over_no_file_of_the_readers(clone: Clone) -> None:
+def test_the_blocks_write_what_they_say_and_over_no_file_of_the_readers(clone):
     clone.type_until(list(BLOCKS)[-1])
     written = {path.name for path in clone.folder.iterdir()} - {*IN_A_CLONE}
     assert written == {"rehearsal_articles.csv", "rehearsal_chats.jsonl", "runs", "summaries.jsonl"}
@@ -181,7 +179,7 @@ def test_the_blocks_write_what_they_say_and_over_no_file_of_the_readers(clone: C
     assert (clone.folder / "runs/llm_chat_lora/merged/config.json").is_file()
 
 
-def test_the_rows_of_the_table_run(clone: Clone) -> None:
+def test_the_rows_of_the_table_run(clone):
     clone.type_until(list(BLOCKS)[-1])
     rows = re.findall(r"^\| `(python -m toolkit (\w+)[^`]*)` \|", README, re.MULTILINE)
     assert {job for _, job in rows} > {*RUN_ELSEWHERE}
@@ -190,7 +188,7 @@ def test_the_rows_of_the_table_run(clone: Clone) -> None:
             clone.type(re.sub("|".join(map(re.escape, FILLED_IN)), lambda found: FILLED_IN[found[0]], line))
 
 
-def test_the_listings_of_a_script_of_ones_own_run(clone: Clone) -> None:
+def test_the_listings_of_a_script_of_ones_own_run(clone):
     """A run YAML and a script of docs/python_api.md, rows and a metric of docs/configuration.md, together."""
     python, configuration = ((REPOSITORY / "docs" / name).read_text() for name in ("python_api.md", "configuration.md"))
     listings = re.findall(r"```(?:python|yaml)\n(.*?)```", python + configuration, re.DOTALL)

@@ -1,7 +1,5 @@
 """Stop anywhere and go on: the same run, bit for bit; on other processes the same rows; and what a resume refuses."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -31,12 +29,12 @@ EXACT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(bench: Workbench) -> Workbench:
+def uninterrupted(bench) -> Workbench:
     bench.run("whole", **EXACT)
     return bench
 
 
-def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench) -> None:
+def test_killed_run_goes_on_bit_for_bit(uninterrupted):
     bench = uninterrupted
     whole = kill_and_go_on(bench, **EXACT)
     assert [line["epoch"] for line in whole] == [0] * STEPS_PER_EPOCH + [1] * (NUM_STEPS - STEPS_PER_EPOCH)
@@ -47,7 +45,7 @@ def test_killed_run_goes_on_bit_for_bit(uninterrupted: Workbench) -> None:
     assert exports[0] == exports[1]
 
 
-def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> None:
+def test_complete_run_says_so_and_exports_again(uninterrupted):
     bench, folder = uninterrupted, uninterrupted.runs / "whole"
     metrics = (folder / "metrics.jsonl").read_bytes()
     weights = (folder / "export" / "model.safetensors").read_bytes()
@@ -66,7 +64,7 @@ def test_complete_run_says_so_and_exports_again(uninterrupted: Workbench) -> Non
     assert (bench.runs / "elsewhere" / "export" / "model.safetensors").read_bytes() == weights
 
 
-def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench: Workbench) -> None:
+def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench):
     from safetensors.numpy import load_file
 
     base = load_file(bench.models["t5"] / "model.safetensors")

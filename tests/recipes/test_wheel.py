@@ -1,7 +1,5 @@
 """The wheel in an environment of its own, away from the checkout: `shardtune` makes a project there, and trains in it."""
 
-from __future__ import annotations
-
 import shutil
 import site
 import subprocess
@@ -28,7 +26,7 @@ SHORT = [
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run([*build, str(REPOSITORY)], check=True)
@@ -36,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], cwd=REPOSITORY, check=True)
     (source,) = tmp_path.glob("shardtune-*.tar.gz")
     shutil.unpack_archive(source, tmp_path, filter="data")
@@ -48,7 +46,7 @@ def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bin_folder(wheel, tmp_path_factory) -> Path:
     """Of an environment with the wheel and the libraries of this one, but not this checkout: `.pth` files are not followed."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True, with_pip=True)
@@ -60,7 +58,7 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def run(bin_folder, tmp_path, monkeypatch) -> Command:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the other core has tests of its own
 
@@ -70,14 +68,14 @@ def run(bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Co
     return run_command
 
 
-def test_the_wheel_has_every_recipe_and_preset(wheel: Path) -> None:
+def test_the_wheel_has_every_recipe_and_preset(wheel):
     tracked = subprocess.run(
         ["git", "ls-files", "recipes", "accelerate_configs"], cwd=REPOSITORY, check=True, capture_output=True, text=True
     ).stdout.split()
     assert {f"toolkit/project/{name}" for name in tracked} <= {*zipfile.ZipFile(wheel).namelist()}
 
 
-def test_a_project_trains_away_from_the_checkout(run: Command, tmp_path: Path) -> None:
+def test_a_project_trains_away_from_the_checkout(run, tmp_path):
     assert str(REPOSITORY) not in run("python", "-c", "import toolkit; print(toolkit.__file__)").stdout
     made = run("shardtune", "init", "project")
     assert made.returncode == 0, made.stderr
@@ -96,7 +94,7 @@ def test_a_project_trains_away_from_the_checkout(run: Command, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["toolkit/__init__.py", "toolkit.py"])
-def test_an_import_that_another_toolkit_hides_is_said(run: Command, tmp_path: Path, name: str) -> None:
+def test_an_import_that_another_toolkit_hides_is_said(run, tmp_path, name):
     assert run("shardtune", "init", ".").returncode == 0
     file = tmp_path / "recipes" / name
     file.parent.mkdir(exist_ok=True)
@@ -106,7 +104,7 @@ def test_an_import_that_another_toolkit_hides_is_said(run: Command, tmp_path: Pa
     assert (ended.returncode, ended.stderr) == (2, sentence)
 
 
-def test_what_comes_with_the_toolkit_is_listed(run: Command) -> None:
+def test_what_comes_with_the_toolkit_is_listed(run):
     listed = run("shardtune", "ls").stdout
     for name in ("t5: Fine-tune an encoder-decoder", "llm_functions: The embedded LoRA job", "fsdp2_cpu: What it shards:"):
         assert f"\n  {name}" in listed, listed

@@ -1,7 +1,5 @@
 """`docs/launch/slurm.sbatch` under SLURM itself: a cluster of this machine, with daemons of the test's own. `make test-slurm`."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -15,7 +13,7 @@ import pytest
 
 from tests.support.launch import REPOSITORY, write_accelerate_yaml
 from tests.support.ports import free_port
-from tests.support.workbench import FP32, Workbench
+from tests.support.workbench import FP32
 
 CHANGES = {"train__max_steps": 150, "model__dropout": 0.1, "eval__generate": False, "checkpoint__every_steps": 1000}
 LIMITS = ["--time=3", "--signal=USR1@60"]
@@ -45,7 +43,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def cluster(tmp_path_factory) -> Iterator[dict[str, str]]:
     """The environment of SLURM's commands, while the daemons run."""
     folder = tmp_path_factory.mktemp("cluster")
     ports = {"controller_port": free_port(), "node_port": free_port()}
@@ -74,9 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_a_job_is_stopped_by_its_time_limit_requeued_and_ends_as_if_it_had_never_stopped(
-    bench: Workbench, tmp_path: Path, cluster: dict[str, str]
-) -> None:
+def test_a_job_is_stopped_by_its_time_limit_requeued_and_ends_as_if_it_had_never_stopped(bench, tmp_path, cluster):
     preset, _ = write_accelerate_yaml(tmp_path, "fsdp2_cpu", FP32)
     whole = bench.run("whole", **CHANGES)
 

@@ -1,7 +1,5 @@
 """Runs of the recipes that `plain_pytorch.py` can follow, on tiny models; inputs and references are made once a process."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """Tiny base models with weights on disk, and adapters on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat templates of several families, shortened to what sets them apart, and a tokenizer that knows their tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 CHATML = """\

@@ -1,7 +1,5 @@
 """Checkpoints of two small files, for tests of what lies in a checkpoints folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

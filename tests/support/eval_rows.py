@@ -1,7 +1,5 @@
 """Rows to evaluate on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.model_folders import _build_tokenizer

@@ -4,8 +4,6 @@ Real tensors on the CPU, because transformers takes fake ones for a trace and sk
 the host in a run on GPUs does not count: `toolkit/data/collate.py` runs on the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -3,8 +3,6 @@
 The user `reader` may write into the namespace `mine` with the token `hf_good`; the repository `mine/public` is there, and public.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

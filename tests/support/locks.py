@@ -1,7 +1,5 @@
 """A process that holds a lock, on a file system with locks or without."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

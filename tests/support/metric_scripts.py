@@ -1,7 +1,5 @@
 """A metric's script, as a user writes it for `evaluate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _SCRIPT = """

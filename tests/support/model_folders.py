@@ -3,8 +3,6 @@
 Each folder holds what a user's would: config.json, random safetensors weights, a tokenizer, generation_config.json.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import random

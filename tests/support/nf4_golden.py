@@ -4,8 +4,6 @@ python -m venv /tmp/golden && /tmp/golden/bin/pip install torch==2.13.0 bitsandb
 PYTHONPATH=. /tmp/golden/bin/python tests/support/nf4_golden.py
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights of the shapes that optimizers treat differently, and gradients that are the same on any number of ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor

@@ -1,7 +1,5 @@
 """Model classes such as a user brings. They are made in a function, because transformers is imported where a rank needs it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A page of `report` or `preview`, read back as a browser would parse it."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

@@ -4,8 +4,6 @@ Nothing of the toolkit is imported here. Experts are computed by the model's own
 adapter with weights that peft has added A·B to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

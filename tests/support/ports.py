@@ -1,7 +1,5 @@
 """TCP ports for the ranks of a test, which no other test and no connection takes meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

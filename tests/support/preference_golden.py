@@ -3,8 +3,6 @@
 With TRL 1.16, which is not a dependency, in PYTHONPATH: `python -m tests.support.preference_golden`.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

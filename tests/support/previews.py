@@ -3,8 +3,6 @@
 After a change of the view, `python -m tests.support.previews` writes the golden texts again: read the difference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

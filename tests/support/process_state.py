@@ -1,7 +1,5 @@
 """What a program may have set in its process and in libraries, and finds as it was after a run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

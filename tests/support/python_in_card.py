@@ -1,7 +1,5 @@
 """The Python that an export's model card shows, and what it prints."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

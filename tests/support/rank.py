@@ -1,7 +1,5 @@
 """What a rank of `tests/support/launch.py` does, once the library has made it one of a launch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

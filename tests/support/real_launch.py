@@ -1,7 +1,5 @@
 """The real `accelerate launch`, for tests that are about it: its agent, signals, restarts, the command as a user types it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The sentence that a user's mistake is refused with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

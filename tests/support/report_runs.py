@@ -1,7 +1,5 @@
 """Run folders for `report.html`, without a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

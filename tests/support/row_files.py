@@ -1,7 +1,5 @@
 """Small files of rows, and the rows that a run reads from them. Call these in a folder of the test's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows as a run reads them, by the objective of their config's recipe."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.data.rows import load

@@ -1,7 +1,5 @@
 """Whether a run is the one that nothing interrupted, bit for bit: its figures, rows and checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every model that `AutoModelForSeq2SeqLM` names: run by a test, tiny, or refused with a sentence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.model_folders import BART_SIZES, BART_TOKENS, FAMILIES, PEGASUS_TOKENS

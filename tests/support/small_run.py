@@ -1,7 +1,5 @@
 """Small, exact runs of the recipes for the invariants: fp32, dropout 0, tiny models."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

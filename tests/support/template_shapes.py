@@ -1,7 +1,5 @@
 """What sets chat templates apart in what they print of a chat: forms of calls, of the system turn, of thinking."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny causal models in this process, rows for them, and an `Accelerator` of one process. Imports torch and transformers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny fast tokenizer of every kind that causal models come with, trained on a few lines, and random texts to try them on."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """Tokenizers of translation models, made offline: each marks a text's language in the way of its own family."""
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile

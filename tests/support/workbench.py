@@ -1,7 +1,5 @@
 """Launch a recipe on a tiny model and look at what it leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Runs with a tracker, and the comparison of what its store has with `metrics.jsonl`."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from typing import Any

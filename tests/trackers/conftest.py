@@ -1,7 +1,5 @@
 """What the tests with a tracker's real package share."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ if absent:
 
 
 @pytest.fixture(scope="module")
-def bench(bench: Workbench) -> Iterator[Workbench]:
+def bench(bench) -> Iterator[Workbench]:
     """A place for the runs of a file of tests. Trackers write below it, and find neither a key nor a home of this machine."""
     home = {"HOME": str(bench.runs), "TRACKIO_DIR": str(bench.runs / "trackio"), "WANDB_MODE": "offline"}
     with patch.dict(os.environ, home | {"MLFLOW_TRACKING_URI": f"sqlite:///{bench.runs / 'mlflow.db'}"}):
@@ -31,7 +29,7 @@ def bench(bench: Workbench) -> Iterator[Workbench]:
 
 
 @pytest.fixture(scope="module")
-def logged(request: pytest.FixtureRequest, bench: Workbench) -> Workbench:
+def logged(request, bench) -> Workbench:
     """The bench with the two runs of a file of tests, whose name has that of the tracker."""
     run_two(bench, request.module.__name__.rpartition("test_")[2])
     return bench

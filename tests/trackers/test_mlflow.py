@@ -1,7 +1,5 @@
 """MLflow, in a local store: its client reads each figure of `metrics.jsonl` once, in one run; its limits; failures."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from unittest.mock import patch
@@ -29,7 +27,7 @@ def load(run_id: str) -> Points:
     return {name: [(point.step, point.value) for point in client.get_metric_history(run_id, name)] for name in names}
 
 
-def test_every_loss_is_there_once_and_two_runs_are_two(logged: Workbench) -> None:
+def test_every_loss_is_there_once_and_two_runs_are_two(logged):
     runs = {run.info.run_name: run for run in list_runs(logged, "shelf")}
     assert runs.keys() == {"one", "killed"} and len(list_runs(logged, "shelf")) == 2
     for name, run in runs.items():
@@ -38,7 +36,7 @@ def test_every_loss_is_there_once_and_two_runs_are_two(logged: Workbench) -> Non
         assert run.data.params["train.max_steps"] == "4", "MLflow keeps those of the first start"
 
 
-def test_long_values_are_cut_and_a_line_says_so(bench: Workbench) -> None:
+def test_long_values_are_cut_and_a_line_says_so(bench):
     printed = bench.run(
         "limits",
         tracking__log_with=["mlflow"],
@@ -64,7 +62,7 @@ def fail_and_begin_again(argv: list[str]) -> None:
     run_in_this_process("t5", argv)
 
 
-def test_a_run_after_one_that_failed_in_the_same_process_has_its_own(bench: Workbench) -> None:
+def test_a_run_after_one_that_failed_in_the_same_process_has_its_own(bench):
     flags = bench.flags("again", tracking__log_with=["mlflow"], tracking__project_name="again", eval__generate=False)
     run_on_ranks(fail_and_begin_again, preset="single", overrides=FP32, args=(flags,))
     second, first = list_runs(bench, "again")
@@ -77,13 +75,13 @@ def drop_the_table() -> None:
         store.execute("DROP TABLE metrics")
 
 
-def test_a_failure_in_mid_run_is_one_warning(bench: Workbench) -> None:
+def test_a_failure_in_mid_run_is_one_warning(bench):
     with patch.dict(os.environ, {"MLFLOW_TRACKING_URI": f"sqlite:///{bench.runs / 'other.db'}"}):
         warning = check_failure_in_mid_run(bench, "mlflow", drop_the_table)
     assert warning.startswith("mlflow failed at step 2 (") and "no such table: metrics" in warning
 
 
-def test_a_server_that_does_not_answer_is_one_sentence_on_all_ranks(bench: Workbench) -> None:
+def test_a_server_that_does_not_answer_is_one_sentence_on_all_ranks(bench):
     nobody = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     with patch.dict(os.environ, nobody):
         why = check_refused(bench, "mlflow")

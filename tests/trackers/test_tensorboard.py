@@ -1,12 +1,9 @@
 """TensorBoard: a run folder is one run, with the figures of `metrics.jsonl`; a resume goes on in the same curve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.support.workbench import Workbench
 from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused
 
 EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
@@ -17,7 +14,7 @@ def load(folder: Path) -> tuple[Points, EventAccumulator]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}, events
 
 
-def test_every_loss_is_there_once_and_each_run_is_one_run(logged: Workbench) -> None:
+def test_every_loss_is_there_once_and_each_run_is_one_run(logged):
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
     found = EventMultiplexer().AddRunsFromDirectory(str(logged.runs)).Runs()
@@ -28,7 +25,7 @@ def test_every_loss_is_there_once_and_each_run_is_one_run(logged: Workbench) -> 
         check_points(logged, name, points)
 
 
-def test_the_config_is_in_the_same_events(logged: Workbench) -> None:
+def test_the_config_is_in_the_same_events(logged):
     from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -50,7 +47,7 @@ def break_the_writer() -> None:
     SummaryWriter.add_scalar = add_scalar  # type: ignore[method-assign, assignment]
 
 
-def test_a_failure_in_mid_run_is_one_warning(bench: Workbench) -> None:
+def test_a_failure_in_mid_run_is_one_warning(bench):
     assert check_failure_in_mid_run(bench, "tensorboard", break_the_writer) == (
         "tensorboard failed at step 2 ([Errno 28] No space left on device): it gets no more figures of this run; metrics.jsonl "
         "has all of them"
@@ -59,7 +56,7 @@ def test_a_failure_in_mid_run_is_one_warning(bench: Workbench) -> None:
     assert [step for step, _ in points["train/loss"]] == [1, 2] and "eval/loss" not in points
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence_on_all_ranks(bench: Workbench) -> None:
+def test_a_folder_that_cannot_be_written_is_one_sentence_on_all_ranks(bench):
     (bench.runs / "refused").mkdir()
     (bench.runs / "refused" / "tensorboard").touch()
     assert "): fix that, or " in check_refused(bench, "tensorboard")

@@ -1,7 +1,5 @@
 """trackio, in its local store: its database has each figure of `metrics.jsonl` once, in one run; failures."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -30,12 +28,12 @@ def load(bench: Workbench, name: str) -> tuple[Points, int]:
 
 
 @pytest.mark.parametrize("name", ["one", "killed"])
-def test_every_loss_is_there_once_in_one_run(logged: Workbench, name: str) -> None:
+def test_every_loss_is_there_once_in_one_run(logged, name):
     points, num_runs = load(logged, name)
     check_points(logged, name, points)
     assert num_runs == 1
 
 
-def test_a_project_name_that_it_refuses_is_one_sentence_on_all_ranks(bench: Workbench) -> None:
+def test_a_project_name_that_it_refuses_is_one_sentence_on_all_ranks(bench):
     why = check_refused(bench, "trackio", tracking__project_name="registry-x")
     assert why.startswith("Project name 'registry-x' is not allowed: ")

@@ -1,7 +1,5 @@
 """wandb, offline: its files have each figure of `metrics.jsonl` once, under one id; a key is not written; failures."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -17,7 +15,7 @@ BLOCK_BYTES, RECORD_HEADER_BYTES, FILE_HEADER_BYTES = 32768, 7, 7
 
 
 @pytest.fixture(scope="module")
-def logged(bench: Workbench) -> Workbench:
+def logged(bench) -> Workbench:
     with patch.dict(os.environ, {"WANDB_API_KEY": KEY}):
         run_two(bench, "wandb")
     return bench
@@ -59,7 +57,7 @@ def load(run_folder: Path) -> tuple[Points, list]:
     return points, runs
 
 
-def test_every_loss_is_there_once_and_two_runs_are_two(logged: Workbench) -> None:
+def test_every_loss_is_there_once_and_two_runs_are_two(logged):
     found = {name: load(logged.runs / name) for name in ("one", "killed")}
     for name, (points, runs) in found.items():
         check_points(logged, name, points)
@@ -68,13 +66,13 @@ def test_every_loss_is_there_once_and_two_runs_are_two(logged: Workbench) -> Non
     assert found["one"][1][0].run_id != found["killed"][1][0].run_id
 
 
-def test_a_key_is_not_written_or_printed(logged: Workbench) -> None:
+def test_a_key_is_not_written_or_printed(logged):
     files = [path for path in logged.runs.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files) and any(path.name == "report.html" for path in files)
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
-def test_without_a_login_it_is_one_sentence_on_all_ranks(bench: Workbench) -> None:
+def test_without_a_login_it_is_one_sentence_on_all_ranks(bench):
     with patch.dict(os.environ, {"WANDB_MODE": "online"}):
         why = check_refused(bench, "wandb")
     assert why.startswith("no API key is configured): run `wandb login`, or set WANDB_MODE=offline, or ")
@@ -91,6 +89,6 @@ def kill_the_service() -> None:
             process.wait()
 
 
-def test_a_failure_in_mid_run_is_one_warning(bench: Workbench) -> None:
+def test_a_failure_in_mid_run_is_one_warning(bench):
     warning = check_failure_in_mid_run(bench, "wandb", kill_the_service)
     assert warning.startswith(("wandb failed at step ", "wandb could not be closed ("))

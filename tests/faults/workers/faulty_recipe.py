@@ -5,8 +5,6 @@ made of. Many wait for a file operation of the process, as Python's audit events
 it (`before`); then they kill ranks, or raise what a file system would. A fault that strikes says so on stderr (`tell`).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -9,8 +9,6 @@ bitsandbytes is not a dependency. In an environment with the versions of `constr
 and 232 values end inside blocks of 64. The largest weights have more than 256 blocks, so more than one nested scale.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of tiny models that are quantized already, or that a run quantizes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
