@@ -110,9 +110,13 @@ def _load(config: Any, objective: Any, accelerator: Accelerator, rows: Tokenized
     enter_phase("loading the reference", counts_cpu=True)
 
     def prepare() -> tuple[Any, Any]:
-        model_config = load_model_config(model, objective)
-        skeleton = build_skeleton(model, model_config, objective)
-        if load_tokenizer(model, num_token_embeddings(skeleton)).get_vocab() != rows.tokenizer.get_vocab():
+        try:
+            model_config = load_model_config(model, objective)
+            skeleton = build_skeleton(model, model_config, objective)
+            vocabulary = load_tokenizer(model, num_token_embeddings(skeleton)).get_vocab()
+        except UserError as error:
+            raise UserError(str(error).replace("model.name_or_path", "preference.reference")) from None
+        if vocabulary != rows.tokenizer.get_vocab():
             what = f"preference.reference {name} has another tokenizer than {options.name_or_path}"
             raise UserError(f"{what}, so its log-probabilities would be of other tokens: give a model with the same one")
         return model_config, skeleton

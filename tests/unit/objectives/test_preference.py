@@ -20,7 +20,7 @@ from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.objectives.preference import PairCollator, Preference, Seq2SeqPreference
 from toolkit.objectives.preference_losses import LOSSES, SMOOTHED, Answers
-from toolkit.objectives.reference import Reference
+from toolkit.objectives.reference import Reference, _load
 from toolkit.tools.verify.plain import pair_loss
 
 LOGPS, REFERENCE, LENGTHS = ((-4.0, -5.0), (-9.0, -2.0)), ((-4.5, -4.0), (-8.0, -3.0)), ((3, 5), (6, 1))
@@ -227,3 +227,9 @@ def test_a_model_of_the_other_kind_is_refused_with_the_recipe_that_takes_it():
     assert refusal(Preference().check_model_config, t5, name) == sentence
     sentence = "model.name_or_path m is a llama model, not an encoder-decoder: start recipes/dpo.py, or write recipe: dpo"
     assert refusal(Seq2SeqPreference().check_model_config, llama, name) == sentence
+
+
+def test_a_reference_that_is_not_there_is_named_by_its_setting():
+    model, preference = ModelConfig(name_or_path="m"), PreferenceLossConfig(reference="/gone")
+    sentence = "preference.reference /gone is not a folder here: give an existing folder or a hub id"
+    assert refusal(_load, SimpleNamespace(model=model, preference=preference), Preference(), None, None) == sentence
