@@ -58,10 +58,8 @@ def spell_config(folder: Path, model: PreTrainedModel) -> list[str]:
             what = "untied and its logits are scaled" if flag else "tied and its logits are not scaled"
             remarks.append(f"Its head is {what}: transformers 4, and tools that read as it does, take one flag for both.")
         elif config.is_encoder_decoder and config.tie_word_embeddings != flag:
-            remarks.append(
-                "CTranslate2 scales its logits as if its head were tied, if it converts with transformers 5: greedy texts are "
-                "the same, scores and beams are not. Convert with transformers 4."
-            )
+            what = "CTranslate2 scales its logits as if its head were tied, if it converts with transformers 5"
+            remarks.append(f"{what}: greedy texts are the same, scores and beams are not. Convert with transformers 4.")
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return remarks
 

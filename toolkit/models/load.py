@@ -124,11 +124,8 @@ def build_skeleton(config: ModelConfig, model_config: PretrainedConfig, objectiv
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         if config.attn_implementation:
-            first_sentence = reason.split(". ")[0]
-            raise UserError(
-                f"model.attn_implementation {config.attn_implementation} cannot be used with {config.name_or_path} "
-                f"({first_sentence}): take sdpa or eager, or leave it out"
-            ) from None
+            what = f"model.attn_implementation {config.attn_implementation} cannot be used with {config.name_or_path}"
+            raise UserError(f"{what} ({reason.split('. ')[0]}): take sdpa or eager, or leave it out") from None
         raise UserError(f"model {config.name_or_path} cannot be built from its config.json: {reason}") from None
     if not model.can_generate():  # then it has none, and no text to end
         model.generation_config = transformers.GenerationConfig()
@@ -160,10 +157,8 @@ def check_kept(model: PreTrainedModel, name: str) -> None:
         model.initialize_weights()
     if written := [own for own, p in model.named_parameters() if private("_cdata", p.untyped_storage()) in writes.found]:
         what = f"{min(written)} of {name}, or a part of it, anew whenever it loads a {model.config.model_type}"
-        raise UserError(
-            f"transformers sets {what}, so that an export would load as another model: if it is the row of the padding token, "
-            "set pad_token_id null in a copy of its config.json"
-        )
+        remedy = "if it is the row of the padding token, set pad_token_id null in a copy of its config.json"
+        raise UserError(f"transformers sets {what}, so that an export would load as another model: {remedy}")
 
 
 def build_on_meta(

@@ -213,10 +213,8 @@ def _check_names(model: PreTrainedModel, what: str) -> None:
     read: Any = private("convert_peft_adapter_state_dict_for_transformers")(model, model.peft_config["default"], stored)
     missing = {name.partition(".lora_")[0] for name in {*stored} - {*read}}
     if ends := sorted({".".join(name.split(".")[-2:]) for name in missing}):
-        raise UserError(
-            f"{what} adapts layers that peft would not read from its file again, because transformers renames them in a "
-            f"{model.config.model_type}: name {', '.join(ends)} in adapter.exclude_modules"
-        )
+        why = f"as transformers renames them in a {model.config.model_type}: name {', '.join(ends)} in adapter.exclude_modules"
+        raise UserError(f"{what} adapts layers that peft would not read from its file again, {why}")
 
 
 def _check_ties(model: PreTrainedModel, what: str) -> None:
@@ -231,16 +229,13 @@ def _check_ties(model: PreTrainedModel, what: str) -> None:
         others = " and ".join(str(base_name(name)) for name in names if base_name(name) != first)
         if adapted:
             or_whole = "" if model.config.is_encoder_decoder else ", or train it whole by adapter.modules_to_save"
-            raise UserError(
-                f"{what} adapts {first}, which is one tied weight with {others}: the merged model would need two; leave it out "
-                f"of adapter.target_modules{or_whole}"
-            )
+            why = f"the merged model would need two; leave it out of adapter.target_modules{or_whole}"
+            raise UserError(f"{what} adapts {first}, which is one tied weight with {others}: {why}")
         copies = {name: name.replace(".original_module.", ".modules_to_save.default.") for name in names}
         # peft replaces all modules except the input embedding by linear layers, which breaks T5's three embeddings.
         owners = [[type(model.get_submodule(name.rpartition(".")[0])) for name in pair] for pair in copies.items()]
         same_kind = len(saved) == len(names) and all(old is new for old, new in owners)
         if not same_kind or len({id(parameters[new]) for new in copies.values()}) > 1:
-            raise UserError(
-                f"{what} trains {first}, which is one tied weight with {others}: peft keeps only a token embedding and an output "
-                f"head together, one of them named {' or '.join(TIED_NAMES)}; leave it out of adapter.modules_to_save"
-            )
+            kept = f"a token embedding and an output head together, one of them named {' or '.join(TIED_NAMES)}"
+            why = f"peft keeps only {kept}; leave it out of adapter.modules_to_save"
+            raise UserError(f"{what} trains {first}, which is one tied weight with {others}: {why}")

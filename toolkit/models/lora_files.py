@@ -158,10 +158,8 @@ def check_base(folder: Path, name_or_path: str, tensors: dict[str, str], what: s
     differing = sorted(name for name in theirs.keys() | tensors.keys() if theirs.get(name) != tensors.get(name))
     if differing:
         at = f" at revision {recorded['revision']}" if recorded.get("revision") else ""
-        raise UserError(
-            f"{what} was trained on another base than model.name_or_path {name_or_path}: {len(differing)} tensors differ, "
-            f"{differing[0]} the first; its base was {recorded.get('name_or_path')}{at}"
-        )
+        how = f"{len(differing)} tensors differ, {differing[0]} the first; its base was {recorded.get('name_or_path')}{at}"
+        raise UserError(f"{what} was trained on another base than model.name_or_path {name_or_path}: {how}")
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:

@@ -199,10 +199,9 @@ def check_loaded(objective: Objective, model: PreTrainedModel, name_or_path: str
     if names := [name for name in match.missing if not objective.may_draw_head or name.startswith(backbone)]:
         others = f", and have {len(unknown)} others ({', '.join(unknown[:3])}, …)" if unknown else ""
         renamed = "; if only names differ, save it without what wraps it (DDP, torch.compile, an adapter, a larger model)"
-        raise UserError(
-            f"{what} lack {len(names)} of the model's parameters ({', '.join(names[:3])}, …), which would stay random{others}: "
-            f"give complete weights, or model.from_scratch true{renamed if unknown else ''}"
-        )
+        remedy = f"give complete weights, or model.from_scratch true{renamed if unknown else ''}"
+        lacks = f"lack {len(names)} of the model's parameters ({', '.join(names[:3])}, …), which would stay random"
+        raise UserError(f"{what} {lacks}{others}: {remedy}")
     for name, stored in sorted(match.other_shapes.items()):
         made = tuple(model.state_dict()[name].shape)
         raise UserError(f"{what} have {name} of shape {stored}, but its config.json makes it {made}: give that of the weights")

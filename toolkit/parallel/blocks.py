@@ -60,10 +60,8 @@ def compile_blocks(accelerator: Accelerator, model: PreTrainedModel) -> None:
     if not compiles(accelerator):
         return
     if accelerator.device.type == "cpu" and plugin.backend == DynamoBackend.INDUCTOR:
-        logger.warning(
-            "blocks are compiled (dynamo_backend INDUCTOR), which on a CPU takes minutes and slows steps with dropout: leave "
-            "dynamo_config out of the accelerate YAML, unless the run is long and without dropout"
-        )
+        what = "blocks are compiled (dynamo_backend INDUCTOR), which on a CPU takes minutes and slows steps with dropout"
+        logger.warning(f"{what}: leave dynamo_config out of the accelerate YAML, unless the run is long and without dropout")
         # torch's key of kernels on disk names no vector length (FxGraphHashDetails, _inductor/codecache.py:1264): kernels that a
         # machine with another processor has left there would write past the ends of their tensors.
         vectors, tag = str(private("pick_vec_isa")()), torch.compiler.config.cache_key_tag

@@ -43,11 +43,9 @@ def choose_linears(model: nn.Module, blocks: dict[str, nn.Module], num_shards: i
         if fits and id(linear) in in_blocks and linear.weight.requires_grad:
             chosen[name] = linear
     if not chosen:
-        raise UserError(
-            f"mixed_precision is fp8, but none of the {len(linears)} Linears of {type(model).__name__} can be converted: they "
-            f"must be trainable, in a block, of sizes that {MULTIPLE_OF} divides, with rows that {num_shards} ranks share "
-            "equally; write mixed_precision: bf16"
-        )
+        what = f"mixed_precision is fp8, but none of the {len(linears)} Linears of {type(model).__name__} can be converted"
+        needed = f"trainable, in a block, of sizes that {MULTIPLE_OF} divides, with rows that {num_shards} ranks share equally"
+        raise UserError(f"{what}: they must be {needed}; write mixed_precision: bf16")
     return chosen
 
 

@@ -209,7 +209,7 @@ def test_layers_that_peft_would_not_read_again_are_refused_until_they_are_left_o
     ends = [f"shared_experts.{end}_proj" for end in ("down", "gate", "up")]
     said = refusal(add_adapter, copy.deepcopy(model), adapter_config(), ModelConfig(name_or_path="base"))
     assert said == (
-        "the adapter adapts layers that peft would not read from its file again, because transformers renames them in a laguna: "
+        "the adapter adapts layers that peft would not read from its file again, as transformers renames them in a laguna: "
         f"name {', '.join(ends)} in adapter.exclude_modules"
     )
     add_adapter(model, adapter_config(exclude_modules=ends), ModelConfig(name_or_path="base"))
