@@ -35,7 +35,7 @@ from toolkit.distributed.comm import build_group, gather_objects, raise_together
 from toolkit.distributed.rng import capture_random_state, save_random_state
 from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import Stopped, UserError, refused
-from toolkit.files.durable import describe_files
+from toolkit.files.durable import describe_files, fsync_path
 from toolkit.launch.rank_consistency import installed_versions
 from toolkit.parallel.wrap import ShardedModel
 from toolkit.private import private
@@ -247,6 +247,8 @@ class CheckpointWriter:
         def write() -> dict[str, dict[str, Any]]:
             names = [f"state/{name}" for name in save_tensors(tensors, unfinished / "state", self.group)]
             names.append(save_random_state(random_state, unfinished))
+            for name in names:
+                fsync_path(unfinished / name)
             return describe_files(unfinished, names)
 
         def remove() -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, refusal_named, refused
-from toolkit.files.durable import denials_named, describe_files, fsync_names, fsync_path, hash_file, list_files, save_json, seal
+from toolkit.files.durable import denials_named, describe_files, fsync_path, fsync_tree, hash_file, list_files, save_json, seal
 
 logger = logging.getLogger("toolkit")
 
@@ -59,7 +59,7 @@ def find_or_build(what: str, folder: Path, build: Callable[..., dict[str, Any]],
         about = build(*arguments, unfinished)
         about = seal({**about, "files": describe_files(unfinished, list_files(unfinished))})
         save_json(unfinished / ABOUT, about)
-        fsync_names(unfinished)
+        fsync_tree(unfinished)
         return _put_in_place(what, unfinished, folder) or about
     except UserError:
         raise

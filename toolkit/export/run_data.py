@@ -19,7 +19,7 @@ from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.data.tokens.tokenizer import differing_parts, open_tokenizer
 from toolkit.errors import UserError, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
-from toolkit.files.durable import describe_files, fsync_names, list_files, refuse_pointers, save_json
+from toolkit.files.durable import describe_files, fsync_tree, list_files, refuse_pointers, save_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ def save_run_data(run_folder: Path, data: RunData, tokenizer: PreTrainedTokenize
         shutil.rmtree(folder, ignore_errors=True)
         tokenizer.save_pretrained(folder)
         data = dataclasses.replace(data, tokenizer_files=_describe(folder))
-        fsync_names(folder)
+        fsync_tree(folder)
         save_json(run_folder / DATA_FILE, dataclasses.asdict(data))
 
 

@@ -94,13 +94,8 @@ def hash_file(path: Path) -> str:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and hash of files, for a manifest. Each file is on the disk when this returns."""
-    described = {}
-    for name in names:
-        path = folder / name
-        fsync_path(path)
-        described[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
-    return described
+    """Size and hash of files, for a manifest."""
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)} for name in names}
 
 
 def list_files(folder: Path) -> list[str]:
@@ -130,7 +125,7 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_names(folder: Path) -> None:
-    """Make all names below a folder durable. It does not sync the files' contents; `describe_files` does."""
+    """Make all names below a folder durable, without the files' contents."""
     for subfolder in {path.parent for path in folder.rglob("*")} | {folder}:
         fsync_path(subfolder)
 
