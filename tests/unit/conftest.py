@@ -10,9 +10,8 @@ import pytest
 
 from toolkit.launch.log import start_logging
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # read when torch is imported; threads take longer to meet than tiny models to compute
+# Read when torch is imported; threads take longer to meet than tiny models to compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -66,14 +66,6 @@ def test_llama_by_hand():
     )
 
 
-def test_t5_by_hand():
-    attention, feed_forward, of_pairs = 4 * D * D, 2 * D * FORWARD, LAYERS * 3 * 4 * D
-    source = LAYERS * (attention + feed_forward + 2 * D * D)  # and the decoder's keys and values of it
-    target = LAYERS * (attention + 2 * D * D + feed_forward) + D * V
-    expected = [0, 6 * source, 6 * target, of_pairs, of_pairs, of_pairs / 2]
-    assert per_term_of(build("t5")) == pytest.approx(expected, rel=1e-9, abs=1e-6)
-
-
 def test_each_kind_of_block_runs_once_for_each_length(monkeypatch):
     """Gemma 2 has two kinds of layers in turn. A frozen layer, and one before which nothing trains, are other kinds."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
