@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import build_model_folders
@@ -26,17 +25,17 @@ MODELS = {"t5": "t5", "untied": "t5", "llama": "llm", "tied": "llm", "mixture": 
 FAMILIES = {"t5": "t5", "untied": "flan_t5", "llama": "llama", "tied": "qwen3", "mixture": "qwen3_moe"}
 PRESETS = {"single": "single_cpu", "ddp": "ddp_cpu", "fsdp2": "fsdp2_cpu", "hsdp": "fsdp2_hsdp", "fsdp1": "fsdp1_full_shard"}
 NUM_STEPS, SAVED_STEP = 6, 3
-LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 4, "adapter.dropout": 0.1}
-DORA: dict[str, Any] = LORA | {"adapter.method": "dora"}
-NF4: dict[str, Any] = LORA | {"adapter.base_dtype": "nf4"}
-PACKED: dict[str, Any] = {"data.packing": True}
-SPLIT: dict[str, Any] = {"train.micro_batch_size_rows": 1}
-SCRATCH: dict[str, Any] = {"model.from_scratch": True}
-TOKENS: dict[str, Any] = {"model.add_tokens": ["\n", "<tag>"]}
-EXPERTS: dict[str, Any] = LORA | {"adapter.experts": True, "adapter.dropout": 0}
+LORA = {"adapter.method": "lora", "adapter.rank": 4, "adapter.dropout": 0.1}
+DORA = LORA | {"adapter.method": "dora"}
+NF4 = LORA | {"adapter.base_dtype": "nf4"}
+PACKED = {"data.packing": True}
+SPLIT = {"train.micro_batch_size_rows": 1}
+SCRATCH = {"model.from_scratch": True}
+TOKENS = {"model.add_tokens": ["\n", "<tag>"]}
+EXPERTS = LORA | {"adapter.experts": True, "adapter.dropout": 0}
 
 # name: model, strategies, flags
-RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+RUNS = {
     "t5": ("t5", "single ddp fsdp2 hsdp fsdp1", {}),
     "t5-split": ("untied", "fsdp2", SPLIT | {"eval.num_beams": 2}),
     "t5-scratch": ("t5", "single ddp fsdp2 fsdp1", SCRATCH),
@@ -94,7 +93,7 @@ def _write_inputs(folder: Path) -> None:
     save_rows(folder)
 
 
-def _run(folder: Path, runs: Path, chosen: dict[str, Any], *, resumed: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def _run(folder: Path, runs: Path, chosen: dict, *, resumed: bool = False) -> Iterator[tuple[str, dict]]:
     """The name of each run, with its strategy, and what it computes; the runs of a strategy share a launch."""
     for strategy, preset in PRESETS.items():
         argvs = {}
@@ -111,7 +110,7 @@ def _run(folder: Path, runs: Path, chosen: dict[str, Any], *, resumed: bool = Fa
         yield from ((name, _look(runs / name)) for name in argvs)
 
 
-def _settings(folder: Path, run: Path, model: str) -> dict[str, Any]:
+def _settings(folder: Path, run: Path, model: str) -> dict:
     return {
         "model.name_or_path": folder / FAMILIES[model], "data.source": "jsonl", "data.files": folder / ROWS[MODELS[model]],
         "data.eval_fraction": 0.1, "data.cache_dir": folder / "cache", "train.global_batch_size_rows": 8,
@@ -127,7 +126,7 @@ def _take_back(recorded: Path, run: Path) -> None:
     shutil.copytree(recorded, run, ignore=shutil.ignore_patterns(step_name(NUM_STEPS), "export*", "merged", "predictions-6*"))
 
 
-def _look(run: Path) -> dict[str, Any]:
+def _look(run: Path) -> dict:
     """Every number that no clock decides, and the hash of every file that has no time in it."""
     lines = {}
     for line in load_json_lines(run / "metrics.jsonl"):  # the line of an asynchronous save may come before a step's or after
@@ -143,7 +142,7 @@ def _look(run: Path) -> dict[str, Any]:
     return {"lines": lines, "files": hashes}
 
 
-def _compare(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _compare(recorded: dict, now: dict) -> list[str]:
     """What differs, in words: of the lines the first, and all files."""
     found = []
     for name, line in (recorded["lines"] | now["lines"]).items():

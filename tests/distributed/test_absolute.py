@@ -6,7 +6,6 @@ Other tests compare the toolkit with itself; what is wrong everywhere alike show
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -84,7 +83,7 @@ def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: bytes | None)
     return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0]
 
 
-def follow_own_class(recipe: str, *args: Any) -> Figures:
+def follow_own_class(recipe: str, *args) -> Figures:
     with loaded_by_transformers(recipe):
         return train_plain(*args, None, 0.0)
 
@@ -98,7 +97,7 @@ def train_own_class(recipe: str, argv: list[str], folder: Path) -> None:
         run_in_this_process(recipe, argv)
 
 
-def rows_of(recipe: str, steps: Sequence[Sequence[int]]) -> tuple[list[list[Any]], list[Any]]:
+def rows_of(recipe: str, steps: Sequence[Sequence[int]]) -> tuple[list[list], list]:
     evaluation, train = (load_json_lines(inputs() / f"{recipe}-{name}.jsonl") for name in ("eval", "train"))
     return [[train[row - NUM_EVAL_ROWS] for row in step] for step in steps], evaluation
 
@@ -114,7 +113,7 @@ def check_rows(steps: dict[int, list[int]]) -> None:
     assert len(epochs) == 4 and len(set(epochs[-1])) == len(epochs[-1]) and set(epochs[-1]) < set(TRAINING_ROWS)
 
 
-def check_weights(export: Path, expected: dict[str, Any]) -> None:
+def check_weights(export: Path, expected: dict) -> None:
     files = list(export.glob("*.safetensors"))
     weights = {rename(name): weight for file in files for name, weight in load_file(file).items()}
     assert weights.keys() == expected.keys()

@@ -1,7 +1,5 @@
 """What is done to each block of a model: its activations computed again with the same dropout, its forward compiled."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -49,14 +47,14 @@ def test_blocks_are_compiled_and_nothing_else():
 Case = tuple[str, int, str]
 
 
-def take_steps(preset: str, overrides: dict[str, Any], steps: list[Case]) -> dict[Case, dict[str, Any]]:
+def take_steps(preset: str, overrides: dict, steps: list[Case]) -> dict[Case, dict]:
     """By family, seed and `train.activation_checkpointing`, what rank 0 reports of a forward and backward of a tiny model
     with dropout 0.5."""
     reports = run_on_ranks(step_each, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(steps,))
     return dict(reports[0])
 
 
-def step_each(steps: list[Case]) -> dict[Case, dict[str, Any]]:
+def step_each(steps: list[Case]) -> dict[Case, dict]:
     """On every rank, with an accelerator each, which keeps the blocks of the first model that it wraps."""
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.training.run import release
@@ -68,7 +66,7 @@ def step_each(steps: list[Case]) -> dict[Case, dict[str, Any]]:
     return found
 
 
-def forward_and_backward(accelerator: Any, family: str, seed: int, checkpointing: Any) -> dict[str, Any]:
+def forward_and_backward(accelerator, family: str, seed: int, checkpointing) -> dict:
     """On every rank: loss, gradients, how often an attention ran, the backward's products of linear layers and dropout masks, how
     many frames were compiled."""
     import torch
@@ -89,7 +87,7 @@ def forward_and_backward(accelerator: Any, family: str, seed: int, checkpointing
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     if family == "t5":
-        model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.5}))
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG | {"dropout_rate": 0.5}))
     elif family == "gpt2":
         rates = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, **CAUSAL_FAMILIES["gpt2"][1], **rates))
@@ -110,14 +108,14 @@ def forward_and_backward(accelerator: Any, family: str, seed: int, checkpointing
         attention.register_forward_pre_hook(lambda *_: calls.append(1))
     ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(rank())).tolist()
     rows = [{"input_ids": row, "labels": row[:5] if family == "t5" else [-100, *row[1:]]} for row in ids]
-    collator: Any = SummarizationCollator(0, 0) if family == "t5" else CausalCollator(0)
+    collator = SummarizationCollator(0, 0) if family == "t5" else CausalCollator(0)
     sharded.model.train()
     seed_all("dropout", seed, rank())
     loss = summed_loss(sharded.model, collator.collate([[row] for row in rows]))[0]
     seen: list[str] = []
 
     class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func.name().split("::")[1].split(".")[0])
             return func(*args, **(kwargs or {}))
 
@@ -148,7 +146,7 @@ def report_both_orders() -> list[list[dict[str, list[str]]]]:
     return [report_prefetch(accelerator, decoder_first) for decoder_first in (False, True)]
 
 
-def report_prefetch(accelerator: Any, decoder_first: bool) -> list[dict[str, list[str]]]:
+def report_prefetch(accelerator, decoder_first: bool) -> list[dict[str, list[str]]]:
     """On every rank: names of what each unit of a T5 gathers ahead, in the forward and in the backward."""
     import transformers
     from torch.distributed.fsdp import FSDPModule
@@ -207,7 +205,7 @@ def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], list[str]
 
     chunked_loss.MAX_LOGITS_AT_ONCE = 4 * 256
     accelerator = build_accelerator()
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
     if has_images:
         model = transformers.AutoModelForImageTextToText.from_config(tiny_config("qwen3_vl"))
         model.model.visual.requires_grad_(False)
@@ -217,22 +215,22 @@ def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], list[str]
     of_fsdp = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     units = {name.replace("language_model.", ""): module for name, module in of_fsdp}
     assert ("model.visual" in units) is has_images
-    groups: Any = {name: module._get_fsdp_state()._fsdp_param_group for name, module in units.items()}
+    groups = {name: module._get_fsdp_state()._fsdp_param_group for name, module in units.items()}
     gathered, held, chunks = [], {}, []
     gather, head_forward = _fsdp_param_group.foreach_all_gather, model.lm_head.forward
 
-    def see_gather(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def see_gather(parameters, *args, **kwargs):
         gathered.append(next(name for name, group in groups.items() if group.fsdp_params is parameters))
         return gather(parameters, *args, **kwargs)
 
-    def see_head(*args: Any, **kwargs: Any) -> Any:
+    def see_head(*args, **kwargs):
         chunks.extend([] if "within" in kwargs else [1])
         return head_forward(*args, **kwargs)
 
     def see_held(when: str) -> None:
         held[when] = [name for name in ("model.embed_tokens", "lm_head") if groups[name].is_unsharded]
 
-    def after_first_block(block: Any, args: Any, hidden_BTD: Any) -> None:
+    def after_first_block(block, args, hidden_BTD) -> None:
         see_held("forward")
         hidden_BTD.register_hook(lambda _: see_held("backward"))
 

@@ -1,7 +1,6 @@
 """What ranks gather and reduce: once a step what they can, never what an evaluation has left, and how DDP is set up."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,14 +10,14 @@ from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 NUM_MICRO_BATCHES = 3
 
 
-def count_plain_and_wrapped() -> list[dict[str, Any]]:
+def count_plain_and_wrapped() -> list[dict]:
     from toolkit.launch.accelerator import build_accelerator
 
     accelerator = build_accelerator()
     return [count_collectives(accelerator, wraps) for wraps in (False, True)]
 
 
-def count_collectives(accelerator: Any, wraps: bool) -> dict[str, Any]:
+def count_collectives(accelerator, wraps: bool) -> dict:
     """On every rank: two steps of several micro-batches; the collectives of the second, and the norm of its gradient."""
     import contextlib
     from collections import Counter
@@ -37,10 +36,10 @@ def count_collectives(accelerator: Any, wraps: bool) -> dict[str, Any]:
     sharded = shard_model(accelerator, T5ForConditionalGeneration(T5Config(**{**T5_CONFIG, "dropout_rate": 0.0})))
     counts: Counter[str] = Counter()
 
-    def counting(name: str) -> Any:
+    def counting(name: str):
         function = getattr(dist, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             counts[name] += 1
             return function(*args, **kwargs)
 
@@ -104,7 +103,7 @@ def test_generation_leaves_no_gather_behind():
         assert sharded == pytest.approx(unsharded, rel=1e-5, abs=1e-6)
 
 
-def look_at_ddp(base: Path) -> dict[str, Any]:
+def look_at_ddp(base: Path) -> dict:
     """On every rank: wrap an adapted model as on GPUs, do one step, and look."""
     from unittest.mock import patch
 
@@ -123,7 +122,7 @@ def look_at_ddp(base: Path) -> dict[str, Any]:
 
         count = 0
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             is_cast = function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.float32
             self.count += is_cast and args[0].dtype == torch.bfloat16 and args[0].shape[-1] in (16, 32) and args[0].dim() == 3
             return function(*args, **(kwargs or {}))
@@ -132,10 +131,10 @@ def look_at_ddp(base: Path) -> dict[str, Any]:
     # Take the branch of accelerate that GPUs take. The model's device stays the CPU.
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    given: dict[str, Any] = {}
+    given = {}
     build = DistributedDataParallel.__init__
 
-    def record(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
+    def record(self, module, device_ids=None, output_device=None, **kwargs) -> None:
         given.update(kwargs, device_ids=device_ids)
         build(self, module, device_ids=None, **kwargs)
 

@@ -1,7 +1,6 @@
 """Every rank, micro-batch and step drops other elements."""
 
 from itertools import combinations
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -22,7 +21,7 @@ def test_masks_differ(tmp_path):
     assert equal == [], "masks of (rank, step, micro-batch)"
 
 
-def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dict[Any, np.ndarray]:
+def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dict:
     """On every rank: what dropout would leave of 256 ones, right before each forward."""
     import torch
     import torch.nn.functional as F
@@ -31,14 +30,14 @@ def train_and_record_masks(recipe: str, argv: list[str], max_logits: int) -> dic
     from toolkit.training import loop
 
     place: list[tuple[int, int]] = []
-    masks: dict[Any, np.ndarray] = {}
+    masks = {}
     seed_all, compute = loop.seed_all, Objective.loss
 
     def note_and_seed(what: str, seed: int, step: int, rank: int, micro_batch: int) -> None:
         place.append((step, micro_batch))
         seed_all(what, seed, step, rank, micro_batch)
 
-    def record_and_compute(*args: Any) -> Any:
+    def record_and_compute(*args):
         if torch.is_grad_enabled():
             with torch.random.fork_rng(devices=[]):
                 masks[place[-1]] = F.dropout(torch.ones(256), 0.5).numpy()

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -28,27 +27,27 @@ from tests.support.small_run import (
 )
 
 PRESET = "fsdp2_fp8"
-ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
-ON_ONE: dict[str, Any] = ON_CPU | {
+ON_CPU = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
+ON_ONE = ON_CPU | {
     "distributed_type": "NO",
     "num_processes": 1,
     "fsdp_config": None,
     "fp8_config": {"enable_fsdp_float8_all_gather": False},
 }
-BF16: dict[str, Any] = {"mixed_precision": "bf16", "fp8_config": None}
+BF16 = {"mixed_precision": "bf16", "fp8_config": None}
 FOUR = {"num_processes": 4, "parallelism_config": {f"parallelism_config_dp_{name}_size": 2 for name in ("replicate", "shard")}}
 SAVED_STEP = 3
 FLOAT8_TOLERANCE = 0.4
 """Relative distance of a gradient from that in bf16: e4m3 keeps 3 bits behind the leading one, the gradient of an output 2."""
 
 
-def emulated(function: Callable[..., Any], *args: Any) -> Any:
+def emulated(function: Callable, *args):
     """On every rank: `function`, with the products emulated and nothing refused for the missing GPU."""
     from toolkit.parallel import float8
 
     convert = float8.convert
 
-    def convert_emulated(model: Any, linears: Any, config: Any) -> None:
+    def convert_emulated(model, linears, config) -> None:
         convert(model, linears, dataclasses.replace(config, emulate=True))
 
     with (
@@ -59,7 +58,7 @@ def emulated(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def take_step() -> dict[str, Any]:
+def take_step() -> dict:
     """On every rank: a step of a tiny Llama, the dtypes of weights while they are gathered, what each rank holds."""
     import torch
     import transformers
@@ -105,13 +104,13 @@ def take_step() -> dict[str, Any]:
 
 
 def test_linears_of_blocks_compute_in_float8_and_masters_stay_fp32():
-    where: dict[str, Any] = {**ON_CPU, **FOUR, **CHECKPOINTING}
+    where = {**ON_CPU, **FOUR, **CHECKPOINTING}
     float8 = run_on_ranks(partial(emulated, take_step), preset=PRESET, overrides=where)[0]
     bf16 = run_on_ranks(take_step, preset=PRESET, overrides={**where, **BF16})[0]
     check_step(float8, bf16)
 
 
-def check_step(float8: dict[str, Any], bf16: dict[str, Any]) -> None:
+def check_step(float8: dict, bf16: dict) -> None:
     """What `take_step` reported with float8 and without."""
     assert float8["names"][0] == float8["names"][1] and float8["are_shards"] and float8["dtypes"] == ["torch.float32"]
     assert "Float8TrainingTensor" not in bf16["gathered"].values()
@@ -133,14 +132,14 @@ def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_p
     check_run(tmp_path, partial(emulated, train_and_record_gradients), where, resume_tolerance=0)
 
 
-def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: dict[str, Any], resume_tolerance: float) -> None:
+def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: dict, resume_tolerance: float) -> None:
     """A recipe in bf16, in float8, and in float8 from the checkpoint in the middle; `where` are overrides of the preset."""
     write_inputs(folder, T5_CONFIG | {"feed_forward_proj": "relu"})
     flags = [
         *("--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--model.dropout", "0.1"),
         *("--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", str(SAVED_STEP), "--eval.generate", "false"),
     ]
-    in_bf16: dict[str, Any] = {"preset": PRESET, "overrides": {**where, **BF16}, "flags": flags}
+    in_bf16 = {"preset": PRESET, "overrides": {**where, **BF16}, "flags": flags}
     how = in_bf16 | {"overrides": {**where, "mixed_precision": "fp8"}, "function": train}
     of_bf16, whole = (lines for lines, _ in run_recipes(folder, {"bf16": in_bf16, "whole": how}).values())
     runs = folder / "runs"
@@ -164,7 +163,7 @@ def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: 
     assert on_one_process(compare_export, runs / "resumed" / "export", last) == {"unequal": [], "dtypes": ["torch.float32"]}
 
 
-def compare_export(exported: Path, last: Path) -> dict[str, Any]:
+def compare_export(exported: Path, last: Path) -> dict:
     """On one process, without torchao: the exported model against the last checkpoint."""
     import torch
     from safetensors.torch import load_file

@@ -8,7 +8,6 @@ the preset is refused there. With two it does what it does on GPUs, so all but n
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,13 +24,13 @@ from tests.support.small_run import (
 )
 
 PRESET = "fsdp1_hybrid_shard"
-AS_TWO_MACHINES: dict[str, Any] = {
+AS_TWO_MACHINES = {
     **GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_shard_grad_op"],
     "num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4,
 }  # fmt: skip
 
 
-def with_two_devices(function: Callable[..., Any], *args: Any) -> Any:
+def with_two_devices(function: Callable, *args):
     """On every rank: `function`, where torch sees two devices in a machine and the YAML is not refused."""
     import torch
 
@@ -46,7 +45,7 @@ def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half():
     check_shards(partial(with_two_devices, report_shards), PRESET, AS_TWO_MACHINES)
 
 
-def check_shards(report: Callable[[], Any], preset: str, where: dict[str, Any]) -> None:
+def check_shards(report: Callable, preset: str, where: dict) -> None:
     """What four ranks report that hold a T5."""
     reports = run_on_ranks(report, preset=preset, overrides={"mixed_precision": "no", **where})
     whole_bytes = reports[0]["whole_bytes"]
@@ -65,12 +64,12 @@ def test_it_trains_as_one_process(tmp_path):
     check_gradients(gradients, expected[0])
 
 
-def train_both(folder: Path, around: Callable[..., Any], preset: str, where: dict[str, Any]) -> tuple[Finished, Finished]:
+def train_both(folder: Path, around: Callable, preset: str, where: dict) -> tuple[Finished, Finished]:
     """A T5 on four ranks, each with something around it, and on one process."""
     write_inputs(folder)
     function = partial(around, train_and_record_gradients)
     flags = [f"--model.name_or_path={folder / 'model'}", "--model.from_scratch=true", "--train.micro_batch_size_rows=2"]
     flags.append("--eval.generate=false")
-    hybrid: dict[str, Any] = {"preset": preset, "overrides": where, "function": function, "flags": flags}
+    hybrid = {"preset": preset, "overrides": where, "function": function, "flags": flags}
     runs = run_recipes(folder, {"hybrid": hybrid, "single": {"preset": "single", "overrides": {}, "flags": flags}})
     return runs["hybrid"], runs["single"]

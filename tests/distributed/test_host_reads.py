@@ -93,7 +93,7 @@ def reads_of_all_models(folder: Path) -> dict[str, tuple[dict[str, int], ...]]:
     return found
 
 
-def reads_of_two_steps(name: str, accelerator: Any, folder: Path) -> tuple[dict[str, int], ...]:
+def reads_of_two_steps(name: str, accelerator, folder: Path) -> tuple[dict[str, int], ...]:
     """The reads of two whole steps of `loop.train_step` and of the log line after them."""
     from tests.support.host_reads import recorded
 
@@ -107,7 +107,7 @@ def reads_of_two_steps(name: str, accelerator: Any, folder: Path) -> tuple[dict[
     return tuple(map(dict, found))
 
 
-def take_two_steps(run: Any, contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]) -> None:
+def take_two_steps(run, contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]) -> None:
     """The first two steps of a run as its loop takes them, each in its context."""
     from unittest.mock import Mock
 
@@ -126,7 +126,7 @@ def take_two_steps(run: Any, contexts: tuple[AbstractContextManager[None], Abstr
             run.log.add(loop.train_step(run, run.plan.step(number), micro_batches, 1e-3, watch if number == 1 else None))
 
 
-def build_run(name: str, accelerator: Any, folder: Path) -> Any:
+def build_run(name: str, accelerator, folder: Path):
     """A run of a tiny model on a few random rows of different lengths, as far as its steps need one."""
     import numpy as np
     import torch
@@ -171,15 +171,15 @@ def build_run(name: str, accelerator: Any, folder: Path) -> Any:
     model = build_model(family.removesuffix("-lora"), options[-1], adapter if "lora" in name else None)
     sharded = shard_model(accelerator, model, notes=auxiliary != "off")
     objective = built_in(config.data.objective)
-    evaluation: Any = EvaluationRows(rows=dataset, tokenizer=None, collator=collator, objective=objective)  # type: ignore[arg-type]
+    evaluation = EvaluationRows(rows=dataset, tokenizer=None, collator=collator, objective=objective)
     run = Run(config, objective, accelerator, torch.float32, folder, {})
-    run.rows, run.plan, run.evaluation = SimpleNamespace(train=dataset), plan, evaluation  # type: ignore[assignment]
+    run.rows, run.plan, run.evaluation = SimpleNamespace(train=dataset), plan, evaluation
     run.sharded, run.optimizer = sharded, build_optimizer(optim, sharded.model)
     run.metrics, run.num_steps = MetricsLog(folder / "metrics.jsonl", False), 2
     return run
 
 
-def build_model(family: str, attention: str, adapter: Any) -> Any:
+def build_model(family: str, attention: str, adapter):
     import torch
     import transformers
 

@@ -251,7 +251,7 @@ def test_parameters_are_sharded(preset, num_ranks, types, placement):
         assert report["whole_gathered_bytes"] == report["whole_bytes"]
 
 
-def report_shards() -> dict[str, Any]:
+def report_shards() -> dict:
     """On every rank: one step of a tiny T5, and what each rank then holds."""
     import torch
     from torch.distributed.tensor import DTensor
@@ -274,7 +274,7 @@ def report_shards() -> dict[str, Any]:
     sharded.model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits.sum().backward()
     parameters = list(sharded.model.parameters())
 
-    def num_bytes(tensors: list[Any]) -> int:
+    def num_bytes(tensors: list) -> int:
         return sum(local_tensor(t).numel() * t.element_size() for t in tensors)
 
     gradient_bytes = num_bytes([p.grad for p in parameters if p.grad is not None])

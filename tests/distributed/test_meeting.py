@@ -2,7 +2,6 @@
 
 import os
 import socket
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -49,7 +48,7 @@ def come(variables: Variables, of_ranks: dict[str, Variables]) -> None:
         return
     init = dist.init_process_group
 
-    def init_and_lose_the_network(*args: Any, **options: Any) -> None:
+    def init_and_lose_the_network(*args, **options) -> None:
         init(*args, **options)
         os.environ["GLOO_SOCKET_IFNAME"] = "no-such-device"
 

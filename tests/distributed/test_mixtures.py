@@ -23,8 +23,8 @@ ROUTERS = r".*\.(gate|router)\.(weight|bias)"
 TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS, "attention": "", "experts": ""}
 """What a run trains, and what it freezes, as a regular expression. The last two are adapters on that, or on that too."""
 ADAPTED = ("attention", "experts")
-BLOCKS: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": CHECKPOINTING, "compiled": COMPILED}
-PRESETS: dict[str | int, tuple[str, int, dict[str, Any]]] = {
+BLOCKS = {"plain": {}, "checkpointed": CHECKPOINTING, "compiled": COMPILED}
+PRESETS = {
     1: ("single", 1, {}),
     2: ("fsdp2_cpu", 2, {}),
     4: ("fsdp2_cpu", 4, {}),
@@ -32,7 +32,7 @@ PRESETS: dict[str | int, tuple[str, int, dict[str, Any]]] = {
     "fsdp1": ("fsdp1_full_shard", 2, GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]),
 }
 """By ranks: preset, number of processes, overrides."""
-FACTORS: dict[str, tuple[Any, ...]] = {
+FACTORS = {
     "family": tuple(MIXTURES),
     "trained": tuple(TRAINED),
     "ranks": tuple(PRESETS),
@@ -110,7 +110,7 @@ def gradients(folder, expected) -> dict[str, list[dict[str, np.ndarray]]]:
     for ranks, blocks in {(case["ranks"], case["blocks"]): None for case in CASES.values()}:
         names = [name for name, case in CASES.items() if (case["ranks"], case["blocks"]) == (ranks, blocks)]
         preset, num_processes, overrides = PRESETS[ranks]
-        where: dict[str, Any] = {"preset": preset, "overrides": FP32 | overrides | BLOCKS[blocks]}
+        where = {"preset": preset, "overrides": FP32 | overrides | BLOCKS[blocks]}
         of_ranks = run_on_ranks(train_cases, num_processes=num_processes, args=(folder, names), **where)
         found |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
     return found
@@ -130,7 +130,7 @@ def flags(folder: Path, name: str, case: Case) -> list[str]:
     else:
         freeze = [TRAINED[case["trained"]]] if TRAINED[case["trained"]] else []
         own = {"model.dropout": 0, "model.freeze": freeze, "optim.router_aux_loss": case["auxiliary"]}
-    values: dict[str, Any] = {
+    values = {
         "model.name_or_path": folder / case["family"],
         "data.source": "jsonl",
         "data.files": folder / "rows.jsonl",

@@ -1,7 +1,6 @@
 """The convnet on images: one curve and one accuracy on any number of processes, under any strategy, for any micro-batch size."""
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,7 +18,7 @@ BATCHES = ["--train.global_batch_size_rows", "50", "--train.micro_batch_size_row
 SCHEDULE = ["--train.num_epochs", "1.13", "--eval_every_epochs", "0.5", "--optim.label_smoothing", "0.1"]
 WITHOUT_DROPOUT = ["--model.conv_dropout", "0", "--model.linear_dropout", "0"]
 ON_CPU = GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_size_wrap"]
-RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+RUNS = {
     "single": ("single", {}, []),
     "ddp": ("ddp_cpu", {}, ["--train.micro_batch_size_rows", "7"]),
     "fsdp2, one unit": ("fsdp2_size_wrap", ON_CPU | {"fsdp_config": {"fsdp_min_num_params": 10**9}}, []),
@@ -29,7 +28,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 """Run: preset, overrides, flags."""
 
 
-def run(folder: Path, name: str, *flags: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def run(folder: Path, name: str, *flags: str) -> tuple[list[dict], dict[str, np.ndarray]]:
     from safetensors.numpy import load_file
 
     preset, overrides, own_flags = RUNS[name]
@@ -50,7 +49,7 @@ def run_recipe(argv: list[str]) -> list[str]:
     compared: list[str] = []
     compare = rank_consistency.compare_ranks
 
-    def note_and_compare(facts: dict[str, Any]) -> None:
+    def note_and_compare(facts: dict) -> None:
         compared.extend(facts)
         compare(facts)
 
@@ -61,7 +60,7 @@ def run_recipe(argv: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def expected(tmp_path_factory) -> tuple[list[dict], dict[str, np.ndarray]]:
     return run(tmp_path_factory.mktemp("expected"), "single", *WITHOUT_DROPOUT)
 
 

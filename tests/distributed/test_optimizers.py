@@ -3,7 +3,6 @@
 import functools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +36,7 @@ def trained(tmp_path_factory) -> dict[str, dict[str, Tensors]]:
     """By run and optimizer, what all ranks have come to."""
     folder, found = tmp_path_factory.mktemp("optimizers"), {}
     for num_ranks, runs in LAUNCHES:
-        where: dict[str, Any] = {"preset": "ddp_cpu", "overrides": {"num_processes": num_ranks, "mixed_precision": "no"}}
+        where = {"preset": "ddp_cpu", "overrides": {"num_processes": num_ranks, "mixed_precision": "no"}}
         first, *others = run_on_ranks(train_each, args=(runs, folder), **where)
         for run, of_run in first.items():
             for other in others:
@@ -92,15 +91,15 @@ def train(run: str, folder: Path) -> dict[str, Tensors]:
     folder /= "bf16" if in_bf16 else "fp32"
     for name in OPTIMIZERS if not in_bf16 else [name for name in OPTIMIZERS if name != "adamw"]:
         weights = WeightsOf(SHAPES).to(torch.bfloat16 if in_bf16 else torch.float32)
-        model: Any = sharded_by(run.removeprefix(IN_BF16).split()[0], weights)
+        model = sharded_by(run.removeprefix(IN_BF16).split()[0], weights)
         for parameter in model.parameters():
             parameter.grad_dtype = None
-        optimizer = build_optimizer(OptimConfig(name=name, lr=1e-2, weight_decay=0.1), model)  # type: ignore[arg-type]
-        sharded: Any = SimpleNamespace(model=model, unwrapped=getattr(model, "module", model))
+        optimizer = build_optimizer(OptimConfig(name=name, lr=1e-2, weight_decay=0.1), model)
+        sharded = SimpleNamespace(model=model, unwrapped=getattr(model, "module", model))
         if resumes:
-            saved: Any = SimpleNamespace(folder=folder / name, manifest={"world_size": 2})
+            saved = SimpleNamespace(folder=folder / name, manifest={"world_size": 2})
             with patch.object(load, "check_identity"), patch.object(load, "load_random_state"):
-                load.load_checkpoint(saved, sharded, optimizer, None)  # type: ignore[arg-type]
+                load.load_checkpoint(saved, sharded, optimizer, None)
         for step in range(SAVED_STEP if resumes else 0, NUM_STEPS):
             give_gradients(model, step)
             skips = step == SKIPPED_STEP
@@ -108,8 +107,8 @@ def train(run: str, folder: Path) -> dict[str, Tensors]:
                 parameter.grad.mul_(torch.nan if skips else 1.0)
                 if in_bf16 and step % 2:  # of a step with one micro-batch
                     parameter.grad = parameter.grad.bfloat16()
-            optimizer.number = step + 1  # type: ignore[attr-defined]
-            optimizer.found_inf = torch.tensor(float(skips))  # type: ignore[attr-defined]
+            optimizer.number = step + 1
+            optimizer.found_inf = torch.tensor(float(skips))
             optimizer.step()
             optimizer.zero_grad()
             if SAVES in run and step + 1 == SAVED_STEP:
@@ -121,7 +120,7 @@ def train(run: str, folder: Path) -> dict[str, Tensors]:
     return found
 
 
-def sharded_by(strategy: str, model: Any) -> Any:
+def sharded_by(strategy: str, model):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -136,7 +135,7 @@ def sharded_by(strategy: str, model: Any) -> Any:
     shape, names = ((2, 2), ("replicas", "shards")) if strategy == "hsdp" else ((world_size(),), ("shards",))
     if strategy == "float8":
         wrap_for_float8(model)
-    offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if strategy == "offload" else {}
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if strategy == "offload" else {}
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     place = functools.partial(place_experts, {NUM_EXPERTS}, mesh.size(-1))
     sharded = fully_shard(model, mesh=mesh, shard_placement_fn=place, **offload)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ Sums = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Numbers(CausalCollator):
-    def collate(self, packs: Any, *, is_dummy: bool = False) -> dict[str, Any]:
+    def collate(self, packs, *, is_dummy: bool = False) -> dict:
         rows = [row for (row,) in packs]
         labels_B = torch.tensor([row["labels"][0] for row in rows])
         return {**self.model_inputs(rows), "labels": labels_B, "counts": torch.full_like(labels_B, float(not is_dummy))}
@@ -34,17 +33,17 @@ class Regression(Objective):
     takes = "a model that AutoModelForSequenceClassification loads"
     may_draw_head = True
 
-    def check_model_config(self, model_config: Any, config: Any) -> None:
+    def check_model_config(self, model_config, config) -> None:
         model_config.num_labels, model_config.pad_token_id = 1, 0
 
-    def features(self, rows: dict[str, list], tokenizer: Any, config: Any) -> dict[str, list]:
+    def features(self, rows: dict[str, list], tokenizer, config) -> dict[str, list]:
         ids = tokenizer(rows["prompt"], truncation=True, max_length=config.max_length_tokens)["input_ids"]
         return {"input_ids": ids, "labels": [[float(number)] for number in rows["completion"]]}
 
-    def build_collator(self, model: Any, pad_token_id: int) -> Numbers:
+    def build_collator(self, model, pad_token_id: int) -> Numbers:
         return Numbers(pad_token_id)
 
-    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model, batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         errors_B = model(input_ids=batch["input_ids"], use_cache=False).logits[:, 0].float() - batch["labels"]
         return (errors_B**2 * batch["counts"]).sum(), (errors_B.abs() * batch["counts"]).sum()
 
@@ -53,19 +52,19 @@ class Regression(Objective):
 
 
 class Mean(Regression):
-    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> Sums:
+    def loss(self, model, batch, label_smoothing: float = 0.0) -> Sums:
         loss, error = super().loss(model, batch)
         return loss / len(batch["labels"]), error
 
 
 class OfDummies(Regression):
-    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> Sums:
+    def loss(self, model, batch, label_smoothing: float = 0.0) -> Sums:
         return super().loss(model, {**batch, "counts": 1.0})
 
 
 class OfAnotherDevice(Regression):
-    def loss(self, model: Any, batch: Any, label_smoothing: float = 0.0) -> Sums:
-        return tuple(each.to("meta") for each in super().loss(model, batch))  # type: ignore[return-value]
+    def loss(self, model, batch, label_smoothing: float = 0.0) -> Sums:
+        return tuple(each.to("meta") for each in super().loss(model, batch))
 
 
 class WithoutLoss(Regression):
@@ -73,24 +72,24 @@ class WithoutLoss(Regression):
 
 
 class Misnamed(Regression):
-    def features(self, rows: dict[str, list], tokenizer: Any, config: Any) -> dict[str, list]:
+    def features(self, rows: dict[str, list], tokenizer, config) -> dict[str, list]:
         features = super().features(rows, tokenizer, config)
         return {"input_ids": features["input_ids"], "label": features["labels"]}
 
 
 @dataclass(frozen=True)
 class Doubled(Numbers):
-    def collate(self, packs: Any, *, is_dummy: bool = False) -> dict[str, Any]:
+    def collate(self, packs, *, is_dummy: bool = False) -> dict:
         batch = super().collate(packs, is_dummy=is_dummy)
         return batch | {"labels": batch["labels"].repeat(2)}
 
 
 class WithOtherLabels(Regression):
-    def build_collator(self, model: Any, pad_token_id: int) -> Numbers:
+    def build_collator(self, model, pad_token_id: int) -> Numbers:
         return Doubled(pad_token_id)
 
 
-MISTAKES: list[tuple[type[Objective], dict[str, Any], str]] = [
+MISTAKES = [
     (Mean, {}, " of that row twice: return the sum over labels, not a mean"),
     (OfDummies, {}, " of a dummy batch, not 0: let labels with is_dummy not count"),
     (OfAnotherDevice, {}, " is not two scalar tensors on cpu: return the sum over labels, and a second sum"),
@@ -104,7 +103,7 @@ MISTAKES: list[tuple[type[Objective], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def run(folder: Path, name: str, num_steps: int, objective: Any = Regression, **changes: Any) -> Any:
+def run(folder: Path, name: str, num_steps: int, objective=Regression, **changes):
     from toolkit import finetune, load_config
 
     loss = changes.pop("loss", None)
@@ -125,7 +124,7 @@ def refuse_each(folder: Path) -> list[str]:
     return [*said, str(run(folder, "best", 1, **own).best_value)]
 
 
-def train(folder: Path) -> tuple[list[Any], float]:
+def train(folder: Path) -> tuple[list, float]:
     """Results of a run that stops and goes on, and of one from start to end; and the error of the exported model by hand."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

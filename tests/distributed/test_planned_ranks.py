@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ ARGUMENTS = [
     "--data.source=not/read", "--data.max_length_tokens=128", "--train.num_epochs=1", "--train.micro_batch_size_rows=2",
     "--train.global_batch_size_rows=4",
 ]  # fmt: skip
-BF16: dict[str, Any] = {"mixed_precision": "bf16"}
+BF16 = {"mixed_precision": "bf16"}
 LORA = ["--adapter.method=lora", "--adapter.target_modules=all-linear", "--adapter.rank=8"]
 
 

@@ -4,7 +4,6 @@ stochastically: such a run learns as fp32 does, and resumes bit for bit.
 
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -38,12 +37,12 @@ def train_and_measure(recipe: str, argv: list[str], folder: Path) -> dict[str, f
 
     clip, shares = loop.clip_gradients, {}
 
-    def share(tensors: list[Any]) -> float:
+    def share(tensors: list) -> float:
         values = torch.cat([local_tensor(tensor).detach().float().flatten() for tensor in tensors])
         values = values[values != 0]
         return (values == values.bfloat16()).float().mean().item()
 
-    def look_and_clip(model: Any, *rest: Any) -> Any:
+    def look_and_clip(model, *rest):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         shares.update(weights=share(trained), gradients=share([p.grad for p in trained if p.grad is not None]))
         return clip(model, *rest)
@@ -66,7 +65,7 @@ def train_and_note_dtypes(recipe: str, argv: list[str], _: int) -> list[str]:
     noted: set[str] = set()
     clip = loop.clip_gradients
 
-    def note_and_clip(model: Any, *rest: Any) -> Any:
+    def note_and_clip(model, *rest):
         noted.update(f"{p.dtype} {p.grad.dtype}" for p in model.parameters())
         return clip(model, *rest)
 
@@ -84,7 +83,7 @@ def test_a_run_learns_resumes_and_exports(tmp_path, preset):
         *("--train.activation_checkpointing", "selective"),
     ]
     several, one = ["--train.micro_batch_size_rows", "4"], ["--train.micro_batch_size_rows", "16"]
-    how: dict[str, Any] = {"preset": preset, "overrides": {"mixed_precision": "bf16"}, "function": train_and_note_dtypes}
+    how = {"preset": preset, "overrides": {"mixed_precision": "bf16"}, "function": train_and_note_dtypes}
     wanted = {
         "fp32": how | {"flags": [*flags, *several, "--optim.name", "adamw_8bit"]},
         "several": how | {"flags": [*flags, *several, *WEIGHTS]},

@@ -1,7 +1,6 @@
 """Pairs of answers: the same curve however they are cut, packed and sharded, and a resume that needs no reference pass."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def how(folder: Path, name: str) -> dict[str, Any]:
+def how(folder: Path, name: str) -> dict:
     preset, flags = RUNS[name]
     family = next((family for family in ("t5", "mixtral") if family in name), "gemma3")
     shared = ["--model.name_or_path", str(folder / family), "--preference.beta", "0.5", "--optim.schedule", "constant"]
@@ -93,7 +92,7 @@ def build_others(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(folder) -> dict[str, Any]:
+def finished(folder) -> dict:
     runs = {name: how(folder, name) for name in RUNS}
     short = {name: runs[name] | {"flags": [*runs[name]["flags"], "--train.max_steps", "3"]} for name in RESUMED}
     done = run_recipes(folder, runs | short)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any
 from unittest.mock import patch
 
 from tests.support.launch import LaunchResult, run_on_ranks, start_on_ranks
@@ -84,18 +83,18 @@ def test_each_kind_of_difference_has_its_name(bench, tmp_path):
         (folder / "same").mkdir()
         (folder / "same" / "metric.py").touch()
 
-    def config(section: str, **fields: Any) -> SummarizationConfig:
+    def config(section: str, **fields) -> SummarizationConfig:
         return dataclasses.replace(plain, **{section: dataclasses.replace(getattr(plain, section), **fields)})
 
-    def of_rank_1(section: str, **fields: Any) -> list[dict[str, Any]]:
+    def of_rank_1(section: str, **fields) -> list[dict]:
         return [rank_consistency.describe_config(each) for each in (plain, config(section, **fields))]
 
-    def of_both(section: str, **fields: Any) -> list[dict[str, Any]]:
+    def of_both(section: str, **fields) -> list[dict]:
         """With each rank's own folder in the place of FOLDER."""
         texts = [json.dumps(fields).replace("FOLDER", str(tmp_path / place)) for place in "01"]
         return [rank_consistency.describe_config(config(section, **json.loads(text))) for text in texts]
 
-    def launch(version: str, code: str) -> dict[str, Any]:
+    def launch(version: str, code: str) -> dict:
         file = str(tmp_path / code / "launch" / "rank_consistency.py")
         with patch("importlib.metadata.version", lambda _: version), patch.object(rank_consistency, "__file__", file):
             return rank_consistency.describe_launch({})
@@ -130,7 +129,7 @@ def test_each_kind_of_difference_has_its_name(bench, tmp_path):
             assert sentence.startswith(expected.strip()), sentence
 
 
-def _compare_each(pairs: list[list[dict[str, Any]]]) -> list[str]:
+def _compare_each(pairs: list[list[dict]]) -> list[str]:
     """On a rank, which has its own of each pair: the sentence, or "" where ranks may differ so."""
     build_accelerator()
     said = []

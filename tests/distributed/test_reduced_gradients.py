@@ -1,7 +1,5 @@
 """Ranks that have gradients of different parameters: FSDP2 would add these up, so the run ends, and says which parameters."""
 
-from typing import Any
-
 import pytest
 
 from tests.support.launch import start_on_ranks
@@ -30,11 +28,11 @@ def train_unevenly(argv: list[str], when: tuple[int, int]) -> None:
         here[:] = [(step, micro_batch)]
         seed_all(what, seed, step, rank, micro_batch)
 
-    def build(block: Any, config: Any, layer_idx: int) -> None:
+    def build(block, config, layer_idx: int) -> None:
         init(block, config, layer_idx)
         block.mlp.number = layer_idx
 
-    def take_one(mlp: Any, x: Any) -> Any:
+    def take_one(mlp, x):
         if here != [when] or mlp.number > 0:
             return forward(mlp, x)
         chosen = mlp.gate_proj if rank() % 2 else mlp.up_proj

@@ -4,7 +4,6 @@
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,7 +85,7 @@ def refusals(folder: Path) -> dict[str, str]:
     return {family: refusal(check_family, config, folder / family) for family, config in configs.items()}
 
 
-def check_family(config: Any, folder: Path) -> None:
+def check_family(config, folder: Path) -> None:
     from toolkit.config.schema import ModelConfig
     from toolkit.models.config import load_model_config
     from toolkit.models.experts import check_experts

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,10 +22,10 @@ from toolkit.errors import UserError
 QUANTIZED = Path(__file__).parents[1] / "support" / "quantized"
 SMALL_PIECE_BYTES = 1024
 """So that tensors of these models are read in several pieces."""
-LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 2}
-NEW_TOKENS: dict[str, Any] = {"model.add_tokens": ["<|im_start|>", "<|im_end|>", "</s>"]}
+LORA = {"adapter.method": "lora", "adapter.rank": 2}
+NEW_TOKENS = {"model.add_tokens": ["<|im_start|>", "<|im_end|>", "</s>"]}
 """Two new ones, and one that the tokenizers have."""
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     **{family: (family, {}) for family in ("t5", "bart", "gpt2", "mixtral", "granitemoe", "deepseek_v3", "mxfp4", "bnb_plain")},
     "several-files-in-bf16": ("several_files", {}),
     "tied-weight-stored-twice": ("tied_twice", {}),
@@ -45,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 COMPARED = ("parameters", "buffers", "placed", "aliases", "frozen_hashes", "others")
 HYBRID_CASES = ("t5", "several-files-in-bf16", "llama-dora")
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+REFUSED = {
     "missing": (
         "without_tensor", {}, "the weights of model.name_or_path {folder} lack 1 of the model's parameters (model.norm.weight, …)"
     ),
@@ -93,7 +92,7 @@ def build_folders(parent: Path) -> dict[str, Path]:
 
     folders = build_model_folders(parent, BASES)
 
-    def change(name: str, base: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    def change(name: str, base: str, edit: Callable) -> None:
         folders[name] = shutil.copytree(folders[base], parent / name)
         tensors = load_file(folders[name] / "model.safetensors")
         edit(tensors)
@@ -146,11 +145,11 @@ def build_folders(parent: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders) -> list[dict[str, dict[str, Any]]]:
+def found(folders) -> list[dict[str, dict]]:
     return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders,))
 
 
-def load_all(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def load_all(folders: dict[str, Path]) -> dict[str, dict]:
     from accelerate import Accelerator
 
     found = load_both_ways(folders, tuple(CASES))
@@ -164,7 +163,7 @@ def load_all(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str, dict]:
     """What was read in slices, and what differs from what transformers loads in full."""
     from toolkit.launch.accelerator import build_accelerator
     from toolkit.models import tensor_reader, weights
@@ -172,7 +171,7 @@ def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str
 
     accelerator = build_accelerator()
     in_full = patch.object(weights, "_open_files", side_effect=ShardedReadUnsupported("a test asks for it"))
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for case in cases:
         name, flags = CASES[case]
         with patch.object(tensor_reader, "PIECE_BYTES", SMALL_PIECE_BYTES):
@@ -185,7 +184,7 @@ def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str
     return found
 
 
-def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str, Any]) -> dict[str, Any]:
+def load(accelerator, folders: dict[str, Path], name: str, flags: dict) -> dict:
     """Load as a recipe does; returns what a run can see of the model, whole, and what was read to make its shards."""
     from toolkit.checkpoint.load import find_weights
     from toolkit.config.load import load_config
@@ -203,7 +202,7 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
         "train.global_batch_size_rows": 3, "train.micro_batch_size_rows": 1,
     }  # fmt: skip
     values = {key: value.format(**folders) if value in PLACES else value for key, value in (always | flags).items()}
-    config: Any = load_config(SummarizationConfig if is_seq2seq else LLMConfig, as_flags(values))
+    config = load_config(SummarizationConfig if is_seq2seq else LLMConfig, as_flags(values))
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
     run = Run(config, objective_of(config), accelerator, dtype, Path(), {}, None, init_from)
@@ -236,10 +235,10 @@ def load(accelerator: Any, folders: dict[str, Path], name: str, flags: dict[str,
     }
 
 
-def counted(readers: dict[str, Any], reads: list[int]) -> dict[str, Any]:
+def counted(readers: dict, reads: list[int]) -> dict:
     """Readers that note how many elements they are asked for."""
 
-    def read(reader: Any, box: tuple[slice, ...]) -> torch.Tensor:
+    def read(reader, box: tuple[slice, ...]) -> torch.Tensor:
         part = reader.read(box)
         reads.append(part.numel())
         return part
@@ -247,11 +246,11 @@ def counted(readers: dict[str, Any], reads: list[int]) -> dict[str, Any]:
     return {name: dataclasses.replace(reader, read=partial(read, reader)) for name, reader in readers.items()}
 
 
-def differing(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+def differing(one: dict, two: dict) -> list[str]:
     return sorted(key for key in one.keys() | two.keys() if key not in one or key not in two or not same(one[key], two[key]))
 
 
-def same(one: Any, two: Any) -> bool:
+def same(one, two) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == two.dtype and torch.equal(one, two)
     return bool(one == two)

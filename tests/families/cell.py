@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from tests.families.families import FROZEN, NUM_STEPS
 from tests.support.small_run import without_export
@@ -17,7 +16,7 @@ LOGIT_TOLERANCE = 1e-4
 """Largest difference of the export's logits from the trained model's, as a share of the largest."""
 
 
-def run_cell(family: str, recipe: str, settings: dict[str, Any], folder: Path, kind: str) -> str:
+def run_cell(family: str, recipe: str, settings: dict, folder: Path, kind: str) -> str:
     """On every rank: train to the end; then take the last checkpoint away, resume from the one before, and export.
 
     Returns:
@@ -41,7 +40,7 @@ def run_cell(family: str, recipe: str, settings: dict[str, Any], folder: Path, k
     return judge(family, folder, run, kind, before) if is_first else ""
 
 
-def judge(family: str, folder: Path, run: Path, kind: str, before: list[dict[str, Any]]) -> str:
+def judge(family: str, folder: Path, run: Path, kind: str, before: list[dict]) -> str:
     """What is wrong with a run that had written the lines `before` it was resumed."""
     after = train_lines(run)
     losses = [line["loss"] for line in after]
@@ -73,7 +72,7 @@ def plain_losses(family: str, folder: Path, run: Path, kind: str) -> list[float]
     return expected
 
 
-def train_lines(run: Path) -> list[dict[str, Any]]:
+def train_lines(run: Path) -> list[dict]:
     """A line of figures for each step, with its time."""
     return [line for line in load_json_lines(run / "metrics.jsonl") if line["kind"] == "train"]
 
@@ -86,7 +85,7 @@ def compare_export(run: Path, model: Path, kind: str) -> float:
 
     from tests.families.plain import load_base, quantize_values
 
-    check: Any = load_file(run / "export_check.safetensors")
+    check = load_file(run / "export_check.safetensors")
     logits = check.pop("logits")
     if kind == "full":
         loaded = load_base(run / "export", torch.float32)

@@ -1,7 +1,6 @@
 """The families of the support table, by the name of their tiny config, and how each is trained."""
 
 from pathlib import Path
-from typing import Any
 
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL, T5_SIZES, WORDS, _build_tokenizer
 from tests.support.seq2seq_families import IN_PROCESS
@@ -28,7 +27,7 @@ NUM_STEPS, LR, BETA1, BETA2, EPS = 3, 1e-2, 0.8, 0.9, 1e-6
 """With this eps no update comes of the rounding of gradients that should be 0, such as those of a key's bias."""
 FROZEN = {"led": "_global", "phimoe": "mlp.router"}
 """Part of the names of what a text's loss does not reach. Phi-MoE's routers train only where they draw experts at random."""
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "prophetnet": {"train.micro_batch_size_rows": 1, "eval.batch_size_rows": 1},
     **dict.fromkeys(
         (
@@ -79,7 +78,7 @@ def save_tokenizer(family: str, folder: Path, *, has_start: bool) -> None:
         _build_tokenizer(("<s>", "<pad>", "</s>") if has_start else ("<pad>", "</s>")).save_pretrained(folder)
 
 
-def _widen(sizes: dict[str, Any]) -> dict[str, Any]:
+def _widen(sizes: dict) -> dict:
     """With twice the widths, also of nested configs."""
     return {
         key: _widen(value) if isinstance(value, dict) else 2 * value if key in WIDTHS else value for key, value in sizes.items()

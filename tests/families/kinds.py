@@ -4,12 +4,11 @@ texts, their configs shrunk by rule."""
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from tests.families.families import WEIGHT_SIZE, save_tokenizer
 from tests.support.seq2seq_families import IN_PROCESS
 
-SIZES: dict[str, Any] = {
+SIZES = {
     # Widths; 8 a head.
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "model_dim"), 64),
     "hidden_size_global": 64,
@@ -87,7 +86,7 @@ OTHERS: dict[str, str] = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for another model's cache"),
 }  # fmt: skip
 """Kinds that are not in the table, with what they are for."""
-MORE: dict[str, tuple[dict[str, Any], str]] = {
+MORE = {
     **{
         kind: ({"bos_token_id": 2}, "takes no None")
         for kind in ("cwm", "emu3_text_model", "modernbert-decoder", "t5gemma2_decoder")
@@ -234,7 +233,7 @@ def kinds() -> dict[str, str]:
     return causal | dict.fromkeys(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM")
 
 
-def shrink(config_class: Any) -> dict[str, Any]:
+def shrink(config_class) -> dict:
     """What a tiny config of the class is built with: `SIZES`, one layer of each type, also of its parts."""
     default = config_class()
     names = set(dir(default)) | set(default.to_dict())
@@ -253,7 +252,7 @@ def shrink(config_class: Any) -> dict[str, Any]:
     return {name: value for name, value in (sizes | more).items() if value is not None or name not in more}
 
 
-def tiny_config(kind: str) -> Any:
+def tiny_config(kind: str):
     import transformers
 
     config_class = transformers.CONFIG_MAPPING[kind]
@@ -270,7 +269,7 @@ def has_experts(kind: str) -> bool:
     return bool(expert_counts(SimpleNamespace(config=tiny_config(kind))))
 
 
-def save_kind(kind: str, folder: Path) -> Any:
+def save_kind(kind: str, folder: Path):
     """Write a tiny random model of a kind and its tokenizer; the model, in fp32."""
     import torch
     import transformers

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from tests.families.families import CAUSAL, ENCODER_DECODERS, EXPERTS
 from tests.families.kinds import OTHERS
@@ -104,7 +103,7 @@ def is_known(outcome: str) -> bool:
     return outcome == YES or outcome.removeprefix(REFUSED) in REASONS
 
 
-def render(results: dict[str, Any], survey: dict[str, Any]) -> str:
+def render(results: dict, survey: dict) -> str:
     """The page in Markdown, from what `table.py` and `survey.py` record."""
     cells, versions = results["cells"], results["versions"]
     outcomes = [outcome for of_family in cells.values() for outcome in of_family.values()]
@@ -131,7 +130,7 @@ def render(results: dict[str, Any], survey: dict[str, Any]) -> str:
     return "\n".join([*parts, *_render_survey(survey)])
 
 
-def _render_survey(survey: dict[str, Any]) -> list[str]:
+def _render_survey(survey: dict) -> list[str]:
     found, possible = survey["kinds"], survey["possible"]
     by_reason: dict[str, list[str]] = {}
     for kind, reason in OTHERS.items():

@@ -4,7 +4,6 @@ The toolkit is imported for two things only: the first values of an adapter, and
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -15,10 +14,10 @@ from tests.families.families import BETA1, BETA2, EPS, IN_FP32, LR, NUM_STEPS, S
 Row = dict[str, str]
 
 
-def load_base(folder: Path, dtype: torch.dtype, **how: Any) -> Any:
+def load_base(folder: Path, dtype: torch.dtype, **how):
     """The model of `folder`, without dropout."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    auto: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         auto = transformers.AutoModelForImageTextToText
     return auto.from_pretrained(folder, dtype=dtype, **how).eval()
@@ -45,7 +44,7 @@ def train_plain(
     dtype = torch.float32 if kind_of_model in IN_FP32 else torch.float64
     model = load_base(folder, dtype, attn_implementation="eager", experts_implementation="eager")
     # `AutoTokenizer` would take a class of its own for a Qwen 2, and other parts than the file has.
-    reader: Any = transformers.AutoTokenizer if languages else transformers.PreTrainedTokenizerFast
+    reader = transformers.AutoTokenizer if languages else transformers.PreTrainedTokenizerFast
     tokenizer = reader.from_pretrained(folder)
     if languages:
         tokenizer.src_lang, tokenizer.tgt_lang = languages
@@ -76,7 +75,7 @@ def train_plain(
     return losses
 
 
-def add_lora(model: Any, adapter: Path) -> Any:
+def add_lora(model, adapter: Path):
     """peft's model with a new adapter of these settings, whose first values are those of a run."""
     import peft
 
@@ -92,7 +91,7 @@ def add_lora(model: Any, adapter: Path) -> Any:
 
 
 @torch.no_grad()
-def quantize_values(adapted: Any) -> None:
+def quantize_values(adapted) -> None:
     """Give the adapted linear layers, except the head, the values that NF4 codes have."""
     from toolkit.models.quantized import dequantize, find_scales, quantize
 
@@ -104,7 +103,7 @@ def quantize_values(adapted: Any) -> None:
             base.weight.copy_(dequantize(quantize(weight, "nf4"), find_scales(weight)))
 
 
-def _causal_tokens(tokenizer: Any, row: Row) -> tuple[dict[str, torch.Tensor], int]:
+def _causal_tokens(tokenizer, row: Row) -> tuple[dict[str, torch.Tensor], int]:
     """A forward's inputs, and the number of label tokens: those of the completion, and the end token."""
     prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
     whole = [*tokenizer(row["prompt"] + row["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
@@ -112,7 +111,7 @@ def _causal_tokens(tokenizer: Any, row: Row) -> tuple[dict[str, torch.Tensor], i
     return {"input_ids": torch.tensor([whole]), "labels": torch.tensor([labels])}, len(whole) - len(prompt)
 
 
-def _seq2seq_tokens(tokenizer: Any, row: Row) -> tuple[dict[str, torch.Tensor], int]:
+def _seq2seq_tokens(tokenizer, row: Row) -> tuple[dict[str, torch.Tensor], int]:
     """As `_causal_tokens`; the labels are the target's tokens."""
     source, target = tokenizer(row["source"]).input_ids, tokenizer(text_target=row["target"]).input_ids
     return {"input_ids": torch.tensor([source]), "labels": torch.tensor([target])}, len(target)

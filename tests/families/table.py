@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from tests.families.cell import run_cell
 from tests.families.families import (
@@ -37,8 +36,8 @@ from tests.support.workbench import FP32
 RESULTS = REPOSITORY / "tests" / "families" / "results.json"
 SURVEY = REPOSITORY / "tests" / "families" / "survey.json"
 PAGE = REPOSITORY / "docs" / "support.md"
-LORA: dict[str, Any] = {"adapter.method": "lora", "adapter.rank": 4, "adapter.alpha": 8}
-KINDS: dict[str, dict[str, Any]] = {
+LORA = {"adapter.method": "lora", "adapter.rank": 4, "adapter.alpha": 8}
+KINDS = {
     "full": {},
     "lora": LORA,
     "nf4": LORA | {"adapter.base_dtype": "nf4"},
@@ -145,10 +144,10 @@ def launch_cell(
     return f"FAILS: {wrong}" if wrong else YES
 
 
-def settings_of(folder: Path, family: str, cell: str, *, is_causal: bool) -> dict[str, Any]:
+def settings_of(folder: Path, family: str, cell: str, *, is_causal: bool) -> dict:
     """Of the run YAML, by their dotted keys."""
     kind = cell.removesuffix(PACKED)
-    settings: dict[str, Any] = {
+    settings = {
         "model.name_or_path": folder / "model",
         "model.dropout": 0,
         "model.freeze": [f".*{FROZEN[family]}.*"] if family in FROZEN and kind == "full" else [],

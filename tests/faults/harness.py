@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from tests.faults.workers import faulty_recipe
@@ -53,10 +52,10 @@ def start_with(
     name: str,
     *faults: Fault,
     preset: str = "fsdp2_cpu",
-    overrides: dict[str, Any] | None = None,
+    overrides: dict | None = None,
     exports: bool = False,
     num_processes: int | None = None,
-    **changes: Any,
+    **changes,
 ) -> Running:
     """Start run `name` with faults in it; use it in a `with`. Training is all it does, unless it `exports`."""
     argv = arguments(bench, name, *faults, exports=exports, **changes)
@@ -65,26 +64,26 @@ def start_with(
     return start(SCRIPT, argv, preset=preset, overrides=overrides, num_processes=num_processes, env=env)
 
 
-def arguments(bench: Workbench, name: str, *faults: Fault, exports: bool = False, **changes: Any) -> list[str]:
+def arguments(bench: Workbench, name: str, *faults: Fault, exports: bool = False, **changes) -> list[str]:
     """Of `SCRIPT`, as every rank gets them."""
     every = [*faults, *([] if exports else [faulty_recipe.no_export])]
     return [pickle.dumps(every).hex(), bench.recipe, *bench.flags(name, **changes)]
 
 
-def attempt_with(bench: Workbench, name: str, *faults: Fault, timeout_s: float = 2 * PATIENCE_S, **changes: Any) -> Outcome:
+def attempt_with(bench: Workbench, name: str, *faults: Fault, timeout_s: float = 2 * PATIENCE_S, **changes) -> Outcome:
     """Run to the end, good or bad. Nobody ends a rank whose peer has gone: it does so itself, however slow the machine is."""
     with patch.object(forks, "PEER_GRACE_S", PATIENCE_S), start_with(bench, name, *faults, **changes) as running:
         result = running.wait(timeout_s)
         return Outcome(result.returncodes, result.stdout, result.stderr, end_s=time.time())
 
 
-def run_with(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> str:
+def run_with(bench: Workbench, name: str, *faults: Fault, **changes) -> str:
     outcome = attempt_with(bench, name, *faults, **changes)
     assert not any(outcome.returncodes), outcome.stdout[-3000:] + outcome.stderr[-6000:]
     return outcome.stdout + outcome.stderr
 
 
-def resume(bench: Workbench, name: str, from_step: int, **changes: Any) -> str:
+def resume(bench: Workbench, name: str, from_step: int, **changes) -> str:
     """Resume to a good end, from the checkpoint of that step; returns what was printed."""
     printed = run_with(bench, name, **changes)
     assert f"resuming from {bench.checkpoint(name, from_step)}, after step {from_step}\n" in printed, printed[-3000:]
@@ -94,7 +93,7 @@ def resume(bench: Workbench, name: str, from_step: int, **changes: Any) -> str:
 # --- Checkpoints.
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: dict) -> None:
     (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
@@ -125,7 +124,7 @@ WHOLE = "whole"
 """The run that nothing interrupts."""
 NUM_STEPS = 6
 SAVED = (2, 4, 6)
-TRAINED: dict[str, Any] = {
+TRAINED = {
     "model__dropout": 0.1,
     "train__max_steps": NUM_STEPS,
     "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
@@ -134,7 +133,7 @@ TRAINED: dict[str, Any] = {
     "eval__generate": False,
     "log_row_ids": True,
 }
-CHANGES: dict[str, Any] = TRAINED | {"eval__every_steps": 4}
+CHANGES = TRAINED | {"eval__every_steps": 4}
 """26 training rows: an epoch ends after step 4, whose batch is smaller."""
 
 

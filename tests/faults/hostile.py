@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,7 +19,7 @@ class Attack:
     def __init__(self, canary: Path) -> None:
         self.canary = canary
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple:
         return os.mkdir, (str(self.canary),)
 
 
@@ -57,7 +56,7 @@ def put(checkpoint: Path, name: str, content: bytes) -> None:
     (checkpoint / "state/.metadata").write_bytes(pickle.dumps(metadata))
 
 
-def saved(value: Any) -> bytes:
+def saved(value) -> bytes:
     file = BytesIO()
     torch.save(value, file)
     return file.getvalue()
@@ -89,7 +88,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 # --- Folders of models and adapters.
 
 
-def set_keys(file: Path, **values: Any) -> None:
+def set_keys(file: Path, **values) -> None:
     settings = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(settings | values))
 

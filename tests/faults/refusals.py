@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tests.faults.harness import PATIENCE_S, Fault
 from tests.faults.workers.faulty_recipe import at_step, before, refuse, tell, this_rank, wrap
@@ -57,13 +57,13 @@ def hold_until_next_save() -> None:
     asked = threading.Event()
     save, save_tensors = checkpoint_writer.CheckpointWriter.save, checkpoint_writer.save_tensors
 
-    def save_and_let_go(self: Any, state: Any, **options: Any) -> Any:
+    def save_and_let_go(self, state, **options):
         if self.is_writing:
             tell()
             threading.Timer(0.2, asked.set).start()  # it waits by then
         return save(self, state, **options)
 
-    def wait_and_save(*arguments: Any) -> Any:
+    def wait_and_save(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert asked.wait(PATIENCE_S)
             asked.clear()
@@ -105,12 +105,12 @@ def full_from(kind: str, step: int) -> None:
         def close(self) -> None:
             pass
 
-    def write_in_no_room(log: Any, of: str, at: int, **figures: Any) -> None:
+    def write_in_no_room(log, of: str, at: int, **figures) -> None:
         if log._file is not None and of == kind and at >= step:
             log._file = Full()
         write(log, of, at, **figures)
 
-    MetricsLog.write = write_in_no_room  # type: ignore[method-assign]
+    MetricsLog.write = write_in_no_room
 
 
 # --- One rank alone.
@@ -151,11 +151,11 @@ def lose(*numbers: int, is_terminal: bool) -> None:
     other, lost = pty.openpty() if is_terminal else os.pipe()
     os.close(other)
     if is_terminal:
-        sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # it was one as the run began: bars are on it
+        sys.stderr.isatty = lambda: True  # it was one as the run began: bars are on it
     for number in numbers:
         os.dup2(lost, number)
 
 
 def interrupt_with_its_reader(step: int) -> None:
     """Ctrl-C in `… | tee log` reaches the ranks and tee."""
-    at_step(step, lambda: (lose(1, is_terminal=False), os.kill(os.getpid(), signal.SIGINT)))  # type: ignore[arg-type,func-returns-value]
+    at_step(step, lambda: (lose(1, is_terminal=False), os.kill(os.getpid(), signal.SIGINT)))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.faults.workers.faulty_recipe import at_step, in_phase, this_rank, wrap
 
@@ -39,7 +38,7 @@ def signal_in_generation(call: int, ranks: list[int], signals: Sequence[str]) ->
 
     calls = Counter[str]()
 
-    def look(*_: Any, **__: Any) -> None:
+    def look(*_, **__) -> None:
         calls["generate"] += 1
         if calls["generate"] == call + 1:  # the first tries the evaluation before training
             send(ranks, signals)
@@ -80,7 +79,7 @@ def signals_until_the_end(signals: Sequence[str], every_s: float) -> None:
         start()
         return entered(self)
 
-    StopRequests.__enter__ = enter  # type: ignore[method-assign]
+    StopRequests.__enter__ = enter
 
 
 def wait_for_signal(step: int, file: str) -> None:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from tests.faults.harness import complete_checkpoints, run_with, start_with
 from tests.support.launch import Running, run_on_ranks
@@ -25,7 +24,7 @@ from tests.support.same_runs import check_same
 from tests.support.workbench import FP32, Workbench
 from toolkit.errors import EXIT_STOPPED
 
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "model__dropout": 0.1,
     "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
     "checkpoint__every_steps": 5,

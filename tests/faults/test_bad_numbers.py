@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.support.same_runs import check_same, read_manifest, rows_by_place
 from toolkit.errors import EXIT_STOPPED
 from toolkit.files.json_lines import load_json_lines
 
-CHANGES: dict[str, Any] = TRAINED | {"optim__weight_decay": 0.1}
+CHANGES = TRAINED | {"optim__weight_decay": 0.1}
 
 
 def spoil_loss(value: str, at: Sequence[tuple[int, ...]]) -> None:
@@ -30,11 +29,11 @@ def spoil_loss(value: str, at: Sequence[tuple[int, ...]]) -> None:
     wrap(loop, "seed_all", lambda purpose, seed, *place: here.append(place))
     compute = Objective.loss
 
-    def spoil(*args: Any) -> Any:
+    def spoil(*args):
         loss_sum, num_correct = compute(*args)
         return (loss_sum * float(value) if here[-1] in at and torch.is_grad_enabled() else loss_sum), num_correct
 
-    Objective.loss = spoil  # type: ignore[assignment,method-assign]
+    Objective.loss = spoil
 
 
 def spoil_gradient(value: str, steps: Sequence[int], rank: int) -> None:
@@ -84,7 +83,7 @@ def watch_updates(file: str) -> None:
 
     train_step = loop.train_step
 
-    def watched(run: Any, step: Any, *args: Any) -> Any:
+    def watched(run, step, *args):
         before = _bits(run)
         figures = train_step(run, step, *args)
         after = _bits(run)
@@ -95,16 +94,16 @@ def watch_updates(file: str) -> None:
             print(json.dumps({"step": step.step, "changed": len(changed), "of": len(after), "counts": counts}), file=out)
         return figures
 
-    loop.train_step = watched  # type: ignore[assignment]
+    loop.train_step = watched
 
 
-def _current_step(loop: Any) -> list[int]:
+def _current_step(loop) -> list[int]:
     steps = [0]
     wrap(loop, "seed_all", lambda purpose, seed, step, *_: steps.append(step))
     return steps
 
 
-def _bits(run: Any) -> dict[str, torch.Tensor]:
+def _bits(run) -> dict[str, torch.Tensor]:
     from toolkit.parallel.units import local_tensor
 
     found = {}
@@ -117,7 +116,7 @@ def _bits(run: Any) -> dict[str, torch.Tensor]:
 
 
 # Name: fault, skipped steps, preset.
-CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
+CASES = {
     "fsdp2, loss": (bad_loss("nan", (1, 0, 1), (3, 1, 0)), [1, 3], {}),
     "fsdp2, gradient": (bad_gradient("nan", 1, 4, rank=1), [1, 4], {}),
     "ddp, gradient of one replica": (bad_gradient("inf", 1, 2, rank=1), [1, 2], {"preset": "ddp_cpu"}),

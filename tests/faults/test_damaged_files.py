@@ -6,7 +6,6 @@ A damaged checkpoint is that of step 4, the newest of a run that was killed afte
 
 import re
 import shutil
-from typing import Any
 
 from tests.faults.harness import SAVED, WHOLE, check_like_whole, resume, stopped_after, write_manifest
 from tests.support.same_runs import curves, read_manifest, rows_by_step, saved_state
@@ -47,7 +46,7 @@ def test_what_is_no_part_of_the_training_may_change(faulty_bench):
     """All of it at once; the run is the same, bit for bit, in its last steps."""
     bench = faulty_bench
     stopped_after(bench, "free", step=2)
-    free: dict[str, Any] = {
+    free = {
         "data__files": shutil.copy(bench.data / bench.rows, bench.runs / "moved.jsonl"),
         "data__num_loader_workers": 2,
         "data__cache_dir": bench.runs / "free cache",

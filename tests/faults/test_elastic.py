@@ -9,7 +9,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from tests.support.workbench import FP32, Workbench
 
 RELATIVE_TOLERANCE = 1e-5
 NUM_STEPS, SAVED_STEP = 6, 2
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "model__dropout": 0,
     "train__max_steps": NUM_STEPS,
     "train__global_batch_size_rows": 17,  # 52 rows: three batches, and a fourth of one row
@@ -33,7 +32,7 @@ CHANGES: dict[str, Any] = {
     "log_row_ids": True,
     "optim__weight_decay": 0.1,
 }
-WHERE: dict[str, dict[str, Any]] = {
+WHERE = {
     "single": {"preset": "single"},
     "ddp-2": {"preset": "ddp_cpu"},
     "fsdp2-2": {"preset": "fsdp2_cpu"},
@@ -42,7 +41,7 @@ WHERE: dict[str, dict[str, Any]] = {
     "fsdp1-2": {"preset": "fsdp1_full_shard", "overrides": GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"] | FP32},
 }
 # Kind of run: recipe, settings.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS = {
     "tied": ("t5", {}),
     "frozen": ("t5", {"model__freeze": [r"encoder\..*"], "eval__unshard": "never"}),
     "lora": ("llm", {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2, "data__max_length_tokens": 64}),
@@ -72,7 +71,7 @@ def benches(bench, llm_bench) -> dict[str, Workbench]:
     return {kind: replace(of_recipe[recipe], runs=bench.runs / kind) for kind, (recipe, _) in KINDS.items()}
 
 
-def changes_of(kind: str) -> dict[str, Any]:
+def changes_of(kind: str) -> dict:
     return CHANGES | KINDS[kind][1]
 
 
@@ -123,14 +122,14 @@ def check_loaded(file: str) -> None:
 
     resume = run_module.resume
 
-    def checked(run: Any, saved: Any) -> None:
+    def checked(run, saved) -> None:
         resume(run, saved)
         Path(f"{file}-{rank()}.json").write_text(json.dumps(_compare(saved.folder, run.sharded, run.optimizer)))
 
-    run_module.resume = checked  # type: ignore[assignment]
+    run_module.resume = checked
 
 
-def _compare(folder: Path, sharded: Any, optimizer: Any) -> dict[str, Any]:
+def _compare(folder: Path, sharded, optimizer) -> dict:
     """What the ranks hold and the checkpoint's tensors. Collective."""
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -166,7 +165,7 @@ def check_rows(bench: Workbench, source: str, name: str, num_ranks: int) -> None
     assert sorted(map(len, of_uneven_step)) == [0] * (num_ranks - 1) + [1], "no rank was without rows"
 
 
-def look_at_t5(exported: Path, last: Path) -> dict[str, Any]:
+def look_at_t5(exported: Path, last: Path) -> dict:
     """Load an export and compare it with the checkpoint it came from, and its tied weights with each other."""
     import torch
     from transformers import AutoModelForSeq2SeqLM
@@ -180,7 +179,7 @@ def look_at_t5(exported: Path, last: Path) -> dict[str, Any]:
     return {"unequal": [name for name, t in theirs.items() if not torch.equal(ours[name], t)], "num_compared": len(theirs)}
 
 
-def look_at_lora(exported: Path, last: Path) -> dict[str, Any]:
+def look_at_lora(exported: Path, last: Path) -> dict:
     """The same for an adapter's file."""
     import torch
     from safetensors.torch import load_file

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,7 +37,7 @@ STEP = 3
 END_S = 300.0
 """Until when a run must have ended."""
 
-PLACES: dict[str, tuple[Any, str]] = {
+PLACES = {
     "connecting the devices": (setup, "connect_devices"),  # which rank 1 never calls
     "tokenizing": (prepare, "tokenize_rows"),  # on rank 0 alone
     "after tokenizing": (prepare, "on_all_ranks"),  # where rank 1 has nothing to tokenize
@@ -83,7 +82,7 @@ def hold(place: str, who: int, way: Callable[[], None]) -> None:
     """One rank is held up, once: at one of `PLACES`, or before a phase of `STEP`."""
     calls: list[bool] = []
 
-    def hold_once(*_: Any, **__: Any) -> None:
+    def hold_once(*_, **__) -> None:
         if not calls:
             calls.append(True)
             way()
@@ -117,7 +116,7 @@ def bench(bench) -> Workbench:
     return replace(bench, changes={"train__max_steps": 5, "run__timeout_s": TIMEOUT_S, **often})
 
 
-def hold_up(bench: Workbench, name: str, *faults: Fault, **changes: Any) -> Running:
+def hold_up(bench: Workbench, name: str, *faults: Fault, **changes) -> Running:
     """Start a run whose ranks are held up."""
     return start_with(bench, name, *faults, exports=True, **changes)
 

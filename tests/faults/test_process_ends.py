@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ from tests.support.workbench import FP32, Workbench
 from toolkit.errors import EXIT_STOPPED
 
 NUM_STEPS = 6
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "model__dropout": 0.1,
     "train__max_steps": NUM_STEPS,
     "train__micro_batch_size_rows": 2,
@@ -64,13 +63,13 @@ def bench(bench) -> Workbench:
 # --- Signals.
 
 
-def phase(phase: str, step: int, ranks: list[int], *names: str, **more: Any) -> Fault:
+def phase(phase: str, step: int, ranks: list[int], *names: str, **more) -> Fault:
     return partial(signals.signal_in_phase, phase, step, ranks, names, **more)
 
 
 # Name: fault, steps it may end after, whether it then owes an evaluation, settings.
-LOADERS: dict[str, Any] = {"data__num_loader_workers": 2}
-MOMENTS: dict[str, tuple[Fault, set[int], bool, dict[str, Any]]] = {
+LOADERS = {"data__num_loader_workers": 2}
+MOMENTS = {
     "update": (phase("update", 2, [0, 1], "SIGHUP"), {3}, True, {}),
     "evaluation, last batch": (partial(signals.signal_in_generation, 3, [0, 1], ["SIGUSR1"]), {5}, False, {}),
     "before a save": (phase("saving", 2, [1], "SIGQUIT"), {3}, True, {}),
@@ -214,7 +213,7 @@ def crash_once(others_hang: bool) -> None:
 def test_killed_rank_restarts_the_run_from_the_last_checkpoint(bench, num_machines):
     """On two machines, that of the hanging rank is called back by the other one, and its ranks still count no restart."""
     name, flags = f"restarted-{num_machines}", [["--max_restarts=2", "--monitor_interval=0.1"]]
-    where: dict[str, Any] = {}
+    where = {}
     if num_machines == 2:
         where = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port(), "same_network": False}
         # Which of them holds the rendezvous does not follow from its address.
@@ -283,6 +282,6 @@ def test_a_run_whose_launcher_ends_as_it_begins_stops_too(bench):
     assert "stopped by the end of its launcher after step 2, with a checkpoint: " in printed, printed
 
 
-def launch(bench: Workbench, name: str, *faults: Fault, **more: Any) -> subprocess.Popen[str]:
+def launch(bench: Workbench, name: str, *faults: Fault, **more) -> subprocess.Popen[str]:
     argv = arguments(bench, name, *faults, **CHANGES)
     return accelerate_launch(SCRIPT, argv, folder=bench.runs, **{"overrides": FP32, **more})

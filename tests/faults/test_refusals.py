@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ from tests.faults.workers.faulty_recipe import refuse
 from tests.support.workbench import step_name
 from toolkit.errors import EXIT_STOPPED
 
-EVERY_3: dict[str, Any] = {"checkpoint__every_steps": 3}
+EVERY_3 = {"checkpoint__every_steps": 3}
 WAITED_FOR = EVERY_3 | {"checkpoint__async_save": False}
 SHARD = r"step-0000000[%s].tmp/state/__1_0\.distcp w "
 MANIFEST = r"{3}.tmp/manifest\.json\.tmp w "
@@ -46,7 +45,7 @@ RESUMED = ("end of a shard", "rename", "last save", "lines of training", "rows")
 """One for each kind of thing that is left behind."""
 
 # Name: what happens, the sentence, the checkpoint that stands then (0: a new run, without a cache), settings.
-REFUSED: dict[str, tuple[Fault, str, int, dict[str, Any]]] = {
+REFUSED = {
     # A save, in its own thread or waited for.
     "end of a shard": (
         partial(save_by_step_4, partial(on_rank, 1, "open", SHARD % 3, partial(fault.limit_files, 300_000))),

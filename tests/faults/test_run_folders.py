@@ -12,7 +12,6 @@ import tempfile
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from tests.faults.harness import run_with
@@ -96,7 +95,7 @@ def test_a_folder_that_is_removed_is_made_again(bench):
     """What was there is lost; the run comes to its end, with every file that a run has."""
     run = bench.runs / "all"
     # Saves that training waits for: beside one, nobody knows which of the next steps' files are there by then.
-    settings: dict[str, Any] = {
+    settings = {
         "train__max_steps": 6, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9, "checkpoint__async_save": False,
         "eval__every_steps": 2, "eval__at_start": True, "log_row_ids": True,
     }  # fmt: skip

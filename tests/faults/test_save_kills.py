@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,7 +44,7 @@ class Moment:
     """Done to the run as it stands after step 2, where the run to be killed is one that goes on from there; else it is new."""
 
 
-def file_moment(event: str, path: str, goes_on_from: int, standing: str = "", **more: Any) -> Moment:
+def file_moment(event: str, path: str, goes_on_from: int, standing: str = "", **more) -> Moment:
     return Moment(partial(before, event, path, standing=standing), goes_on_from, **more)
 
 
@@ -57,7 +56,7 @@ def in_shard(die: Callable[[], None]) -> None:
 
         torch_save, numbers = torch.save, itertools.count(1)
 
-        def save_and_die(tensor: Any, file: Any) -> None:
+        def save_and_die(tensor, file) -> None:
             saved = BytesIO()
             torch_save(tensor, saved)
             if next(numbers) == 7:
@@ -77,7 +76,7 @@ def in_manifest(die: Callable[[], None]) -> None:
     def die_in_half() -> None:
         json_dump = json.dump
 
-        def dump_and_die(value: Any, file: Any, **options: Any) -> None:
+        def dump_and_die(value, file, **options) -> None:
             text = json.dumps(value, **options)
             file.write(text[: len(text) // 2])
             file.flush()

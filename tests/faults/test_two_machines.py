@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from tests.support.workbench import FP32, RECIPE, Workbench
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500  # of a namespace, where nobody else is
 TIMEOUT_S = 600
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "model__dropout": 0, "checkpoint__every_steps": 2, "train__max_steps": 6, "train__micro_batch_size_rows": 2,
 }  # fmt: skip
 
@@ -89,7 +88,7 @@ def kill_self(number: int) -> None:
         kill(number)
 
 
-def test_each_machine_names_a_lost_rank(workbench: Workbench, machines: list[str]) -> None:
+def test_each_machine_names_a_lost_rank(workbench, machines):
     # On two real machines, no rank sees the processes of the other.
     within = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     argv = arguments(workbench, "run", partial(at_step, 3, partial(kill_self, 3)), **CHANGES)

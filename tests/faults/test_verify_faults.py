@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -105,7 +104,7 @@ def test_fault_is_named(benches, tmp_path, recipe, name):
     expected, detail = fault.verify[recipe]
     flags = [*flags_of(bench, *[NF4] * (recipe == "nf4")), *fault.flags, f"--data.cache_dir={tmp_path / 'cache'}"]
     runs = {run for check in expected for run in RUNS_OF_CHECK.get(check, {"preset-0"})}
-    settings: dict[str, Any] = {"model": model_of(bench), "presets": fault.presets, "only_in_ranks": fault.only_in_ranks}
+    settings = {"model": model_of(bench), "presets": fault.presets, "only_in_ranks": fault.only_in_ranks}
     failed = [proof for proof in run_part(runs, tmp_path, flags, name, **settings) if not proof.passed]
     assert {proof.check for proof in failed} == expected
     assert any(detail in proof.detail for proof in failed)
@@ -123,9 +122,9 @@ def test_command(benches, tmp_path):
     """Through `accelerate launch`, from another folder, up to the end of the first run; a wrong flag is refused."""
     bench, output = benches["t5"], tmp_path / "verify"
     command = [sys.executable, "-m", "toolkit", "verify", "--use-cpu", "--output", str(output), "--model", model_of(bench)]
-    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": take_signals, "text": True}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": take_signals, "text": True}
     with subprocess.Popen([*command, *flags_of(bench)], cwd=tmp_path, env=environment(), **how) as run:
-        printed = [run.stdout.readline() for _ in range(2)]  # type: ignore[union-attr]
+        printed = [run.stdout.readline() for _ in range(2)]
         run.send_signal(signal.SIGINT)
     assert printed[1].startswith("run 1 of 8: one process ") and printed[1].endswith(" s\n"), printed
     refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
@@ -139,7 +138,7 @@ def run_part(
     fault: str = "none",
     *,
     only_in_ranks: bool = False,
-    **settings: Any,
+    **settings,
 ) -> list[Proof]:
     """The rows of all checks that these runs reach; settings are those of `build_box`."""
     with planted(fault, only_in_ranks=only_in_ranks):
@@ -152,7 +151,7 @@ def run_part(
     return [proof for proof in proofs if proof.is_reached]
 
 
-HERE: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "launch": launch_logged}
+HERE = {"use_cpu": True, "num_processes": 2, "launch": launch_logged}
 
 
 def environment() -> dict[str, str]:

@@ -6,7 +6,6 @@ On CPU it silently shards nothing and is refused; `tests/distributed/test_fsdp1_
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +15,11 @@ from tests.gpu.conftest import needs_gpus
 from tests.support.small_run import figures
 
 PRESET = "fsdp1_hybrid_shard"
-AS_TWO_MACHINES: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4}
+AS_TWO_MACHINES = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "num_processes": 4}
 RELATIVE_TOLERANCE = 1e-4  # fp32; cuBLAS chooses other kernels for other batch shapes
 
 
-def on_two_gpus_a_machine(function: Callable[..., Any], *args: Any) -> Any:
+def on_two_gpus_a_machine(function: Callable, *args):
     """On every rank, before CUDA starts: see the GPUs of its machine only."""
     rank = int(os.environ["RANK"])
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1" if rank < 2 else "2,3"

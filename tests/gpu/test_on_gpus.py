@@ -4,7 +4,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ def check_update_left_out(device: torch.device) -> None:
 
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8).to(device)
-    optimizer: Any = build_optimizer(OptimConfig(lr=0.1), model)
+    optimizer = build_optimizer(OptimConfig(lr=0.1), model)
 
     def state_after(found_inf: float, gradient: float) -> list[torch.Tensor]:
         for parameter in model.parameters():
@@ -126,7 +125,7 @@ def test_gradients_go_over_nccl_and_decisions_over_gloo(preset):
         assert report["are_pinned"] == (preset == "fsdp2_offload")
 
 
-def report_backends() -> dict[str, Any]:
+def report_backends() -> dict:
     """On every rank: backends of its groups, its device, a sum over it, and whether its parameters lie in pinned host memory."""
     import torch.distributed as dist
     from transformers import T5Config, T5ForConditionalGeneration

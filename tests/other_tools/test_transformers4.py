@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ _LLAMA = {
 }  # fmt: skip
 _GEMMA = _LLAMA | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh"}
 _HALF = [1.0, 1.1, 1.3, 1.5], [1.08, 1.6, 4.0, 32.0]
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     # As their owners publish them, except sizes.
     "google-t5/t5-small": _T5 | {"n_positions": 512, "task_specific_params": {"summarization": {"num_beams": 4}}},
     "google/flan-t5-base": _T5_1_1 | {"n_positions": 512, "bos_token_id": None},
@@ -92,7 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
 UNTIED = ("google/flan-t5-base", "google/mt5-small", "an untied head under a tied flag")
 
 
-def build(folder: Path, settings: dict[str, Any], *, is_untied: bool) -> None:
+def build(folder: Path, settings: dict, *, is_untied: bool) -> None:
     """A model folder with this `config.json`, random weights and a tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -116,7 +115,7 @@ def build(folder: Path, settings: dict[str, Any], *, is_untied: bool) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def build_tokenizer(model_type: str) -> Any:
+def build_tokenizer(model_type: str):
     """Of a class of its own for some, which version 4 may read otherwise than the `tokenizer.json`."""
     from transformers import GemmaTokenizer, LlamaTokenizer, T5Tokenizer
 

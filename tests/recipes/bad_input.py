@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.support.launch import TIMEOUT_S, LaunchResult, launch
 from tests.support.workbench import RECIPES
@@ -44,7 +43,7 @@ class Case:
     """What is printed, whole, where `…` stands for anything."""
     files: Files = field(default_factory=dict)
     """Written into the folder beside (or over) those of the working run."""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict = field(default_factory=dict)
     recipe: str = "t5"
 
 

@@ -5,7 +5,6 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -16,12 +15,12 @@ from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, RELOAD, call_toolkit, run_without_toolkit
 
-LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "optim__lr": 1e-2}
+LORA = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "optim__lr": 1e-2}
 """Two ranks share three rows of A unevenly."""
 BF16 = {"mixed_precision": "bf16"}
 NO_TEXTS = {"eval__generate": False}
 
-TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+TRAINED = {
     "dora_bf16": ("llama", BF16, {"adapter__method": "dora"}),
     "rslora": ("gpt2", FP32, {"adapter__method": "rslora"}),
     "saved": ("llama", FP32, {"adapter__modules_to_save": ["embed_tokens", "lm_head"]}),
@@ -51,7 +50,7 @@ def build_fp8(folder: Path, llama: Path) -> None:
     from tests.support.quantized.models import save_fp8_model
 
     save_fp8_model(folder)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     tokenizer.save_pretrained(folder)
 
 
@@ -107,7 +106,7 @@ def test_every_kind_of_adapter_trains_what_it_should(llm_bench, name):
     from toolkit.models.lora_files import hash_weight
 
     stored = on_one_process(list_tensors, llm_bench.runs / name / "checkpoints" / "step-00000003" / "state")
-    kinds = {re.search(r"(lora_[a-zA-Z]+(_[a-z]+)*|modules_to_save)\.", tensor)[1] for tensor in stored}  # type: ignore[index]
+    kinds = {re.search(r"(lora_[a-zA-Z]+(_[a-z]+)*|modules_to_save)\.", tensor)[1] for tensor in stored}
     assert kinds == {"lora_A", "lora_B"} | (
         {"lora_magnitude_vector"} if name.startswith("dora") else {"modules_to_save"} if name.startswith("saved") else set()
     )
@@ -141,7 +140,7 @@ def test_an_exported_adapter_goes_on_training(llm_bench):
     adapter = llm_bench.runs / "gathered" / "export"
     more = {"adapter__method": "lora", "adapter__name_or_path": adapter, "adapter__rank": 64, "eval__at_start": True}
     merged = llm_bench.runs / "again" / "merged"
-    runs: dict[str, dict[str, Any]] = {
+    runs = {
         "further": {"train__max_steps": 2} | more,
         "base": {"train__max_steps": 0},
         "again": {"train__max_steps": 0, "export__merge": True} | more,
@@ -175,7 +174,7 @@ def train_and_gather(argv: list[str]) -> dict[str, np.ndarray]:
     gathered: dict[str, np.ndarray] = {}
     finish = finetune.finish
 
-    def draw_gather_and_finish(run: Any) -> None:
+    def draw_gather_and_finish(run) -> None:
         import torch
 
         generator = torch.Generator().manual_seed(int(os.environ["RANK"]))

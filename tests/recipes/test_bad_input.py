@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ TOKENIZER: Files = {
 }
 
 
-def adapter(size: int, base: dict[str, Any]) -> Files:
+def adapter(size: int, base: dict) -> Files:
     """A LoRA of rank 2 on the query projections of two layers, in a Llama of that hidden size; what its `base.json` says."""
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     names = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{kind}.weight" for layer in (0, 1) for kind in "AB"]

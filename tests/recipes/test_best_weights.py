@@ -5,7 +5,6 @@ evaluation set; those of another run. And the profiler's window.
 import json
 import math
 import shutil
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests.support.workbench import Workbench
 from toolkit.evaluation.generate import FLAWS
 from toolkit.files.json_lines import load_json_lines
 
-WORSENING: dict[str, Any] = {
+WORSENING = {
     "optim__lr": 10.0,
     "optim__warmup_steps": 2,
     "train__max_steps": 5,
@@ -69,7 +68,7 @@ def test_a_complete_run_that_is_started_with_another_metric_measures_it(bench):
 
 # --- Named evaluation sets, on 2 FSDP ranks: figures as of a run that evaluates the set alone, which choose, prune and stop.
 
-ALONE: dict[str, Any] = {"train__max_steps": 0, "eval__at_start": True, "eval__num_rows": None}
+ALONE = {"train__max_steps": 0, "eval__at_start": True, "eval__num_rows": None}
 OF_ALL = ("kind", "step", "num_rows", "num_texts", *FLAWS, "rows_per_s", "rouge_tokenizer", "measured_on")
 
 
@@ -119,7 +118,7 @@ def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_a
 
 # --- The weights of another run.
 
-TAUGHT: dict[str, Any] = {
+TAUGHT = {
     "model__freeze": [r"encoder\..*"],  # its checkpoints lack the encoder and, tied to it, all embeddings
     "optim__lr": 1e-2,
     "optim__schedule": "constant",
@@ -129,7 +128,7 @@ TAUGHT: dict[str, Any] = {
     "eval__generate": False,
     "profile__steps": [2, 3],
 }
-ONE_MORE: dict[str, Any] = {"train__max_steps": 1, "eval__at_start": True, "eval__generate": False}
+ONE_MORE = {"train__max_steps": 1, "eval__at_start": True, "eval__generate": False}
 
 
 @pytest.fixture(scope="module")

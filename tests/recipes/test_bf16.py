@@ -1,7 +1,5 @@
 """A rehearsal in bf16, asked for by the launcher's flag: what GPUs compute in, on CPU processes, whose presets take fp32."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,7 @@ from tests.support.quantized.models import save_quantizable_models
 from tests.support.workbench import run_each
 
 LORA = {"model": "llm", "adapter__method": "lora", "adapter__rank": 8, "optim__lr": 1e-2}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "full": {"model": "t5", "recipe": "t5"},
     "lora": LORA,
     "nf4": LORA | {"adapter__base_dtype": "nf4"},

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,7 +45,7 @@ def test_compare_shows_one_preset_that_trains_and_one_that_cannot(tmp_path, monk
 
 
 def test_preview_and_the_run_share_a_cache_and_take_the_same_rows(bench):
-    changes: dict[str, Any] = {"data__prefix": "preview: ", "log_row_ids": True, "eval__generate": False}
+    changes = {"data__prefix": "preview: ", "log_row_ids": True, "eval__generate": False}
     # Its reader stops early, as `head` does.
     command = [sys.executable, "-m", "toolkit", "preview", *bench.flags("run", **changes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:

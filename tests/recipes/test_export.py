@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -39,7 +38,7 @@ def call_all(commands: list[list[str]]) -> list[Ended]:
     return ended
 
 
-def export(*commands: list[Any]) -> list[Ended]:
+def export(*commands: list) -> list[Ended]:
     words = [["export", *map(str, command)] for command in commands]
     return run_on_ranks(call_all, preset="single", overrides=FP32, args=(words,))[0]
 
@@ -178,7 +177,7 @@ def test_what_cannot_be_exported_is_one_sentence(run, tmp_path):
     content = (changed / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     (changed / "model.safetensors").write_bytes(content[:header] + bytes(len(content) - header))
-    cases: list[tuple[list[Any], str]] = [
+    cases = [
         ([tmp_path / "nothing"], f"{tmp_path}/nothing has no config.yaml: give the folder of a run"),
         ([tmp_path / "empty"], f"{tmp_path}/empty holds no checkpoint: let the run reach its first one"),
         ([run, "--checkpoint", "17"], "--checkpoint is 17: give best, last or one of the steps 1, 2, 3, 4, 5"),
@@ -240,7 +239,7 @@ def test_what_happens_meanwhile_is_named(run, tmp_path, monkeypatch):
     from toolkit.errors import UserError
     from toolkit.tools import export as command
 
-    def fill(*_: Any) -> None:
+    def fill(*_) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     with pytest.raises(UserError, match=f"^{tmp_path}/gone was removed meanwhile, as by a run that keeps its newest ones: give"):

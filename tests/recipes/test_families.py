@@ -4,7 +4,6 @@ Adapters are in `test_adapter_runs.py`.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,9 +49,9 @@ def num_steps(family: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def trained(bench, llm_bench) -> dict[str, Any]:
+def trained(bench, llm_bench) -> dict:
     """Every family trained: what the last launch printed, and the lines of the launch before."""
-    settings: dict[str, dict[str, Any]] = {family: {"model": family} for family in FAMILIES}
+    settings = {family: {"model": family} for family in FAMILIES}
     for family, (source, target) in LANGUAGES.items():
         settings[family] |= {"data__source_language": source, "data__target_language": target}
     run_on_ranks(save_models, preset="single", overrides=FP32, args=(bench.runs / "models",))
@@ -72,7 +71,7 @@ def save_models(parent: Path) -> None:
         save_tokenizer(family, parent / family, has_start=bool(build_collator(model).pad_token_id))
 
 
-def run_all(bench: Workbench, settings: dict[str, dict[str, Any]]) -> dict[str, str]:
+def run_all(bench: Workbench, settings: dict[str, dict]) -> dict[str, str]:
     printed = {}
     for of in LOGIT_TOLERANCE:
         runs = {family: how for family, how in settings.items() if precision(family) == of}

@@ -3,7 +3,6 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from toolkit.tools.generate import generate as command
 from toolkit.tools.generate.model import Generator
 
 CHATML = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
-GENERATES: dict[str, Any] = {"eval__max_new_tokens": 6, "eval__num_beams": 2, "eval__no_repeat_ngram_size": 2}
+GENERATES = {"eval__max_new_tokens": 6, "eval__num_beams": 2, "eval__no_repeat_ngram_size": 2}
 
 
 def predictions(run: Path) -> list[str]:
@@ -67,7 +66,7 @@ def test_answers_are_those_of_the_evaluation(llm_workbench, tmp_path, monkeypatc
         roles = ("user", "prompt"), ("assistant", "completion")
         rows = [{"messages": [{"role": role, "content": pair[side].strip()} for role, side in roles]} for pair in pairs]
     train, held_out = save_jsonl(tmp_path / "train.jsonl", rows[7:]), save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
-    options: dict[str, Any] = {"data__max_length_tokens": 256, "eval__num_rows": None, "eval__batch_size_rows": 4}
+    options = {"data__max_length_tokens": 256, "eval__num_rows": None, "eval__batch_size_rows": 4}
     options |= {"data__chat_template": CHATML}
     if form == "prompt":
         options |= {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2}

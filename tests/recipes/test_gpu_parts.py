@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,9 +29,9 @@ def run(folder, monkeypatch):
     """Run a part of that name; its entry in the report, which all tests of this file fill."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def run_part(name: str) -> dict[str, Any]:
+    def run_part(name: str) -> dict:
         code = main(["--small", "--folder", str(folder), "--parts", name])
-        part: dict[str, Any] = json.loads(next(folder.glob("gpu_small_*.json")).read_text())["parts"][name]
+        part = json.loads(next(folder.glob("gpu_small_*.json")).read_text())["parts"][name]
         assert code == 0, part["output"]
         return part
 

@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,10 @@ from tests.support.quantized.models import save_quantizable_models
 from tests.support.same_runs import rows_by_place
 from tests.support.workbench import FP32, Workbench, new_bench
 
-LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 4, "adapter__dropout": 0.2, "optim__lr": 1e-2}
-PACKED: dict[str, Any] = {"data__max_length_tokens": 64, "train__micro_batch_size_rows": 1, "eval__generate": False}
+LORA = {"adapter__method": "lora", "adapter__rank": 4, "adapter__dropout": 0.2, "optim__lr": 1e-2}
+PACKED = {"data__max_length_tokens": 64, "train__micro_batch_size_rows": 1, "eval__generate": False}
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "full": {"model": "gpt2"},  # drops embeddings, attention and residuals
     "mixture": {"model": "mixtral", "data__packing": False, "train__micro_batch_size_rows": 2},
     "nf4": {"model": "llm", **LORA, "adapter__dropout": 0, "adapter__base_dtype": "nf4"},
@@ -46,7 +45,7 @@ def bench(tmp_path_factory) -> Workbench:
     return replace(bench, models=bench.models | models | {"llm": bench.runs / "models" / "llm"})
 
 
-def settings_of(bench: Workbench, kind: str) -> dict[str, Any]:
+def settings_of(bench: Workbench, kind: str) -> dict:
     settings = EXACT | PACKED | KINDS[kind]
     if "data__mix" in settings:
         files = {bench.data / bench.rows: 1.0, bench.runs / "more.jsonl": 2.0}

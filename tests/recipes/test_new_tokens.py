@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +18,15 @@ TOKENS = ["<|im_start|>", "<|im_end|>", "<|rare|>"]
 """Three rows for two ranks; the last occurs nowhere."""
 TEMPLATE = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
 LR, EPS, NUM_ROWS, NUM_STEPS = 1e-2, 1e-3, 8, 4
-CHATS: dict[str, Any] = {
+CHATS = {
     "model__add_tokens": TOKENS, "data__chat_template": TEMPLATE, "data__eval_fraction": 0.0, "eval__generate": False,
     "train__global_batch_size_rows": NUM_ROWS, "train__micro_batch_size_rows": 2, "train__max_steps": NUM_STEPS,
     "optim__lr": LR, "optim__eps": EPS, "optim__weight_decay": 0.0, "optim__schedule": "constant", "optim__max_grad_norm": None,
     "checkpoint__every_steps": 2,
 }  # fmt: skip
 """Each step takes all rows."""
-LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "export__merge": True}
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+LORA = {"adapter__method": "lora", "adapter__rank": 3, "adapter__alpha": 6, "export__merge": True}
+RUNS = {
     "full-tied": ("small_llama_tied", {}),
     "full-untied": ("small_llama", {}),
     "lora-tied": ("small_llama_tied", LORA),
@@ -65,7 +64,7 @@ def run_each(chats: Workbench, end: str = "", num_processes: int = 2, names: tup
     chats.run_all(runs, overrides=FP32 | {"num_processes": num_processes})
 
 
-def train_plain(folder: Path, rows: list[dict[str, Any]], *, has_adapter: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_plain(folder: Path, rows: list[dict], *, has_adapter: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Plain transformers and peft on one process: the losses, and what was trained, by its names in an export."""
     import transformers
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -75,7 +74,7 @@ def train_plain(folder: Path, rows: list[dict[str, Any]], *, has_adapter: bool) 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(TOKENS, special_tokens=True)
     tokenizer.chat_template = TEMPLATE.read_text()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     old = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > old:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

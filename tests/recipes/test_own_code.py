@@ -4,7 +4,6 @@ import gc
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ PRESETS = ("single", "fsdp2_cpu")
 NUM_STEPS, NUM_ROWS = 4, 40
 
 
-def given(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, Any]:
+def given(folder: Path, model: Path, name: str, **changes) -> dict:
     """The two names that the examples take for granted."""
     import datasets
 
@@ -39,7 +38,7 @@ def given(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, Any
     return {"config": load_config("llm", overrides=settings | changes), "rows": datasets.Dataset.from_list(rows)}
 
 
-def scaled_class() -> Any:
+def scaled_class():
     """A class with a parameter that no file of weights has."""
     import torch
     import transformers
@@ -47,11 +46,11 @@ def scaled_class() -> Any:
     class Scaled(transformers.LlamaForCausalLM):
         """Each logit has a factor of its own."""
 
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config) -> None:
             super().__init__(config)
             self.factor = torch.nn.Parameter(torch.ones(config.vocab_size))
 
-        def forward(self, *args: Any, **inputs: Any) -> Any:
+        def forward(self, *args, **inputs):
             output = super().forward(*args, **inputs)
             output.logits = output.logits * self.factor
             return output
@@ -59,12 +58,12 @@ def scaled_class() -> Any:
     return Scaled
 
 
-def run_examples(folder: Path, model: Path) -> dict[str, Any]:
+def run_examples(folder: Path, model: Path) -> dict:
     """On every rank: each example by the last words of its headline; what they have defined, and what their hooks see."""
     import torch
 
     names = ("class", "z_loss", "ema", "topics")
-    found: dict[str, Any] = {}
+    found = {}
     for name, source in zip(names, EXAMPLES, strict=True):
         path = folder / f"{name}.py"
         path.write_text(source)
@@ -76,15 +75,15 @@ def run_examples(folder: Path, model: Path) -> dict[str, Any]:
 
     from toolkit import finetune
 
-    steps: list[dict[str, Any]] = []
+    steps = []
 
-    def note(info: Any) -> None:
+    def note(info) -> None:
         whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in info.model.named_parameters()}
         steps.append({name: weight.numpy() for name, weight in whole.items()})
         assert isinstance(info.optimizer, torch.optim.Optimizer)
         assert not gc.isenabled() and not torch.backends.cuda.cudnn_sdp_enabled(), "unlike outside of the run"
 
-    seen: list[Any] = []
+    seen = []
     known = given(folder, model, "plain")
     after = seen.append
     finetune(known["config"], train=known["rows"], after_step=note, after_evaluation=after)
@@ -101,7 +100,7 @@ def run_examples(folder: Path, model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory, bench) -> dict[str, tuple[Path, Any]]:
+def examples(tmp_path_factory, bench) -> dict[str, tuple]:
     found = {}
     for preset in PRESETS:
         folder = tmp_path_factory.mktemp(preset)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -46,7 +45,7 @@ ELSEWHERE = GPU_CHECKS | {
 """Presets that another test trains to an export, or a check on GPUs."""
 FOR_100B = "fsdp2_100b"
 """It trains the run YAML that is made for it."""
-SAME_ON_CPU: dict[str, tuple[str, dict[str, Any]]] = {
+SAME_ON_CPU = {
     "ddp": ("ddp_cpu", {}),
     "fsdp2_full_shard": ("fsdp2_cpu", {}),
     "fsdp2_multi_node": ("fsdp2_cpu", {}),
@@ -105,9 +104,9 @@ def test_preset_trains_evaluates_saves_and_exports(workbench, preset):
 
 
 WHOLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-CHATS: dict[str, Any] = {"checkpoint__every_steps": None, "data__max_length_tokens": 96}
+CHATS = {"checkpoint__every_steps": None, "data__max_length_tokens": 96}
 SOURCES = REPOSITORY / "recipes" / "sources"
-CONFIGS: dict[str, tuple[str, str, str, dict[str, Any], list[str], str]] = {
+CONFIGS = {
     "t5_wikihow": ("t5", "t5", "wikihow", {"data__source": f"{SOURCES}/wikihow.py:load_rows"}, ["with an empty text"], WHOLE),
     "llm_moe": ("llm", "", "texts", {}, ["\nunigram ", "\ninterpolated bigram "], WHOLE),
     "llm_functions": ("llm", "llama", "prompts", {}, [], ADAPTER),
@@ -133,7 +132,7 @@ def trained(bench, tmp_path_factory) -> dict[str, str]:
     """What a run of each config printed, made short; those of a recipe and a preset share a launch."""
     folder, rows = tmp_path_factory.mktemp("configs"), make_rows(60)
     chat_models = run_on_ranks(build_chat_models, preset="single", overrides=FP32, args=(folder,))[0]
-    forms: dict[str, list[dict[str, Any]]] = {name: [] for name in ("texts", "prompts", "pairs", "chats", "rows", "lines")}
+    forms = {name: [] for name in ("texts", "prompts", "pairs", "chats", "rows", "lines")}
     for number, row in enumerate(rows):
         source, target = row["source"], row["target"]
         forms["texts"].append({"text": source})
@@ -143,10 +142,10 @@ def trained(bench, tmp_path_factory) -> dict[str, str]:
         sides = {"prompt": source, "target": target, "lead_text": "", "group": "", "split": "eval" if number < 9 else "train"}
         forms["rows"].append(sides)
         forms["lines"].append({"row": number + 1, "prediction": f"{target}."})
-    files: dict[str, Any] = {form: save_jsonl(folder / f"{form}.jsonl", lines) for form, lines in forms.items()}
+    files = {form: save_jsonl(folder / f"{form}.jsonl", lines) for form, lines in forms.items()}
     files["rows and lines"] = json.dumps([str(files["rows"]), str(files["lines"])])
     files["wikihow"] = save_wikihow_csv(folder / "wikihowAll.csv", rows)
-    launches: dict[tuple[str, str], dict[str, Any]] = {}
+    launches = {}
     for name, (recipe, model, form, flags, *_) in CONFIGS.items():
         config = RUN_CONFIG_FOLDER / f"{name}.yaml"
         own = RUN_CONFIG_FOLDER / yaml.safe_load(config.read_text())["model"]["name_or_path"]

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from tests.support.refusals import refusal
 from tests.support.workbench import FP32
 from toolkit.files.json_lines import load_json_lines
 
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "model.dropout": 0, "train.global_batch_size_rows": 8, "train.micro_batch_size_rows": 2, "train.max_steps": 4,
     "eval.every_steps": 2, "eval.max_new_tokens": 4, "eval.best_metric": "order", "eval.higher_is_better": False,
     "checkpoint.keep_best": 1, "log_every_steps": 2,
@@ -26,7 +25,7 @@ def order(predictions: list[str], references: list[str]) -> int:
     return sum(place * len(text) for place, text in enumerate(predictions + references))
 
 
-def focal(logits_BTV: Any, labels_BT: Any) -> Any:
+def focal(logits_BTV, labels_BT):
     """Half a focal loss: tokens that the model finds easy count less."""
     import torch.nn.functional as F
 
@@ -34,11 +33,11 @@ def focal(logits_BTV: Any, labels_BT: Any) -> Any:
     return ((1 - (-nats_N).exp()) ** 2 * nats_N).sum() / 2
 
 
-def other(logits_BTV: Any, labels_BT: Any) -> Any:
+def other(logits_BTV, labels_BT):
     return 2 * focal(logits_BTV, labels_BT)
 
 
-def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
+def train_all(folder: Path, models: dict[str, Path]) -> dict:
     """On every rank, in one process: a run, a resume, and what a resume refuses. A Llama is in `test_own_code.py`."""
     import datasets
     import torch
@@ -50,10 +49,10 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
     places = {"run.output_dir": str(folder), "data.cache_dir": str(folder / "cache"), "model.name_or_path": str(models["t5"])}
     torch.set_float32_matmul_precision("high")  # as a program may
     before = state_of_the_process()
-    steps: list[Any] = []
-    evaluations: list[Any] = []
+    steps = []
+    evaluations = []
     config = load_config("t5", overrides=SETTINGS | places | {"run.name": "t5"})
-    given: dict[str, Any] = {
+    given = {
         "train": datasets.Dataset.from_list(rows[8:]),
         "evaluation": datasets.Dataset.from_list(rows[:8]),
         "metrics": {"order": order},
@@ -62,12 +61,12 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
         "after_step": lambda info: steps.append(dataclasses.replace(info, model=None, optimizer=None)),
         "after_evaluation": lambda figures: evaluations.append(dict(figures)),
     }
-    called: dict[str, Any] = {"result": finetune(config, **given), "steps": [*steps], "evaluations": [*evaluations]}
+    called = {"result": finetune(config, **given), "steps": [*steps], "evaluations": [*evaluations]}
 
     # In the same processes again: the run goes on, if nothing else is asked for.
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=5))
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        wrong: list[dict[str, Any]] = [{"train": given["train"].select(range(1, 40))}, {"loss": other}, {"loss": None}]
+        wrong = [{"train": given["train"].select(range(1, 40))}, {"loss": other}, {"loss": None}]
         called["refusals"] = [refusal(finetune, longer, **given | change) for change in wrong]
         with pytest.raises(ZeroDivisionError):
             finetune(longer, **given | {"after_step": lambda info: 1 / 0})
@@ -90,7 +89,7 @@ def train_all(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory, bench) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+def called(tmp_path_factory, bench) -> dict[str, tuple[Path, list[dict]]]:
     """What each rank returned, and where its runs are, by the preset."""
     found = {}
     for preset in ("single", "fsdp2_cpu"):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +19,7 @@ from toolkit.checkpoint.manifest import read_manifest
 from toolkit.models.lora_files import hash_weight
 from toolkit.models.quantized import dequantize, find_scales, quantize
 
-LORA: dict[str, Any] = {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2, "eval__generate": False}
+LORA = {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2, "eval__generate": False}
 NF4 = LORA | {"adapter__base_dtype": "nf4"}
 LONGER = NF4 | {"train__max_steps": 4, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9, "export__merge": True}
 UP = "model.layers.1.mlp.up_proj"
@@ -145,11 +144,11 @@ def evaluate(flags: list[str], has_room: bool) -> set[str]:
     seen: set[str] = set()
     replica, fits_whole = gather._replica, gather.fits_whole
 
-    def fits(sharded: Any, skeleton: Any) -> bool:
+    def fits(sharded, skeleton) -> bool:
         fits_whole(sharded, skeleton)
         return has_room or gather.is_quantized(skeleton)
 
-    def look(*args: Any) -> Any:
+    def look(*args):
         made = replica(*args)
         seen.update(str(parameter.dtype) for parameter in made.parameters())
         return made

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -138,9 +137,7 @@ class Clone:
         kind = Path(config).stem.split("_")[0]
         return [f"--model.name_or_path={self.stand_ins / kind}"] if re.fullmatch(r"[\w-]+/[\w.-]+", named) else []
 
-    def run(
-        self, function: Callable[..., None], *args: Any, preset: str = "accelerate_configs/single_cpu.yaml", **where: Any
-    ) -> str:
+    def run(self, function: Callable[..., None], *args, preset: str = "accelerate_configs/single_cpu.yaml", **where) -> str:
         """What it prints, called in the folder on the ranks of a preset; they must end with 0."""
         with start_on_ranks(function, preset=self.folder / preset, args=(self.folder, *args), **where) as running:
             done = running.wait()

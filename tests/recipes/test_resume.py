@@ -5,7 +5,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from toolkit.checkpoint.manifest import read_manifest
 
 NUM_STEPS = 10
 STEPS_PER_EPOCH = 7  # 52 training rows: an epoch ends inside the run, with a smaller batch
-EXACT: dict[str, Any] = {
+EXACT = {
     "model__dropout": 0.1,
     "train__max_steps": NUM_STEPS,
     "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
@@ -87,7 +86,7 @@ def test_frozen_weights_stay_and_are_not_in_the_checkpoint(bench):
     assert in_weights == in_moments == {name for name in base if not is_frozen[name]}
 
 
-def kill_and_go_on(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
+def kill_and_go_on(bench: Workbench, **settings) -> list[dict]:
     """A run beside the finished `whole` is killed and resumed: the same, bit for bit. Returns the training lines of `whole`."""
     with bench.start("killed", **settings) as running:
         kill_after(running, bench, step=7)
@@ -96,7 +95,7 @@ def kill_and_go_on(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
     return go_on(bench, committed, **settings)
 
 
-def go_on(bench: Workbench, committed: int, **settings: Any) -> list[dict[str, Any]]:
+def go_on(bench: Workbench, committed: int, **settings) -> list[dict]:
     """The run `killed` goes on from that step to the end of `whole`."""
     before = bench.lines("killed", "train")
     printed = bench.run("killed", **settings)
@@ -118,7 +117,7 @@ def kill_after(running: Running, bench: Workbench, step: int) -> None:
     assert running.wait().returncodes == [-signal.SIGKILL] * 2, "the run was over before it was killed"
 
 
-def on_one_process(function: Any, *args: Any) -> Any:
+def on_one_process(function, *args):
     return run_on_ranks(function, preset="single", overrides=FP32, args=args)[0]
 
 
@@ -128,7 +127,7 @@ def list_tensors(folder: Path) -> list[str]:
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
-def load_whole(folder: Path) -> dict[str, Any]:
+def load_whole(folder: Path) -> dict:
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
 

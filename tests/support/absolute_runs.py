@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from tests.planting.plant import NO_FAULT
@@ -79,9 +78,7 @@ def run_recipe(kind: str, preset: str, output: Path) -> Path:
     return output / f"{kind}-{preset}"
 
 
-def run_ranks(
-    kind: str, preset: str, output: Path, overrides: dict[str, Any], more_flags: list[str], function: Callable[..., Any]
-) -> list[Any]:
+def run_ranks(kind: str, preset: str, output: Path, overrides: dict, more_flags: list[str], function: Callable) -> list:
     """What `function(recipe, argv, run folder)` returns on every rank."""
     recipe, family, flags = KINDS[kind]
     folder, name = inputs(), f"{kind}-{preset}"
@@ -120,7 +117,7 @@ def train_on_rank(recipe: str, argv: list[str], folder: Path) -> None:
 
     train = loop.train
 
-    def note_adapter_and_train(run: Any) -> None:
+    def note_adapter_and_train(run) -> None:
         if run.config.adapter.method != "none":
             _save_adapter(run.sharded.model, folder / "first_adapter.safetensors")
         train(run)
@@ -129,7 +126,7 @@ def train_on_rank(recipe: str, argv: list[str], folder: Path) -> None:
         run_in_this_process(recipe, argv)
 
 
-def _save_adapter(model: Any, path: Path) -> None:
+def _save_adapter(model, path: Path) -> None:
     import torch.distributed as dist
     from safetensors.torch import save_file
     from torch.distributed.tensor import DTensor

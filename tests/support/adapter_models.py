@@ -1,7 +1,6 @@
 """Tiny base models with weights on disk, and adapters on them."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers as hf
@@ -14,11 +13,11 @@ from toolkit.models.lora_files import base_name, hash_weight
 from toolkit.models.tensor_reader import allocate, copy_on_meta, fill_parameters, state_readers
 from toolkit.models.weights import complete_readers
 
-LLAMA_SIZES: dict[str, Any] = {
+LLAMA_SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-BASES: dict[str, tuple[type[hf.PreTrainedModel], Any]] = {
+BASES = {
     "llama_tied": (hf.LlamaForCausalLM, hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=False)),
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)),
@@ -42,12 +41,12 @@ def load_base(folder: Path, name: str) -> hf.PreTrainedModel:
     return BASES[name][0].from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def adapted(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> hf.PreTrainedModel:
+def adapted(folder: Path, name: str, *, seed: int = 0, **settings) -> hf.PreTrainedModel:
     """The base with an adapter as a run makes it: B is still zero."""
     return with_adapter(load_base(folder, name), adapter_config(**settings), str(folder), seed).eval()
 
 
-def with_adapter(model: Any, config: AdapterConfig, base: str = "base", seed: int = 0) -> Any:
+def with_adapter(model, config: AdapterConfig, base: str = "base", seed: int = 0):
     adapted, of_base = copy_on_meta(model), ModelConfig(name_or_path=base)
     add_adapter(adapted, config, of_base)
     readers = complete_readers(adapted, state_readers(model.state_dict()), config, of_base, seed)
@@ -62,7 +61,7 @@ def hash_base(model: torch.nn.Module) -> dict[str, str]:
     return {name: hash_weight(parameter) for name, parameter in named if name is not None}
 
 
-def adapter_config(**settings: Any) -> AdapterConfig:
+def adapter_config(**settings) -> AdapterConfig:
     return AdapterConfig(**{"method": "lora", "rank": 4, "alpha": 8.0, **settings})
 
 

@@ -1,7 +1,5 @@
 """Chat templates of several families, shortened to what sets them apart, and a tokenizer that knows their tokens."""
 
-from typing import Any
-
 CHATML = """\
 {%- if tools %}
     {{- '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ ' ' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
@@ -73,7 +71,7 @@ PROMPTING = """\
 WORDS = ["hello there", "what is two and two", "it is four", "be brief", "thanks", "welcome", "assistant", "user", "system"]
 
 
-def build_chat_tokenizer(*special_tokens: str, template: str | None = None, vocab_size: int = 400) -> Any:
+def build_chat_tokenizer(*special_tokens: str, template: str | None = None, vocab_size: int = 400):
     """A byte-level tokenizer trained on `WORDS`, with `special_tokens` added, and `<s>` and `</s>` as first and last token."""
     from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 
@@ -87,7 +85,7 @@ SPACE_ADDING = ("normalizer", "first", "always")
 """Ways to put a space before a text: Llama 2's and Mistral's own, and both of the newer pre-tokenizer."""
 
 
-def build_space_adding_tokenizer(way: str) -> Any:
+def build_space_adding_tokenizer(way: str):
     """As Llama 2's: `<s>` before a text, a space before each word part of it, bytes for unknown characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

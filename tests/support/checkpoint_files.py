@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint.find import (
     BestMetric,
@@ -21,7 +20,7 @@ from toolkit.files.durable import describe_files, seal
 LOSS = BestMetric("loss", higher_is_better=False, measured_on={"rows": "a", "num_beams": 1}, compared=("rows",))
 
 
-def make_checkpoint(run: Path, step: int, loss: float | None = None, measured_on: dict[str, Any] | None = None) -> Path:
+def make_checkpoint(run: Path, step: int, loss: float | None = None, measured_on: dict | None = None) -> Path:
     folder = step_folder(run, step)
     unfinished = write_unfinished(folder)
     commit(unfinished, folder, manifest_of(step, loss, unfinished, measured_on))
@@ -37,7 +36,7 @@ def write_unfinished(folder: Path) -> Path:
     return unfinished
 
 
-def manifest_of(step: int, loss: float | None, unfinished: Path, measured_on: dict[str, Any] | None = None) -> dict[str, Any]:
+def manifest_of(step: int, loss: float | None, unfinished: Path, measured_on: dict | None = None) -> dict:
     return {
         "step": step,
         "world_size": 1,
@@ -49,7 +48,7 @@ def manifest_of(step: int, loss: float | None, unfinished: Path, measured_on: di
     }
 
 
-def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def change_manifest(folder: Path, change: Callable) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(seal(manifest)))

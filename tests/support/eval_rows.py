@@ -1,7 +1,5 @@
 """Rows to evaluate on."""
 
-from typing import Any
-
 from tests.support.model_folders import _build_tokenizer
 from tests.support.seq2seq_families import build_collator
 from toolkit.data.collate import CausalCollator, SummarizationCollator
@@ -10,16 +8,16 @@ from toolkit.objectives.causal import Causal
 from toolkit.objectives.seq2seq import Seq2Seq
 
 
-def eval_rows(rows: list[dict[str, Any]], **fields: Any) -> EvaluationRows:
+def eval_rows(rows: list[dict], **fields) -> EvaluationRows:
     """These rows, of which nothing is decoded."""
     import datasets
 
-    given: dict[str, Any] = {"tokenizer": None, "collator": SummarizationCollator(0, 0)} | fields
+    given = {"tokenizer": None, "collator": SummarizationCollator(0, 0)} | fields
     given["objective"] = Causal() if isinstance(given["collator"], CausalCollator) else Seq2Seq()
     return EvaluationRows(rows=datasets.Dataset.from_list(rows), **given)
 
 
-def rows_for(model: Any) -> EvaluationRows:
+def rows_for(model) -> EvaluationRows:
     """Four rows of an encoder-decoder: a batch with padding, and one without."""
     inputs = [[5, 6, 7, 8, 9, 10, 11], [9, 12, 13, 14, 15], [4, 5, 7], [8, 9, 10]]
     labels, targets = [[9, 20, 2], [5, 2], [7, 8, 2], [2]], ["a b", "c", "d e", ""]

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -46,7 +45,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.reads, self.in_bf16 = reads, in_bf16
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # the call comes again with the local tensors
         name = func._schema.name.removeprefix("aten::")
@@ -64,20 +63,20 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _reporting(method: Any, name: str, reads: Counter[str]) -> Any:
+def _reporting(method, name: str, reads: Counter[str]):
     @functools.wraps(method)
-    def report(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def report(tensor: torch.Tensor, *args, **kwargs):
         _note(reads, name)
         return method(tensor, *args, **kwargs)
 
     return report
 
 
-def _reporting_cpu(to: Any, reads: Counter[str]) -> Any:
+def _reporting_cpu(to, reads: Counter[str]):
     """`to("cpu")`; a model's device is passed as an object."""
 
     @functools.wraps(to)
-    def report(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def report(tensor: torch.Tensor, *args, **kwargs):
         if "cpu" in (*(arg for arg in args if isinstance(arg, str)), kwargs.get("device")):
             _note(reads, "to cpu")
         return to(tensor, *args, **kwargs)
@@ -85,9 +84,9 @@ def _reporting_cpu(to: Any, reads: Counter[str]) -> Any:
     return report
 
 
-def _reporting_device(function: Any, reads: Counter[str]) -> Any:
+def _reporting_device(function, reads: Counter[str]):
     @functools.wraps(function)
-    def report(*args: Any, **kwargs: Any) -> Any:
+    def report(*args, **kwargs):
         if kwargs.get("device") is not None:
             _note(reads, "torch.tensor on a device")
         return function(*args, **kwargs)
@@ -97,7 +96,7 @@ def _reporting_device(function: Any, reads: Counter[str]) -> Any:
 
 def _note(reads: Counter[str], what: str) -> None:
     places = []
-    frame: Any = sys._getframe(1)
+    frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if path.endswith(ON_HOST):

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Hub:
     fails_at: str = ""
     """Part of the path of a request that is answered by an error of the server."""
 
-    def answer(self, method: str, path: str, body: bytes, token: str) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, body: bytes, token: str) -> tuple:
         parts = path.partition("?")[0].strip("/").split("/")
         if self.fails_at and self.fails_at in path:
             return 500, {"error": "the disk of the hub is full"}
@@ -53,7 +52,7 @@ class Hub:
             return self._commit(name, [json.loads(line) for line in body.splitlines()])
         return 200, {"id": name, "private": name in self.private, "sha": "0" * 40, "siblings": [], "tags": []}
 
-    def _create(self, wanted: dict[str, Any]) -> tuple[int, Any]:
+    def _create(self, wanted: dict) -> tuple:
         name = f"{wanted['organization']}/{wanted['name']}"
         if wanted["organization"] != "mine":
             return 403, {"error": f'You don\'t have the rights to create a model under the namespace "{wanted["organization"]}"'}
@@ -63,7 +62,7 @@ class Hub:
         self.private |= {name} if wanted.get("visibility") == "private" else set()
         return 200, {"url": f"{self.url}/{name}"}
 
-    def _commit(self, name: str, lines: list[dict[str, Any]]) -> tuple[int, Any]:
+    def _commit(self, name: str, lines: list[dict]) -> tuple:
         for value in (line["value"] for line in lines if line["key"] != "header"):
             is_lfs = "oid" in value
             self.repositories[name][value["path"]] = self.objects[value["oid"]] if is_lfs else base64.b64decode(value["content"])

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import yaml
@@ -33,12 +32,12 @@ from toolkit.tools.forks import Ranks, World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_ON_CPU: dict[str, Any] = {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
-_ON_ONE_MACHINE: dict[str, Any] = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "same_network": True}
+_ON_CPU = {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
+_ON_ONE_MACHINE = {"num_machines": 1, "main_process_ip": None, "main_process_port": 0, "same_network": True}
 _TWO_BY_TWO = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 # FSDP1 broadcasts module states through an accelerator only ("no available devices found").
-_FSDP1: dict[str, Any] = {"fsdp_config": {"fsdp_sync_module_states": False}}
-GPU_PRESET_OVERRIDES_ON_CPU: dict[str, dict[str, Any]] = {
+_FSDP1 = {"fsdp_config": {"fsdp_sync_module_states": False}}
+GPU_PRESET_OVERRIDES_ON_CPU = {
     "ddp": _ON_CPU,
     "fsdp2_full_shard": _ON_CPU,
     "fsdp2_shard_grad_op": _ON_CPU,
@@ -99,13 +98,13 @@ class LaunchResult:
         return errors[0].removeprefix("error: ")
 
 
-def launch(script: Path | str, argv: list[str], *, timeout_s: float = TIMEOUT_S, **where: Any) -> LaunchResult:
+def launch(script: Path | str, argv: list[str], *, timeout_s: float = TIMEOUT_S, **where) -> LaunchResult:
     """Run `script` on every rank and wait for the end; `where` is as `Running` takes it. AssertionError after `timeout_s`."""
     with start(script, argv, **where) as running:
         return running.wait(timeout_s)
 
 
-def start(script: Path | str, argv: list[str], **where: Any) -> Running:
+def start(script: Path | str, argv: list[str], **where) -> Running:
     """Start `script` on every rank and return at once; `where` is as `Running` takes it."""
     return Running(lambda _: partial(run_script, [str(Path(script).resolve()), *argv]), **where)
 
@@ -119,7 +118,7 @@ def launch_logged(preset: Path, command: list[str], log_path: Path) -> int:
     return next((code for code in result.returncodes if code), 0)
 
 
-def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, **where: Any) -> list[Any]:
+def run_on_ranks(function: Callable, *, timeout_s: float = TIMEOUT_S, **where) -> list:
     """Call a module-level `function(*args)` on every rank and return the results in rank order.
 
     Args:
@@ -132,7 +131,7 @@ def run_on_ranks(function: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, 
         return running.results(timeout_s)
 
 
-def start_on_ranks(function: Callable[..., Any], *, args: tuple[Any, ...] = (), **where: Any) -> Running:
+def start_on_ranks(function: Callable, *, args: tuple = (), **where) -> Running:
     """Start `run_on_ranks`, as `start` starts a script; `Running.results` has the results."""
     return Running(lambda folder: partial(call, folder, function, args), **where)
 
@@ -145,7 +144,7 @@ class Running(Ranks):
         work: Callable[[Path], Callable[[], None]],
         *,
         preset: str | Path,
-        overrides: dict[str, Any] | None = None,
+        overrides: dict | None = None,
         num_processes: int | None = None,
         env: dict[str, str] | None = None,
     ) -> None:
@@ -203,7 +202,7 @@ class Running(Ranks):
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self.last_words()}") from None
 
-    def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def results(self, timeout_s: float = TIMEOUT_S) -> list:
         """Wait; what the function returned, in rank order. Raises as `run_on_ranks` does."""
         result = self.wait(timeout_s)
         failures = sorted(self.folder.glob("error-*.pkl"), key=lambda path: path.stat().st_mtime_ns)
@@ -221,9 +220,7 @@ class Running(Ranks):
         return f"exit codes {codes}\nstdout:\n{self.output('stdout')[-4000:]}\nstderr:\n{self.output('stderr')[-4000:]}"
 
 
-def write_accelerate_yaml(
-    folder: Path, preset: str | Path, overrides: dict[str, Any] | None = None
-) -> tuple[Path, dict[str, Any]]:
+def write_accelerate_yaml(folder: Path, preset: str | Path, overrides: dict | None = None) -> tuple[Path, dict]:
     """A preset (a name in accelerate_configs/ or a file) with `overrides` merged into it: its file in `folder`, its content."""
     path = REPOSITORY / "accelerate_configs" / f"{preset}.yaml" if isinstance(preset, str) else preset
     mapping = _merge(yaml.safe_load(path.read_text(encoding="utf-8")), overrides or {})
@@ -231,7 +228,7 @@ def write_accelerate_yaml(
     return folder / path.name, mapping
 
 
-def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict, overrides: dict) -> dict:
     merged = dict(base)
     for key, value in overrides.items():
         merged[key] = _merge(merged.get(key) or {}, value) if isinstance(value, dict) else value
@@ -245,12 +242,12 @@ def preloaded() -> list[str]:
     return [] if torch.cuda.device_count() else PRELOADED
 
 
-def _fork_server() -> Any:
+def _fork_server():
     """The context whose processes are forks of the preloaded server; the first call starts it."""
     context = multiprocessing.get_context("forkserver")
     if not _environment_at_server_start:
         context.set_forkserver_preload(preloaded())
         with patch.dict(os.environ, SERVER_ENVIRONMENT):
             _environment_at_server_start.update(os.environ)
-            multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
+            multiprocessing.forkserver.ensure_running()
     return context

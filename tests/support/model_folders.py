@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
 
@@ -26,7 +25,7 @@ BART_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder
 TRANSLATION_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
 PEGASUS_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "t5": ("T5Config", T5_SIZES | {"feed_forward_proj": "relu", "tie_word_embeddings": True}),
     "flan_t5": ("T5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("MT5Config", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
@@ -49,7 +48,7 @@ GROUPED = LLAMA_SIZES | {"num_key_value_heads": 2}
 SLIDING = GROUPED | {"sliding_window": 8, "head_dim": 8}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0, "eos_token_id": 1}
 
-CAUSAL_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+CAUSAL_FAMILIES = {
     "llama": ("LlamaConfig", GROUPED | {"tie_word_embeddings": False}),
     "llama_tied": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 8, "tie_word_embeddings": True}),
@@ -70,7 +69,7 @@ DEEPSEEK = {
     "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+MIXTURES = {
     "mixtral": ("MixtralConfig", SMALL_EXPERTS | {"num_local_experts": 4}),
     "qwen2_moe": (
         "Qwen2MoeConfig",
@@ -86,7 +85,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 _BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
-MORE_CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+MORE_CAUSAL = {
     "qwen2": ("Qwen2Config", GROUPED),
     "granite": ("GraniteConfig", GROUPED),
     "falcon": ("FalconConfig", _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
@@ -176,7 +175,7 @@ def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
-def save_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def save_jsonl(path: Path, rows: Sequence[dict]) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -195,7 +194,7 @@ def save_wikihow_csv(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
-def _build_tokenizer(special_tokens: tuple[str, ...]) -> Any:
+def _build_tokenizer(special_tokens: tuple[str, ...]):
     """A byte-pair tokenizer with a token for each of `WORDS`; special tokens get the first ids and go around a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

@@ -2,19 +2,18 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 
-def own_class(recipe: str) -> Any:
+def own_class(recipe: str):
     """A class whose forward calls its parent's, and lowers the logit of the token that a position has just read. It names none
     of the arguments that `generate` looks for, and no chunk of hidden states knows that token."""
     import transformers
 
-    parent: Any = transformers.T5ForConditionalGeneration if recipe == "t5" else transformers.LlamaForCausalLM
+    parent = transformers.T5ForConditionalGeneration if recipe == "t5" else transformers.LlamaForCausalLM
     read = "decoder_input_ids" if recipe == "t5" else "input_ids"
 
     class Unrepeating(parent):
-        def forward(self, *args: Any, **inputs: Any) -> Any:
+        def forward(self, *args, **inputs):
             output = super().forward(*args, **inputs)
             if inputs.get(read) is not None:
                 last = inputs[read][..., None]
@@ -30,7 +29,7 @@ def loaded_by_transformers(recipe: str) -> Iterator[None]:
     import transformers
 
     own = own_class(recipe)
-    auto: Any = transformers.AutoModelForSeq2SeqLM if recipe == "t5" else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForSeq2SeqLM if recipe == "t5" else transformers.AutoModelForCausalLM
     auto.register(own.config_class, own, exist_ok=True)
     try:
         yield

@@ -3,7 +3,6 @@
 import json
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 
 class Page(HTMLParser):
@@ -42,7 +41,7 @@ class Page(HTMLParser):
         if tag == "div":
             self._divs.pop()
 
-    def data(self, name: str) -> Any:
+    def data(self, name: str):
         return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == f"data-{name}")
 
     @property

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,15 +33,15 @@ class Expected:
     """Times the coefficient; empty if there is none."""
     busiest_shares: list[float] = field(default_factory=list)
     """Shares of the tokens that the busiest expert gets, of any layer."""
-    gradients: dict[str, Any] = field(default_factory=dict)
+    gradients: dict = field(default_factory=dict)
     """Of the first step, numpy, by the names of what trains."""
     files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """What `save_pretrained` writes after the last step, by the place in a run's folder."""
 
 
-def load_plain(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+def load_plain(folder: Path, dtype: torch.dtype = torch.float64):
     """The model of `folder`, with experts in the model's own loop."""
-    how: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how).eval()
 
 
@@ -117,13 +116,13 @@ Routes = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer: a router's logits, and the experts that it sends each token to."""
 
 
-def _encode(tokenizer: Any, row: Row) -> tuple[list[int], list[int]]:
+def _encode(tokenizer, row: Row) -> tuple[list[int], list[int]]:
     """Tokens of the prompt, and those that are learned: the completion's and the end token."""
     prompt, whole = (tokenizer(text, add_special_tokens=False).input_ids for text in (row["prompt"], "".join(row.values())))
     return prompt, [*whole[len(prompt) :], tokenizer.eos_token_id]
 
 
-def _forward(model: Any, tokenizer: Any, row: Row) -> tuple[torch.Tensor, Routes]:
+def _forward(model, tokenizer, row: Row) -> tuple[torch.Tensor, Routes]:
     """-log p of each label, added up, and what the routers did with all tokens."""
     prompt, labels = _encode(tokenizer, row)
     with _watched(model) as routes:
@@ -132,7 +131,7 @@ def _forward(model: Any, tokenizer: Any, row: Row) -> tuple[torch.Tensor, Routes
 
 
 @contextlib.contextmanager
-def _watched(model: Any) -> Iterator[Routes]:
+def _watched(model) -> Iterator[Routes]:
     routes: Routes = []
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
     hooks = [router.register_forward_hook(lambda _, args, output: routes.append((output[0], output[2]))) for router in routers]
@@ -149,7 +148,7 @@ def _loads(of_rows: list[Routes]) -> list[torch.Tensor]:
     ]
 
 
-def _balance_sum(model: Any, routes: Routes, loads_L: list[torch.Tensor]) -> torch.Tensor:
+def _balance_sum(model, routes: Routes, loads_L: list[torch.Tensor]) -> torch.Tensor:
     """The load-balancing loss of a row times its tokens, for loads of its group; a mean of the layers, times the coefficient."""
     losses = []
     for (logits_TE, _), sent_TE in zip(routes, loads_L, strict=True):
@@ -162,7 +161,7 @@ def _balance_sum(model: Any, routes: Routes, loads_L: list[torch.Tensor]) -> tor
     return torch.stack(losses).mean() * model.config.router_aux_loss_coef
 
 
-def load_saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+def load_saved(model, folder: Path) -> dict[str, torch.Tensor]:
     model.save_pretrained(folder / "trained")
     (file,) = (folder / "trained").glob("*.safetensors")
     return load_file(file)

@@ -6,7 +6,6 @@ With TRL 1.16, which is not a dependency, in PYTHONPATH: `python -m tests.suppor
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ PAIRS = [
 ]
 
 
-def build_model(seed: int) -> Any:
+def build_model(seed: int):
     """A tiny Llama; its weights are large, so that answers differ in likelihood."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,7 +39,7 @@ def main() -> None:
     model, reference, losses = build_model(0), build_model(1), dict[str, list[float]]()
     columns = [{f"{name}_ids": pair[name] for name in pair} for pair in PAIRS]
     rows = Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}] * len(PAIRS))
-    of_trl: dict[str, dict[str, Any]] = {"sigmoid": {}, "robust": {"label_smoothing": SMOOTHING}, "ipo": {}}
+    of_trl = {"sigmoid": {}, "robust": {"label_smoothing": SMOOTHING}, "ipo": {}}
     for loss, options in of_trl.items():
         with tempfile.TemporaryDirectory() as folder:
             config = DPOConfig(folder, loss_type=[loss], beta=BETA, use_cpu=True, bf16=False, report_to=[], **options)
@@ -65,8 +64,8 @@ def main() -> None:
             labels = torch.tensor([[-100] * len(pair["prompt"]) + pair[answer]])
             with torch.no_grad():
                 means.append(CPOTrainer.get_batch_logps(model(ids).logits, labels, average_log_prob=True))
-        losses["simpo"].append(CPOTrainer.cpo_loss(Settings, *means)[0].item())  # type: ignore[arg-type]
-        losses["orpo"].append((-means[0] - ORPOTrainer.odds_ratio_loss(Settings, *means)[0]).item())  # type: ignore[arg-type]
+        losses["simpo"].append(CPOTrainer.cpo_loss(Settings, *means)[0].item())
+        losses["orpo"].append((-means[0] - ORPOTrainer.odds_ratio_loss(Settings, *means)[0]).item())
     FILE.write_text(json.dumps(losses, indent=1) + "\n")
 
 

@@ -8,7 +8,6 @@ import io
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -49,7 +48,7 @@ def save_inputs(folder: Path) -> None:
     from transformers import LlamaConfig, T5Config
 
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML, vocab_size=330)
-    sizes: dict[str, Any] = {"vocab_size": 400, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"vocab_size": 400, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaConfig(**sizes, hidden_size=8, intermediate_size=8, max_position_embeddings=256).save_pretrained(folder / "llama")
     T5Config(vocab_size=400, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0).save_pretrained(
         folder / "t5"
@@ -92,7 +91,7 @@ def _draw(first: int, num: int) -> list[str]:
     return [SENTENCES[(first + i) % len(SENTENCES)] for i in range(num)]
 
 
-def save_yaml(path: Path, **sections: Any) -> None:
+def save_yaml(path: Path, **sections) -> None:
     if "model" in sections:
         sections["data"] = {**sections["data"], "cache_dir": "cache"}
     path.write_text(yaml.safe_dump(sections))

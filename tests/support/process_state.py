@@ -6,7 +6,6 @@ import random
 import signal
 import sys
 import warnings
-from typing import Any
 
 import datasets
 import huggingface_hub.utils
@@ -18,9 +17,9 @@ from transformers.utils import logging as of_transformers
 from toolkit.errors import SIGNALS
 
 
-def state_of_the_process() -> dict[str, Any]:
-    backends: Any = torch.backends
-    c10d: Any = dist.distributed_c10d
+def state_of_the_process() -> dict:
+    backends = torch.backends
+    c10d = dist.distributed_c10d
     log = logging.getLogger("toolkit")
     return {
         "environment": dict(os.environ),
@@ -41,6 +40,6 @@ def state_of_the_process() -> dict[str, Any]:
     }
 
 
-def changes_since(before: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def changes_since(before: dict) -> dict[str, tuple[str, str]]:
     """What differs from an earlier `state_of_the_process`, and how."""
     return {name: (repr(before[name]), repr(now)) for name, now in state_of_the_process().items() if now != before[name]}

@@ -7,7 +7,6 @@ import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.planting.plant import plant_in_rank
 from toolkit.variables import given
@@ -42,7 +41,7 @@ def run_script(command: list[str]) -> None:
     run_command(command)
 
 
-def call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def call(folder: Path, function: Callable, args: tuple) -> None:
     """Call the function, and leave what it returns or raises in `folder`."""
     prepare()
     rank = given("RANK") or 0

@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.support.launch import REPOSITORY, TIMEOUT_S, write_accelerate_yaml
 from tests.support.rank import SERVER_ENVIRONMENT
@@ -20,7 +19,7 @@ def accelerate_launch(
     *,
     folder: Path,
     preset: str = "fsdp2_cpu",
-    overrides: dict[str, Any] | None = None,
+    overrides: dict | None = None,
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
     within: Sequence[str] = (),
@@ -35,7 +34,7 @@ def accelerate_launch(
     accelerate_yaml, _ = write_accelerate_yaml(Path(tempfile.mkdtemp(dir=folder)), preset, overrides)
     command = [*within, sys.executable, "-m", "accelerate.commands.launch", "--config_file", accelerate_yaml, *flags]
     environment = os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)} | (env or {})
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": take_signals}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": take_signals}
     return subprocess.Popen([*command, script, *argv], cwd=REPOSITORY, env=environment, **pipes)
 
 

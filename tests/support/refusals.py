@@ -1,14 +1,13 @@
 """The sentence that a user's mistake is refused with."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from toolkit.errors import UserError
 
 
-def refusal(call: Callable[..., Any], *args: Any, **settings: Any) -> str:
+def refusal(call: Callable, *args, **settings) -> str:
     """What a call says that must be refused: one line."""
     with pytest.raises(UserError) as caught:
         call(*args, **settings)

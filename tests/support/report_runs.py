@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from tests.support.checkpoint_files import change_manifest, make_checkpoint
 
@@ -18,17 +17,17 @@ DATA = {
 UNIT = {"unit": "T5Block", "count": 2, "num_parameters": 10, "num_trainable": 5, "dtypes": ["float32"], "bytes_on_rank_0": 9}
 
 
-def evaluation(step: int, **figures: Any) -> dict[str, Any]:
+def evaluation(step: int, **figures) -> dict:
     """A line of metrics.jsonl; all are of the same rows, unless `measured_on` says otherwise."""
     return {"kind": "eval", "step": step, "num_rows": 2, "measured_on": {"rows": "a"}, **figures}
 
 
-def train(step: int, loss: float | None = 2.0, **changes: float) -> dict[str, Any]:
+def train(step: int, loss: float | None = 2.0, **changes: float) -> dict:
     figures = {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_s": 5e3, "step_time_s": 0.1, "peak_memory_gib": 1.0}
     return {"kind": "train", "step": step, "loss": loss, **figures, **changes}
 
 
-def save_run(folder: Path, *lines: dict[str, Any], lr: float = 0.1, predictions: dict[int, list[str]] | None = None) -> Path:
+def save_run(folder: Path, *lines: dict, lr: float = 0.1, predictions: dict[int, list[str]] | None = None) -> Path:
     """A run folder with these lines of metrics.jsonl. After training, the rows' scores are in the opposite order."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -59,7 +58,7 @@ def save_whole_run(folder: Path, num_steps: int = 2) -> Path:
     lines += [{"kind": "checkpoint", "step": num_steps}, {"kind": "skip", "step": 1}, {"kind": "resume", "step": num_steps // 2}]
     lines += [{"kind": "baseline", "step": num_steps, "name": "lead sentence", "rougeL": 17.0, "measured_on": {"rows": "a"}}]
     run = save_run(folder, *lines, predictions={0: ["a", "b"], num_steps: ["c", HOSTILE]})
-    record: dict[str, Any] = {"versions": {"torch": "2.13"}, "command": "accelerate launch recipes/t5.py", "num_processes": 2}
+    record = {"versions": {"torch": "2.13"}, "command": "accelerate launch recipes/t5.py", "num_processes": 2}
     record |= {"units": [UNIT], "sources": {"0": "source 0", "1": HOSTILE}, "data": DATA}
     (run / "record.json").write_text(json.dumps(record))
     memory = {"device": "cuda", "peak_gib": [1.0, 2.0], "num_processes": 2}

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tests.support.rows import load_rows
 from toolkit.config.data import DataConfig, LLMDataConfig
@@ -12,13 +11,13 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one
 TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "one"}]
 
 
-def load_llm(*files: str, **settings: Any) -> TextRows:
+def load_llm(*files: str, **settings) -> TextRows:
     """As recipes/llm.py does with a chat model."""
     given = {"files": list(files) or None, "eval_fraction": 0.0, "cache_dir": "cache", **settings}
     return load_rows(LLMDataConfig(**given), has_chat_template=True)
 
 
-def load_t5(*files: str, **settings: Any) -> TextRows:
+def load_t5(*files: str, **settings) -> TextRows:
     return load_rows(DataConfig(**{"files": list(files), "eval_fraction": 0.0, "cache_dir": "cache", **settings}))
 
 
@@ -31,17 +30,17 @@ def write(place: str, content: str = "text\na row\n") -> None:
     Path(place).write_text(content, encoding="utf-8")
 
 
-def write_objects(name: str, rows: list[Any], *, is_array: bool = False) -> None:
+def write_objects(name: str, rows: list, *, is_array: bool = False) -> None:
     lines = [json.dumps(row) for row in rows]
     Path(name).write_text("[" + ",\n".join(lines) + "]" if is_array else "\n".join(lines))
 
 
-def with_call(arguments: Any) -> list[dict[str, Any]]:
+def with_call(arguments) -> list[dict]:
     """The messages of a chat in which the assistant calls a tool."""
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     return [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
-def stored_call(rows: TextRows, place: int = 0) -> Any:
+def stored_call(rows: TextRows, place: int = 0):
     """The arguments of `with_call`, as a run has read them."""
     return json.loads(rows.train["messages"][place])[1]["tool_calls"][0]["function"]["arguments"]

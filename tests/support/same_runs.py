@@ -3,7 +3,6 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from tests.support.workbench import Workbench
 from toolkit.files.json_lines import load_json_lines
@@ -23,15 +22,15 @@ def check_same(bench: Workbench, name: str, whole: str, *steps: int) -> None:
         assert saved_state(bench.checkpoint(name, step)) == saved_state(bench.checkpoint(whole, step))
 
 
-def curves(line: dict[str, Any]) -> dict[str, Any]:
+def curves(line: dict) -> dict:
     return {name: line[name] for name in CURVES}
 
 
-def without_speed(figures: dict[str, Any]) -> dict[str, Any]:
+def without_speed(figures: dict) -> dict:
     return {key: value for key, value in figures.items() if not key.endswith("_per_s")}
 
 
-def saved_state(folder: Path) -> dict[str, Any]:
+def saved_state(folder: Path) -> dict:
     """Hashes of all shards (weights and moments) and random states, by file name (DCP's index holds an id that is drawn), and
     what the manifest says of the run, except for speeds."""
     files = [*folder.glob("state/*.distcp"), *folder.glob("rng-*.safetensors")]
@@ -41,8 +40,8 @@ def saved_state(folder: Path) -> dict[str, Any]:
     return {"step": manifest["step"], "state": manifest["state"], "metrics": without_speed(manifest["metrics"]), **hashes}
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+def read_manifest(folder: Path) -> dict:
+    manifest = json.loads((folder / "manifest.json").read_text())
     return manifest
 
 

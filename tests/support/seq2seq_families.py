@@ -1,7 +1,5 @@
 """Every model that `AutoModelForSeq2SeqLM` names: run by a test, tiny, or refused with a sentence."""
 
-from typing import Any
-
 from tests.support.model_folders import BART_SIZES, BART_TOKENS, FAMILIES, PEGASUS_TOKENS
 
 LAUNCHED = {"t5", "mt5", "umt5", "bart", "pegasus", "longt5", "m2m_100", "mbart", "plbart"}
@@ -25,7 +23,7 @@ PROPHETNET = {
     "bos_token_id": 2, "decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
-IN_PROCESS: dict[str, dict[str, Any]] = {
+IN_PROCESS = {
     "bigbird_pegasus": BART_SIZES | PEGASUS_TOKENS | {"block_size": 2, "num_random_blocks": 1},
     "blenderbot": BART_SIZES | BART_TOKENS,
     "blenderbot-small": BART_SIZES | BART_TOKENS,
@@ -60,7 +58,7 @@ REFUSED: dict[str, str] = {
 """Model type and what its error says."""
 
 
-def build_model(family: str) -> Any:
+def build_model(family: str):
     """A tiny random model of the family, the same on every rank, without dropout."""
     import torch
     import transformers
@@ -76,7 +74,7 @@ def build_model(family: str) -> Any:
     return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32).eval()
 
 
-def build_collator(model: Any) -> Any:
+def build_collator(model):
     from toolkit.objectives.seq2seq import Seq2Seq
 
     return Seq2Seq().build_collator(model, 0)

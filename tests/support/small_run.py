@@ -29,7 +29,7 @@ T5_CONFIG = {
 }  # fmt: skip
 
 
-def write_inputs(folder: Path, config: dict[str, Any] = T5_CONFIG) -> None:
+def write_inputs(folder: Path, config: dict = T5_CONFIG) -> None:
     """A model folder with nothing but a config, and rows of very different lengths."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -48,12 +48,12 @@ Finished = tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]
 """The lines of a run's metrics.jsonl, and each rank's whole first-step gradients."""
 
 
-def run_recipe(folder: Path, name: str, **how: Any) -> Finished:
+def run_recipe(folder: Path, name: str, **how) -> Finished:
     """Run a recipe on every rank; `how` is as `run_recipes` takes it."""
     return run_recipes(folder, {name: how})[name]
 
 
-def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Finished]:
+def run_recipes(folder: Path, runs: dict[str, dict]) -> dict[str, Finished]:
     """Several runs by name. Those under the same preset share a launch, one after another.
 
     Two launches are under way at a time: ranks that wait for each other leave a core idle.
@@ -63,7 +63,7 @@ def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Fini
             `rows`, the name of their file; `max_logits`, most elements of a chunk of a causal model's logits; `function` that
             ranks call instead of `train_and_record_gradients`.
     """
-    launches: dict[str, dict[str, dict[str, Any]]] = {}
+    launches = {}
     for name, how in runs.items():
         launches.setdefault(json.dumps([how["preset"], how["overrides"]]), {})[name] = how
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def run_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Fini
     return {name: (load_json_lines(folder / "runs" / name / "metrics.jsonl"), recorded[name]) for name in runs}
 
 
-def _start(folder: Path, runs: dict[str, dict[str, Any]]) -> Running:
+def _start(folder: Path, runs: dict[str, dict]) -> Running:
     """All in one launch, whose preset is that of the first."""
     first = next(iter(runs.values()))
     calls = [
@@ -89,11 +89,11 @@ def _start(folder: Path, runs: dict[str, dict[str, Any]]) -> Running:
     return start_on_ranks(_call_each, preset=first["preset"], overrides=overrides, args=(calls,))
 
 
-def _call_each(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+def _call_each(calls: list[tuple[Callable, tuple]]) -> list:
     return [function(*args) for function, args in calls]
 
 
-def _argv(folder: Path, name: str, how: dict[str, Any]) -> list[str]:
+def _argv(folder: Path, name: str, how: dict) -> list[str]:
     rows = folder / how.get("rows", "rows.jsonl")
     return [
         "--model.dropout", "0",
@@ -113,7 +113,7 @@ def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) ->
     recorded: dict[str, np.ndarray] = {}
     clip = loop.clip_gradients
 
-    def look_and_clip(model: Any, *rest: Any) -> Any:
+    def look_and_clip(model, *rest):
         if not recorded:
             recorded.update(whole_gradients(model))
         return clip(model, *rest)
@@ -146,14 +146,12 @@ def run_in_this_process(recipe: str, argv: list[str]) -> None:
         runpy.run_path(str(path), run_name="__main__")
 
 
-def figures(lines: list[dict[str, Any]], kind: str) -> dict[str, np.ndarray]:
+def figures(lines: list[dict], kind: str) -> dict[str, np.ndarray]:
     chosen = [line for line in lines if line["kind"] == kind]
     return {name: np.array([line[name] for line in chosen]) for name in chosen[0]}
 
 
-def check_curve(
-    lines: list[dict[str, Any]], expected: list[dict[str, Any]], names: Sequence[str] = ("loss", "grad_norm")
-) -> None:
+def check_curve(lines: list[dict], expected: list[dict], names: Sequence[str] = ("loss", "grad_norm")) -> None:
     """All steps are there, with these figures of another run."""
     actual, wanted = figures(lines, "train"), figures(expected, "train")
     assert actual["step"].tolist() == list(range(1, NUM_STEPS + 1))
@@ -170,14 +168,14 @@ def check_gradients(of_ranks: list[dict[str, np.ndarray]], expected: dict[str, n
             assert difference <= RELATIVE_TOLERANCE, f"{name}: {difference:.1e}"
 
 
-def whole_gradients(model: Any) -> dict[str, np.ndarray]:
+def whole_gradients(model) -> dict[str, np.ndarray]:
     """Gradients by clean parameter name, gathered."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
     from toolkit.parallel.units import clean_name
 
-    def whole(gradient: Any) -> np.ndarray:
+    def whole(gradient) -> np.ndarray:
         return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().clone().numpy()
 
     if isinstance(model, FullyShardedDataParallel):

@@ -1,7 +1,6 @@
 """What sets chat templates apart in what they print of a chat: forms of calls, of the system turn, of thinking."""
 
 import random
-from typing import Any
 
 CALL_FORMS = {
     "JSON": "{{ call.name }} {{ call.arguments | tojson }}",
@@ -98,7 +97,7 @@ NASTY += ["", " ", "line\nbreak\ttab\r\n", "\u200b\u2028\x85", "\x07\x1b[0m\x7f"
 """Texts that escaping, trimming and quoting change."""
 
 
-def random_value(rng: random.Random, depth: int = 3) -> Any:
+def random_value(rng: random.Random, depth: int = 3):
     kind = rng.randrange(8 if depth else 6)
     if kind < 3:
         return "".join(rng.choices(NASTY, k=rng.randrange(3)))

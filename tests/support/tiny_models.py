@@ -1,7 +1,6 @@
 """Tiny causal models in this process, rows for them, and an `Accelerator` of one process. Imports torch and transformers."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import transformers
@@ -13,18 +12,18 @@ VOCAB_SIZE = 256
 LENGTHS = (5, 9, 14, 3)
 
 
-def causal_config(family: str, **settings: Any) -> Any:
+def causal_config(family: str, **settings):
     config_class, sizes = (CAUSAL_FAMILIES | MORE_CAUSAL | MIXTURES)[family]
     return getattr(transformers, config_class)(**{"vocab_size": VOCAB_SIZE, **sizes, **settings})
 
 
-def build_causal(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+def build_causal(family: str, dtype: torch.dtype = torch.float32, **settings):
     """The same model each time, in evaluation mode."""
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(causal_config(family, **settings), dtype=dtype).eval()
 
 
-def causal_skeleton(family: str, **settings: Any) -> Any:
+def causal_skeleton(family: str, **settings):
     """The model on the meta device."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(causal_config(family, **settings))
@@ -37,14 +36,14 @@ def build_rows(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[dict[s
     return [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows]
 
 
-def take_gradients(model: Any) -> dict[str, torch.Tensor]:
+def take_gradients(model) -> dict[str, torch.Tensor]:
     """The gradients by the names of their parameters, which have none from then on."""
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     return gradients
 
 
-def one_process() -> Any:
+def one_process():
     """The attributes of an `Accelerator` of one process that `shard_model` and an evaluation read."""
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     kind, device = SimpleNamespace(value="NO"), torch.device("cpu")

@@ -3,8 +3,6 @@
 import functools
 import json
 import random
-from collections.abc import Callable
-from typing import Any
 
 CORPUS = [
     "so: it is  what\nthe\n\nword is",
@@ -25,7 +23,7 @@ def draw_text(draw: random.Random) -> str:
     return text
 
 
-def build_byte_level(*, add_prefix_space: bool = False, trim_offsets: bool = False, split: str | None = None) -> Any:
+def build_byte_level(*, add_prefix_space: bool = False, trim_offsets: bool = False, split: str | None = None):
     """GPT-2's, or with `split`, a regular expression, as Llama 3's and Qwen's."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -43,7 +41,7 @@ def build_byte_level(*, add_prefix_space: bool = False, trim_offsets: bool = Fal
     return _wrap(tokenizer)
 
 
-def build_metaspace(scheme: str, *, split: bool = False, unigram: bool = False) -> Any:
+def build_metaspace(scheme: str, *, split: bool = False, unigram: bool = False):
     """As SentencePiece makes them: Llama 2's and Mistral's ("normalizer"), Gemma's ("never"); line breaks share a token."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -66,7 +64,7 @@ def build_metaspace(scheme: str, *, split: bool = False, unigram: bool = False) 
     return _wrap(tokenizer)
 
 
-def build_word_piece() -> Any:
+def build_word_piece():
     """BERT's: white space, case and accents are lost, and so are characters that it does not know."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -79,7 +77,7 @@ def build_word_piece() -> Any:
     return _wrap(tokenizer)
 
 
-def _wrap(tokenizer: Any) -> Any:
+def _wrap(tokenizer):
     from transformers import PreTrainedTokenizerFast
 
     unknown = {"unk_token": "<unk>"} if tokenizer.token_to_id("<unk>") is not None else {}
@@ -87,7 +85,7 @@ def _wrap(tokenizer: Any) -> Any:
 
 
 LLAMA_3 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-EXACT_KINDS: dict[str, Callable[[], Any]] = {
+EXACT_KINDS = {
     "byte_level": build_byte_level,
     "byte_level_space": functools.partial(build_byte_level, add_prefix_space=True),
     "byte_level_trimmed": functools.partial(build_byte_level, trim_offsets=True),

@@ -3,9 +3,8 @@
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 LANGUAGES: dict[str, tuple[str, str]] = {
     "m2m_100": ("en", "fr"),
@@ -22,7 +21,7 @@ def save_translation_tokenizer(family: str, words: Iterable[str], folder: Path) 
         BUILDERS[family](list(words), Path(scratch)).save_pretrained(folder)
 
 
-def _nllb(words: list[str], scratch: Path) -> Any:
+def _nllb(words: list[str], scratch: Path):
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import NllbTokenizer
 
@@ -35,7 +34,7 @@ def _nllb(words: list[str], scratch: Path) -> Any:
     return NllbTokenizer(vocab=trained["vocab"], merges=list(map(tuple, trained["merges"])), additional_special_tokens=languages)
 
 
-def _mbart(words: list[str], scratch: Path) -> Any:
+def _mbart(words: list[str], scratch: Path):
     from transformers import MBartTokenizer
 
     letters = sorted({letter for word in words for letter in word})
@@ -43,7 +42,7 @@ def _mbart(words: list[str], scratch: Path) -> Any:
     return MBartTokenizer(vocab=[("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *pieces])
 
 
-def _m2m_100(words: list[str], scratch: Path) -> Any:
+def _m2m_100(words: list[str], scratch: Path):
     import sentencepiece
     from transformers import M2M100Tokenizer
     from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
@@ -57,13 +56,13 @@ def _m2m_100(words: list[str], scratch: Path) -> Any:
     return M2M100Tokenizer(vocab_file=str(vocab_file), spm_file=str(model), additional_special_tokens=languages)
 
 
-def _plbart(words: list[str], scratch: Path) -> Any:
+def _plbart(words: list[str], scratch: Path):
     from transformers import PLBartTokenizer
 
     return PLBartTokenizer(vocab_file=str(_train_sentencepiece(words, scratch / "trained.spm")))
 
 
-BUILDERS: dict[str, Callable[[list[str], Path], Any]] = {"nllb": _nllb, "mbart": _mbart, "m2m_100": _m2m_100, "plbart": _plbart}
+BUILDERS = {"nllb": _nllb, "mbart": _mbart, "m2m_100": _m2m_100, "plbart": _plbart}
 
 
 def _train_sentencepiece(words: list[str], path: Path) -> Path:

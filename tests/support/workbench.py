@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,8 +22,8 @@ from toolkit.files.json_lines import load_json_lines
 
 RECIPES = REPOSITORY / "recipes"
 RECIPE = RECIPES / "t5.py"
-FP32: dict[str, Any] = {"mixed_precision": "no"}
-SMALL: dict[str, Any] = {
+FP32 = {"mixed_precision": "no"}
+SMALL = {
     "data.source": "jsonl",
     "data.eval_fraction": 0.1,
     "train.global_batch_size_rows": 8,
@@ -47,13 +46,13 @@ class Workbench:
     data: Path
     recipe: str = "t5"
     rows: str = "rows.jsonl"
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict = field(default_factory=dict)
     """Of every run here."""
 
-    def flags(self, name: str, model: str | Path | None = None, **changes: Any) -> list[str]:
+    def flags(self, name: str, model: str | Path | None = None, **changes) -> list[str]:
         """The flags of run `name`; `changes` say `train__max_steps=5` for `--train.max_steps 5`."""
         model = model or {"t5": "t5", "llm": "llama"}[self.recipe]
-        values: dict[str, Any] = {
+        values = {
             "model.name_or_path": self.models.get(str(model), model),
             "data.files": self.data / self.rows,
             "data.cache_dir": self.data / "cache",
@@ -69,35 +68,33 @@ class Workbench:
         name: str,
         *,
         preset: str = "fsdp2_cpu",
-        overrides: dict[str, Any] | None = None,
+        overrides: dict | None = None,
         env: dict[str, str] | None = None,
-        **changes: Any,
+        **changes,
     ) -> Running:
         """Start run `name` in fp32 and return at once; use it in a `with`."""
-        where: dict[str, Any] = {"preset": preset, "overrides": FP32 if overrides is None else overrides, "env": env}
+        where = {"preset": preset, "overrides": FP32 if overrides is None else overrides, "env": env}
         return start(RECIPES / f"{self.recipe}.py", self.flags(name, **changes), **where)
 
-    def attempt(self, name: str, **changes: Any) -> LaunchResult:
+    def attempt(self, name: str, **changes) -> LaunchResult:
         """Run to the end, good or bad."""
         with self.start(name, **changes) as running:
             return running.wait()
 
-    def run(self, name: str, **changes: Any) -> str:
+    def run(self, name: str, **changes) -> str:
         """Run to a good end; returns what it printed."""
         with self.start(name, **changes) as running:
             result = running.wait()
             assert not any(result.returncodes), running.last_words()
             return result.stdout + result.stderr
 
-    def run_all(
-        self, runs: dict[str, dict[str, Any]], *, preset: str = "fsdp2_cpu", overrides: dict[str, Any] | None = None
-    ) -> dict[str, str]:
+    def run_all(self, runs: dict[str, dict], *, preset: str = "fsdp2_cpu", overrides: dict | None = None) -> dict[str, str]:
         """Runs by name with their changes, one after another in one launch, to a good end; returns what each printed."""
         commands = [(self.recipe, self.flags(name, **changes)) for name, changes in runs.items()]
         printed = run_each(commands, preset=preset, overrides=FP32 if overrides is None else overrides)
         return dict(zip(runs, printed, strict=True))
 
-    def lines(self, name: str, kind: str) -> list[dict[str, Any]]:
+    def lines(self, name: str, kind: str) -> list[dict]:
         """The lines of one kind in a run's metrics.jsonl; the last one may be torn while the run goes on."""
         path = self.runs / name / "metrics.jsonl"
         whole = load_json_lines(path, skip_torn_end=True) if path.exists() else []
@@ -111,7 +108,7 @@ class Workbench:
         return self.runs / name / "checkpoints" / step_name(step)
 
 
-def run_each(commands: list[tuple[str, list[str]]], **where: Any) -> list[str]:
+def run_each(commands: list[tuple[str, list[str]]], **where) -> list[str]:
     """Recipes with their flags, one after another in one launch, to a good end; returns what each printed."""
     of_ranks = run_on_ranks(_print_each, args=(commands,), **where)
     return list(map("".join, zip(*of_ranks, strict=True)))
@@ -146,7 +143,7 @@ def output_of() -> Iterator[list[str]]:
             print(said[0])  # for the message, should the test fail
 
 
-def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict[str, Any]:
+def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict:
     """What a script leaves in `found`, which plain libraries find in folders of runs; `runs` has them as paths."""
     whole = f"import json, pathlib, sys\nfound = {{}}\nruns = [pathlib.Path(name) for name in sys.argv[1:]]\n{script}"
     whole += "\nassert 'toolkit' not in sys.modules\nprint(json.dumps(found))\n"
@@ -154,7 +151,7 @@ def run_without_toolkit(script: str, folders: list[Path], cwd: Path) -> dict[str
     command = [sys.executable, "-c", whole, *map(str, folders)]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -211,7 +208,7 @@ def leave_launch() -> None:
         del os.environ[name]
 
 
-def as_flags(values: dict[str, Any]) -> list[str]:
+def as_flags(values: dict) -> list[str]:
     """`--key=value` of dotted keys, values as the recipes read them."""
     return [f"--{key}={value if isinstance(value, str | Path) else json.dumps(value)}" for key, value in values.items()]
 

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.workbench import FP32, Workbench
 Points = dict[str, list[tuple[int, float]]]
 """By name of a figure, its steps and values in the order in which the tracker has them."""
 
-SHORT: dict[str, Any] = {
+SHORT = {
     "eval__generate": False,
     "optim__schedule": "constant",  # another `max_steps` changes no step
     "eval__every_steps": 2,
@@ -26,7 +25,7 @@ SHORT: dict[str, Any] = {
 
 def run_two(bench: Workbench, tracker: str) -> None:
     """`one`, a run of 4 steps, and `killed`, which is killed after step 4 and goes on from its checkpoint at step 2 to step 5."""
-    options: dict[str, Any] = {**SHORT, "tracking__log_with": [tracker], "tracking__project_name": "shelf"}
+    options = {**SHORT, "tracking__log_with": [tracker], "tracking__project_name": "shelf"}
     bench.run("one", env=PAGES, train__max_steps=4, **options)
     bench.run("killed", train__max_steps=4, **options)
     shutil.rmtree(bench.checkpoint("killed", 4))
@@ -53,7 +52,7 @@ def check_failure_in_mid_run(bench: Workbench, tracker: str, fail: Callable[[], 
     return warning
 
 
-def check_refused(bench: Workbench, tracker: str, **changes: Any) -> str:
+def check_refused(bench: Workbench, tracker: str, **changes) -> str:
     """A tracker that cannot start is one sentence on all ranks, before the model is built; returns why and what helps."""
     refused = bench.attempt("refused", tracking__log_with=[tracker], **changes)
     assert "T5Block" not in refused.stdout, "the model was built"
@@ -71,10 +70,10 @@ def run_and_fail(argv: list[str], fail: Callable[[], None]) -> list[str]:
 
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())
     after_step = loop.call_after_step
 
-    def call_after_step(run: Any, step: Any, lr: float, *, is_logged: bool) -> None:
+    def call_after_step(run, step, lr: float, *, is_logged: bool) -> None:
         after_step(run, step, lr, is_logged=is_logged)
         if step.step == 2 and rank() == 0:
             fail()

@@ -15,16 +15,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tests.support.workbench import RECIPES, step_name
 
 
-def wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
+def wrap(owner, name: str, before: Callable[..., None]) -> None:
     """Call `before` with the same arguments ahead of every call of `owner.name`."""
     original = getattr(owner, name)
 
-    def both(*args: Any, **kwargs: Any) -> Any:
+    def both(*args, **kwargs):
         before(*args, **kwargs)
         return original(*args, **kwargs)
 
@@ -45,7 +45,7 @@ def before(event: str, path: str, act: Callable[[], None], *, standing: str = ""
     condition = this_run() / "checkpoints" / standing
     left = [times]
 
-    def hook(name: str, args: tuple[Any, ...]) -> None:
+    def hook(name: str, args: tuple) -> None:
         if name != event or not left[0] or not pattern.search(" ".join(map(str, args))) or not os.path.lexists(condition):
             return
         left[0] -= 1

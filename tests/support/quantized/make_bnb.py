@@ -13,12 +13,11 @@ import hashlib
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "bnb_nested": {"bnb_4bit_use_double_quant": True},
     "bnb_plain": {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_storage": torch.bfloat16},
 }
@@ -29,7 +28,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def make(folder: Path, plain: Path, settings: dict[str, Any]) -> None:
+def make(folder: Path, plain: Path, settings: dict) -> None:
     """Quantize the `plain` model into a folder, and hash what the files are dequantized to."""
     from bitsandbytes.functional import dequantize_4bit
 

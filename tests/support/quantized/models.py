@@ -2,11 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
@@ -63,7 +62,7 @@ def save_mxfp4_model(folder: Path) -> Path:
     return _save(folder, model.config, {"quant_method": "mxfp4"}, tensors)
 
 
-def _save(folder: Path, config: Any, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+def _save(folder: Path, config, about: dict, tensors: dict[str, torch.Tensor]) -> Path:
     from safetensors.torch import save_file
 
     config.save_pretrained(folder)
@@ -91,7 +90,7 @@ def save_quantizable_models(parent: Path) -> None:
     )  # fmt: skip
     for name, config in {"llm": qwen, "moe": moe, "t5": t5}.items():
         torch.manual_seed(0)
-        model: Any = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+        model = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
         model.from_config(config, dtype=torch.float32).save_pretrained(parent / name)
         for kind in ("nf4", "int8"):
             model.from_pretrained(parent / name).save_pretrained(parent / f"{name}-{kind}")
