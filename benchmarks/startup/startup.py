@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import LORA, TINY, UNPACKED, Case, list_flags, random_weights, write_inputs
-from benchmarks.measuring import as_arguments, build_parser, format_table, run_side, write_report
+from benchmarks.measuring import as_arguments, build_parser, format_table, num_cores, run_side, write_report
 from benchmarks.plan.plan_error import llama
 
 PACKAGES = ["torch", "transformers", "accelerate", "peft", "datasets"]
@@ -68,8 +68,8 @@ def main() -> None:
 
 {num_bytes / 1e9:.2f} GB of files in bf16, LoRA on all linear layers, rows of 32 tokens, computed in bf16. Seconds of rank 0 from
 the command to the end of the first step, and behind the semicolon those of processor time, the launcher's included. Of
-{options.repetitions} starts of each side in turns, the fastest, after one that filled the caches; a thread a rank, which does not
-spin while it waits for others. Goal: 1.2 times the plain script."""
+{options.repetitions} starts of each side in turns, the fastest, after one that filled the caches; the cores shared out as
+threads, which do not spin while they wait for others. Goal: 1.2 times the plain script."""
     write_report("startup", "From the command to the first step", about, sections, packages=PACKAGES)
 
 
@@ -103,7 +103,7 @@ def start(side: str, preset: str, case: Case, folder: Path, weights: Path, repet
         launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(number)] if number > 1 else []
         arguments = ["benchmarks/startup/plain.py", weights, folder]
     os.environ["STARTED_AT_S"] = str(time.time())
-    phases = run_side([sys.executable, *launch, *arguments], num_threads=1).figures
+    phases = run_side([sys.executable, *launch, *arguments], num_threads=max(1, num_cores() // number)).figures
     del phases["peak_memory_gib"]
     return phases
 

@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "flan-t5-large": (t5(24), ["--data.max_source_length_tokens=4", "--data.max_target_length_tokens=4"]),
     "Llama 8B, LoRA": (LLAMA, [*LORA, "--data.max_length_tokens=4", "--data.packing=false"]),
 }
-PRESETS = ("single", "fsdp2_full_shard", "fsdp2_shard_grad_op")
+PRESETS = ("single", "fsdp2_full_shard", "fsdp2_shard_grad_op", "fsdp2_size_wrap")
 SIDES = ("plain", "autocast", *PRESETS)
 """`plain`: weights in bf16, forward and backward only; `autocast`: in fp32, cast by autocast; then whole steps of ours."""
 
@@ -80,8 +80,9 @@ _ABOUT = f"""
 Narrow twins of the models on one thread of a CPU, as rank 0 of {NUM_RANKS} (see the script). Processor time in milliseconds, a
 step of each side in turns: of each part the lower quartile, because other programs shared the machine; launches behind the
 semicolon. `plain`: forward and backward of the same model in bf16; `autocast`: the same with fp32 weights, cast by autocast; then
-whole steps of ours with a preset. Goals: {GOALS["single"]} times `plain` with `single`, {GOALS["fsdp2_full_shard"]} with
-`fsdp2_full_shard`. Python's garbage collection is off in the steps; what it takes where it is automatic stands apart."""
+whole steps of ours with a preset. In `fsdp2_size_wrap` the model is one shard unit. Goals: {GOALS["single"]} times `plain` with
+`single`, {GOALS["fsdp2_full_shard"]} with `fsdp2_full_shard`. Python's garbage collection is off in the steps; what it takes
+where it is automatic stands apart."""
 
 
 def measure(model: str, num_turns: int) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from typing import Any
 from toolkit.errors import UserError, exit_on_user_error, one_line
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.launch.log import lost_outputs, start_logging
-from toolkit.tools.recipes import recipes
+from toolkit.tools.recipes import OF_PAIRS, RECIPES, recipes
 
 WITH_RUN_FLAGS = ("export", "plan", "preview", "train", "verify")
 """Commands that also take the dotted flags of a recipe."""
+OF_TEXTS = sorted([*RECIPES.values(), *OF_PAIRS.values()])
+"""Recipes that these commands know."""
 
 AddCommand = Callable[..., Any]
 """Adds a command: its name, the `module:function` of `toolkit.tools` that it calls, and its help; returns its parser."""
@@ -82,14 +84,14 @@ def _add_before_a_run(add_command: AddCommand) -> None:
     add("--accelerate-config", type=Path, required=True, metavar="PRESET.yaml", help="accelerate YAML of the launch")
     add("--num-processes", type=_at_least(1), required=True, help="number of ranks, one per GPU")
     add("--config", metavar="RUN.yaml", help="run YAML (default: micro-batches of one row of the recipe's default length)")
-    add("--recipe", choices=["llm", "t5"], help="recipe of the run (default: by the model)")
+    add("--recipe", choices=OF_TEXTS, help="recipe of the run (default: by the model)")
     add("--gpu-memory-gib", type=float, default=80.0, help="memory of one GPU (default: 80), 0.92 of it usable")
     add("--json", dest="as_json", action="store_true", help="print the memory plan as JSON")
 
     about = "show the rows of a run as the model will see them; also takes a recipe's dotted flags"
     add = add_command("preview", "preview.preview:preview", about).add_argument
     add("--config", action="append", default=[], metavar="RUN.yaml", help="the run YAML")
-    add("--recipe", choices=["dpo", "dpo_t5", "llm", "t5"], help="recipe of the run (default: by the model)")
+    add("--recipe", choices=OF_TEXTS, help="recipe of the run (default: by the model)")
     launch = "accelerate YAML of the launch, for its number of processes"
     add("--accelerate-config", type=Path, metavar="PRESET.yaml", help=launch)
     add("--rows", dest="num_rows", type=_at_least(0), default=3, metavar="N", help="rows to show (default: 3)")
@@ -100,7 +102,7 @@ def _add_before_a_run(add_command: AddCommand) -> None:
     add = add_command("train", "train:train", about).add_argument
     add("config", metavar="RUN.yaml", help="the run YAML")
     add("--preset", metavar="NAME", help="name in accelerate_configs/ or a file (default: the fastest that fits)")
-    add("--recipe", choices=["dpo", "dpo_t5", "llm", "t5"], help="recipe to start (default: the run YAML's, else by the model)")
+    add("--recipe", choices=OF_TEXTS, help="recipe to start (default: the run YAML's, else by the model)")
     processes = "number of ranks (default: one per GPU; with --preset on a CPU, its own)"
     add("--num-processes", type=_at_least(1), metavar="N", help=processes)
     _add_precision(add, "the run (default: the preset's)")
@@ -171,7 +173,7 @@ def _add_comparisons(add_command: AddCommand) -> None:
     add = add_command("verify", "verify.verify:verify", about).add_argument
     add("--model", metavar="FOLDER_OR_ID", help="model to verify with (default: that of --config, else a small T5)")
     add("--config", metavar="RUN.yaml", help="run YAML (default: rows of docstrings)")
-    add("--recipe", choices=["llm", "t5"], help="recipe to run (default: by the model)")
+    add("--recipe", choices=OF_TEXTS, help="recipe to run (default: by the model)")
     presets = "names or paths of presets, in addition to DDP (default: fsdp2_full_shard)"
     add("--presets", type=_listed, metavar="A,B", help=presets)
     add("--num-processes", type=_at_least(1), help="number of ranks (default: the GPUs of this machine, else 2)")

@@ -164,6 +164,14 @@ def test_without_a_gpu_it_is_one_process_and_becomes_the_line_that_it_prints(sta
     assert became[0][1:3] == ["-m", "accelerate.commands.launch"] and f"accelerate launch {' '.join(became[0][3:])}" == line
 
 
+@pytest.mark.parametrize("command", ["plan", "preview", "train", "verify"])
+def test_each_command_of_a_run_offers_each_recipe(command, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toolkit", command, "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--recipe {dpo,dpo_t5,llm,t5}" in capsys.readouterr().out
+
+
 def test_a_run_yaml_names_its_recipe(start):
     start("--dry-run", config=f"recipe: t5\n{CONFIG}")
     argv = ["--config=run.yaml"]
