@@ -109,7 +109,10 @@ def _cast(tensors: Any, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def mixes_dtypes(skeleton: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether matrix products of a forward get operands of two dtypes where parameters are in `dtype` and buffers stay: masks of
-    GPT-1, decays of MiniMax. Seen on the meta device, as far as a forward runs there."""
+    GPT-1, decays of MiniMax. Seen on the meta device, as far as a forward runs there; False of a model that is not from
+    transformers."""
+    if not hasattr(skeleton, "config"):
+        return False
     memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in skeleton.buffers()}
     for parameter in skeleton.parameters():
         own = dtype if parameter.is_floating_point() else parameter.dtype

@@ -96,6 +96,10 @@ def test_most_models_compute_in_one_dtype(family):
     assert not mixes_dtypes(copy_on_meta(build_causal(family)), torch.bfloat16)
 
 
+def test_a_model_that_is_not_from_transformers_has_no_forward_to_try():
+    assert not mixes_dtypes(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.bfloat16)
+
+
 def test_a_model_that_mixes_dtypes_in_its_blocks_casts_at_each_product():
     """GPT-1 multiplies scores with a mask in fp32."""
     torch.manual_seed(0)
