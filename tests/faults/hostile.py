@@ -75,7 +75,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "code in the manifest": (
         run_by_manifest,
-        "no checkpoint in {run}/checkpoints is valid (step-00000002/manifest.json cannot be read (…)): move them away …",
+        "no checkpoint in {run}/checkpoints is valid (step-00000002/manifest.json cannot be read (…)): move them away…",
     ),
     "a link that leads outside": (
         link_outside,
