@@ -153,7 +153,8 @@ def build_step(model: str, side: str, clock: Clock) -> Callable[[], None]:
     from toolkit.tools.plan.subject import build_batch, build_subject
     from toolkit.tools.plan.trace import fake_copy
     from toolkit.training import loop
-    from toolkit.training.optim import SkipGuard, build_optimizer
+    from toolkit.training.optim import build_optimizer
+    from toolkit.training.skip_guard import SkipGuard
 
     config, flags = MODELS[model]
     is_plain = side not in PRESETS

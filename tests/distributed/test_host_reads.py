@@ -112,9 +112,9 @@ def take_two_steps(run, contexts: tuple[AbstractContextManager[None], AbstractCo
     from unittest.mock import Mock
 
     from toolkit.training import loop
-    from toolkit.training.optim import SkipGuard
     from toolkit.training.parameter_checks import ParameterWatch
     from toolkit.training.run import build_log
+    from toolkit.training.skip_guard import SkipGuard
 
     watch = ParameterWatch(run.sharded.model, 0)
     run.sharded.model.train()

@@ -179,7 +179,7 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path):
     run_on_ranks(take_steps_without_waiting, preset="single", args=(tmp_path,), timeout_s=240)
 
 
-WAITS_OF_OFFLOAD = {"graph.py", "_fsdp_collectives.py", "optim.py"}
+WAITS_OF_OFFLOAD = {"graph.py", "_fsdp_collectives.py", "skip_guard.py"}
 """The host updates, so it waits for the gradients: FSDP2 adds up those of micro-batches there, within a backward, which passes
 on the warnings of its threads (torch/autograd/graph.py), and `SkipGuard.should_skip` takes the loss to where they are."""
 

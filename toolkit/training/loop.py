@@ -38,11 +38,12 @@ from toolkit.training.after_step import (
     say_without_gain,
     stop,
 )
-from toolkit.training.optim import SkipGuard, clip_gradients, learning_rate
+from toolkit.training.optim import clip_gradients, learning_rate
 from toolkit.training.parameter_checks import ParameterWatch
 from toolkit.training.router_loss import RouterLoss
 from toolkit.training.run import build_log, build_writer
 from toolkit.training.setup import Run
+from toolkit.training.skip_guard import SkipGuard
 from toolkit.training.user_functions import summed_own_loss
 
 logger = logging.getLogger("toolkit")

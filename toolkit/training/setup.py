@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from toolkit.parallel.wrap import ShardedModel
     from toolkit.tracking.metrics_log import MetricsLog
     from toolkit.tracking.step_log import StepLog
-    from toolkit.training.optim import SkipGuard
+    from toolkit.training.skip_guard import SkipGuard
 
 
 @dataclass

@@ -16,8 +16,8 @@ from toolkit.checkpoint.state import SkipHistory
 from toolkit.config.schema import OptimConfig
 from toolkit.errors import UserError
 from toolkit.training import parameter_checks
-from toolkit.training.optim import SkipGuard
 from toolkit.training.parameter_checks import ParameterWatch
+from toolkit.training.skip_guard import SkipGuard
 
 
 @pytest.fixture
