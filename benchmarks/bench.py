@@ -11,8 +11,6 @@ On a GPU, `make gpu` has these sides on models of the real shapes.
 Nothing else may run on the machine. A goal is met when the median passes it by the interquartile range.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -8,8 +8,6 @@ and the target of the nearest training row: the largest cosine of the words of b
 The five texts are those of rows 0, 1/5, 2/5, 3/5 and 4/5 of the way through the evaluation rows.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

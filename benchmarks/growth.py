@@ -7,8 +7,6 @@ seconds of a step, the peak memory of a rank, and the bytes and collectives of a
     python -m benchmarks.growth
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """What every benchmark needs: run a side in a process of its own, read its figures, name the machine, lay out a table."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import importlib.metadata

@@ -4,8 +4,6 @@ So a start is paid once a side, and a machine that is busy for a while slows all
 standard input before each turn, and ends where there is none. It prints its figures after each turn.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The run config of `recipes/mnist.py`, which trains a convnet on images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ Images stay uint8 until they are collated into a batch. Errors in a source are r
 Shapes: `N` images, `B` images of a batch, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

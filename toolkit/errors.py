@@ -5,8 +5,6 @@ node prints it. Afterwards the ranks agree on an error (`distributed.comm.on_all
 noted before), and one of them prints it.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import json

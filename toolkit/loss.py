@@ -3,8 +3,6 @@
 Shapes: `B` rows, `T` positions (of routers: of all rows), `D` hidden size, `V` vocabulary, `N` label tokens, `E` experts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 `private` looks a name up at its use. Where a new version lacks it, the run that needs it ends with a sentence.
 """
 
-from __future__ import annotations
-
 import functools
 import pkgutil
 from importlib.metadata import version

@@ -7,8 +7,6 @@ on: without this its ranks would train to the end, on devices that somebody else
 by hand, under `nohup` or in a notebook, has no launcher.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import select

@@ -3,8 +3,6 @@
 python benchmarks/baselines/datasets_map.py KIND ROWS.jsonl TOKENIZER CACHE
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

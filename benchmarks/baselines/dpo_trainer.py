@@ -4,8 +4,6 @@
 and `rows_file` has `prompt`, `chosen` and `rejected`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

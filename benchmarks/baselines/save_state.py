@@ -4,8 +4,6 @@
 `PeerConfig`. One update comes first, so that the optimizer has its moments.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -9,8 +9,6 @@ synchronous one and after none. Writes `save_blocking_<hardware>_<date>.md` into
 Nothing else may run on the machine. `--small` tries the script on a tiny model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

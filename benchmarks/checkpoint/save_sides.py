@@ -4,8 +4,6 @@ The fields of the config are those of `SidesConfig`. The toolkit's side is its o
 peer is a twin of the model that `Accelerator.prepare` has wrapped. Both have done an update, so that the moments exist.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -9,8 +9,6 @@ Each part is a process with a time limit. A second start goes on where the first
 the same toolkit on the same device. Exits with 1 if a part failed, with 2 if none can run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

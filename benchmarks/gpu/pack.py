@@ -10,8 +10,6 @@ The environment is a venv of that machine's own Python whose only packages are t
 another torch (torchvision, torchaudio) cannot be imported. NVIDIA's libraries are linked from the image, except NCCL.
 """
 
-from __future__ import annotations
-
 import argparse
 import email
 import hashlib

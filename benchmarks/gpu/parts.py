@@ -1,7 +1,5 @@
 """What the parts of `make gpu` share: their options, their presets for one process, how they hand figures to the driver."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -6,8 +6,6 @@ A side is a process that takes turns (`benchmarks/turns.py`); the first turn has
 run at the same time: two 8B models fill a GPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

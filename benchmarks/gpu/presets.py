@@ -6,8 +6,6 @@ Each run evaluates, is resumed in the middle from its checkpoint, exports, and i
 in fp32: the losses of its steps and of its evaluation. What trains something else, resumes wrongly or cannot export fails.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

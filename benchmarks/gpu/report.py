@@ -5,8 +5,6 @@
 writes the Markdown file beside a JSON file, and prints both tables; a test compares them with the pages.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the parts of `make gpu` train: models with random weights of the real shapes, and rows of random words."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -7,8 +7,6 @@
 130 GB of disk, and say nothing about its speed. The run itself counts FLOPs and MFU (`toolkit/tracking/flops.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

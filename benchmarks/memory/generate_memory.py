@@ -6,8 +6,6 @@ Writes `generate_memory_<hardware>_<date>.md` into `benchmarks/results/`.
     python -m benchmarks.memory.generate_memory
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """A process of `generate_memory`: `generate FOLDER` for the rows of a file and watched, or a tokenizer over the same rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

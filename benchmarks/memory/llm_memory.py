@@ -7,8 +7,6 @@ Writes `llm_memory_<hardware>_<date>.md` into `benchmarks/results/`.
     python -m benchmarks.memory.llm_memory
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

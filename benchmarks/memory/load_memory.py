@@ -6,8 +6,6 @@ model cannot be read in parts. Writes `load_memory_<hardware>_<date>.md` into `b
     python -m benchmarks.memory.load_memory
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@ The flags are those of `recipes/llm.py`; what runs is what the recipe runs from 
 shards; `trained` adds steps and a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

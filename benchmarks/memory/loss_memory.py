@@ -4,8 +4,6 @@
 the first of each row). A process of its own, since a process never tells how much less it would have needed.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

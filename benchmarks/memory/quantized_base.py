@@ -5,8 +5,6 @@ Runs `load_sides.py` as `load_memory` does. Writes `quantized_base_<hardware>_<d
     python -m benchmarks.memory.quantized_base
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

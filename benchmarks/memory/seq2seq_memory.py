@@ -6,8 +6,6 @@ The model is small, so that the logits are what counts; both take the same rows 
     python -m benchmarks.memory.seq2seq_memory
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 python -m benchmarks.plan.new_shapes
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

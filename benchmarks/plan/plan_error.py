@@ -6,8 +6,6 @@ On 2 processes under gloo, presets made from `fsdp2_cpu`; `make gpu` puts a plan
     python -m benchmarks.plan.plan_error
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 Launched by accelerate with the settings as JSON. Every rank's figures are gathered; rank 0 prints them as the last line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -6,8 +6,6 @@ Planning takes minutes, so its results are kept in `which_preset.json` with a ha
 be checked within a second, and outdated results are reported.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

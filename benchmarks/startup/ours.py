@@ -3,8 +3,6 @@
 The phases are those that a run reports to its watchdog. Rank 0 prints, for each, its seconds and its seconds of processor time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ the model. Both sides are started by the launcher that a user types. Writes `sta
     python -m benchmarks.startup.startup
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -5,8 +5,6 @@ nothing but forward, backward, clip and update. So what a recipe takes beyond it
 skip guard, logging, memory figures.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import count

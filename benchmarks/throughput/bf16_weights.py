@@ -6,8 +6,6 @@ is on rows that are not trained on.
     python -m benchmarks.throughput.bf16_weights
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

@@ -1,7 +1,5 @@
 """The comparisons of throughput in `make bench`: who takes part, on which rows, and what is held against what."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

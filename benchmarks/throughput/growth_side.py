@@ -7,8 +7,6 @@ takes from the full tensor, twice that for an all-reduce. FSDP's minimum is that
 except for the root, which stays gathered, once more for the backward pass; and of its gradient, scattered once.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

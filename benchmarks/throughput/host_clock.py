@@ -1,7 +1,5 @@
 """A clock for the parts of a training step, which sees where forward, loss, backward, FSDP and clipping begin and end."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -10,8 +10,6 @@ A launch is an operation of aten that neither returns a view nor only allocates,
     python -m benchmarks.throughput.host_time
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -5,8 +5,6 @@ All of them update one model in turns, from gradients of their own rows, so that
     python -m benchmarks.throughput.optimizers
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

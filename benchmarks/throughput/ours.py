@@ -4,8 +4,6 @@ The config has `recipe`, its dotted `flags`, `task` (`train` or `evaluate`) and,
 turn is a whole evaluation; the step between two of them moves no weight, by the caller's learning rate.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows and models of `make bench`: docstrings, as text for a side that tokenizes and as ids for one that does not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

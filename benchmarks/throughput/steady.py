@@ -6,8 +6,6 @@ nothing. The time is the main thread's, by tokens, as no two steps have the same
     python -m benchmarks.throughput.steady
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import tempfile

@@ -6,8 +6,6 @@ duplicates and cuts, and hashes what it writes. Writes `tokenizing_<hardware>_<d
     python -m benchmarks.throughput.tokenizing
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ example can train on real text without a download. The evaluation split consists
 training split has the other modules and the installed packages. Sources are parsed, never imported: no code of a package runs.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -10,8 +10,6 @@ a summary at a glance. Sources are parsed, never imported: no code of a package 
     Takes name and root, returns Font(name=name, exists=True, root=root).
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence

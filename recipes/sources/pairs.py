@@ -13,8 +13,6 @@ Or beside what a model wrote, where it is wrong (`make dpo`): `python recipes/so
 for, and `data.source: recipes/sources/pairs.py:load_lines` with `data.files: [FILE, LINES]` reads both.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@
 Sources are parsed, never imported: no code of a module runs.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import sys

@@ -8,8 +8,6 @@ does the same. Unlike theirs, our split is by title (their lists of titles are a
 both files were scraped from lists: steps are joined by `.,`, `.;` and by lines that begin with a comma.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import re

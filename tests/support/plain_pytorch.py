@@ -5,8 +5,6 @@ evaluation and its texts are written out anew; tokens, labels, the loss and LoRA
 step takes is given.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@ because DCP loads anything else with `torch.load(weights_only=False)`. Shards ar
 the metadata.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import re

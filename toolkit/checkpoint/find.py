@@ -3,8 +3,6 @@
 A checkpoint is valid only if its folder has its final name and a manifest, which is written last, that matches its files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,8 +9,6 @@ any moment loses no valid checkpoint; `commit` is where a checkpoint becomes val
 A folder changes its state by one rename, and no file is removed from a folder that still has a checkpoint's name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

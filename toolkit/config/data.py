@@ -1,7 +1,5 @@
 """The `data` section of the run YAMLs, one dataclass per recipe."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

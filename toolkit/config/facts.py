@@ -1,7 +1,5 @@
 """What is true of a config field besides its type. It stands on the field: resumes, exports, ranks, paths and cards read it."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, get_type_hints

@@ -5,8 +5,6 @@ is also a flag: `--optim.lr 1e-4`. Unknown keys and wrong types are refused, and
 What jsonargparse lacks is here: flags win over files, and repeated flags of lists add up.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

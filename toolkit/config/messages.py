@@ -4,8 +4,6 @@ jsonargparse checks types and flags, but its messages name its own classes and n
 unknown keys, duplicate keys and broken files are reported with their line, and type errors get theirs from the same index.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -5,8 +5,6 @@ A path in a flag is relative to the working directory. So are the folders that a
 `data.cache_dir`), which need not exist yet.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import os

@@ -1,7 +1,5 @@
 """Reads a run config from Python: the same YAML and the same keys as on a command line."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

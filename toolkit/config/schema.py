@@ -3,8 +3,6 @@
 Each module of the toolkit gets only its own section.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction

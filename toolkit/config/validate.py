@@ -1,8 +1,6 @@
 """Checks of run-config fields that exclude or need each other, which the type of a single field cannot express; and the names of
 evaluation sets: of files in `data.eval_files`, entries of `data.mix`, and a dataset's own split."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

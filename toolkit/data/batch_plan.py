@@ -6,8 +6,6 @@ length, which keeps padding low. Each micro-batch is dealt over the ranks so tha
 at the same time.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator

@@ -6,8 +6,6 @@
 Processes on several machines may share a cache. They may read, build or rebuild the same folder at the same time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

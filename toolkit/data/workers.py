@@ -1,7 +1,5 @@
 """Processes that work ahead: they collate batches, or tokenize rows."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import signal

@@ -4,8 +4,6 @@ A rank that waits for another over gloo takes 0.5 % of a core, and reads and wri
 waits for a file system that no longer answers takes nothing at all.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import suppress

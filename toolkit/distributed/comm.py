@@ -4,8 +4,6 @@ Every function here that talks to other ranks says "Collective." and runs on a s
 for the device, and its timeout is independent of the device backend's.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import gc

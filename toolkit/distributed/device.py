@@ -1,7 +1,5 @@
 """What this rank's device is, its memory use and synchronization, and the host cores for its threads."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

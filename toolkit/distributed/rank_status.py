@@ -5,8 +5,6 @@ A rank did not arrive if it does not answer (stopped or cut off); else if it has
 process group and more in none; else if it is in the earliest step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

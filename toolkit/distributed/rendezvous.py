@@ -12,8 +12,6 @@ it: `env://` (a TCP store of rank 0 at MASTER_ADDR and MASTER_PORT, the default)
 or `file:///path` (a file on a disk that all machines share).
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import socket

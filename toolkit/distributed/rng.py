@@ -1,7 +1,5 @@
 """Seeds, and each rank's random state, which is saved as tensors beside a checkpoint's shards (no pickle)."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random

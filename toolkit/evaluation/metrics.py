@@ -4,8 +4,6 @@ Rank 0 loads them and computes each once over all rows, in row order, so figures
 A metric runs code. It runs only because the user named it: in `eval.metrics`, or as an argument of `toolkit.finetune`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import numbers

@@ -10,8 +10,6 @@ split by Unicode's rules; ASCII text has the same stemmed words either way. Rows
 Reference: Lin, "ROUGE: a package for automatic evaluation of summaries" (2004); Lsum is its summary-level LCS.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

@@ -1,8 +1,6 @@
 """Where an export goes: its folders, whether they can be put in place, and how rank 0 writes one; a repository of the hub, and
 what would fail there after the work."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 import shutil

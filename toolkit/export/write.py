@@ -1,7 +1,5 @@
 """Writes Hugging Face folders for plain transformers and peft, and compares each before it counts as exported."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -4,8 +4,6 @@ People share run folders, exports and caches, so every file gets the mode that t
 files. A file that may not be read need not be damaged, so the error does not advise to rewrite or remove it.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

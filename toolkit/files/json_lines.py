@@ -4,8 +4,6 @@
 bytes, and these three characters are written as escapes, for readers that do split there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ It is `flock`: a kill releases it, and filelock closes it in forked children. Wh
 it names the process that holds it; after a kill, the next one on the same machine takes it over.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import logging

@@ -3,8 +3,6 @@
 `accelerate_yaml` checks keys and types first. Each rule raises a `UserError` with the key, its value, the reason and the fix.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.errors import UserError

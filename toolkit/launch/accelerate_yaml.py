@@ -5,8 +5,6 @@
 key. The known keys come from the installed accelerate's own parser.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import functools

@@ -4,8 +4,6 @@
 `TOOLKIT_ACCELERATE_YAML` names one, accelerate's own functions put its values into the environment, as its launcher does.
 """
 
-from __future__ import annotations
-
 import glob
 import importlib.util
 import os

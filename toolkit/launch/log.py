@@ -4,8 +4,6 @@ As a program, the toolkit prints INFO as bare lines on stdout, and warnings, mar
 or a config that somebody redirects. As a library it adds no handler where the program has one.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

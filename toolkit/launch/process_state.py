@@ -1,7 +1,5 @@
 """Undoes what a run changes in its process and in libraries, for the program that goes on after it."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

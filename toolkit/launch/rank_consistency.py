@@ -6,8 +6,6 @@ says where: addresses, ports, local paths, threads, workers.
 What is compared, when, and what may differ, is a table in docs/process_groups.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """The run folder `output_dir/name`, on a file system that all nodes share: creating, probing and locking it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

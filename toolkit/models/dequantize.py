@@ -4,8 +4,6 @@ These are bit for bit those that bitsandbytes, and transformers in bf16, make of
 scales of its own rows; nothing else is read, except tables of at most 256 values.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

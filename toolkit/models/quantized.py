@@ -7,8 +7,6 @@ NF4 (QLoRA, arXiv 2305.14314) has two codes in a byte, the first input's in the 
 of bitsandbytes 0.50.2, bit for bit.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: `P` pairs, with the chosen answer before the rejected one where a 2 follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

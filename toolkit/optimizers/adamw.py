@@ -3,8 +3,6 @@
 The run config has these settings, so torch is imported at its first use, and the hints do not name it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

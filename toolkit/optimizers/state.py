@@ -1,8 +1,6 @@
 """What an optimizer keeps of a weight, and its bytes. A rank holds whole rows of a weight, or of each expert's: so it does of the
 state."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ all-gather, FSDP2 casts each shard before gathering it, which moves half the byt
 in a tensor subclass with the fp32 tensor inside; checkpoints and checks unwrap it with `plain`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """`python -m toolkit checkpoints`: what lies in a run's checkpoints folder, checked. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

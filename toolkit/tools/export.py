@@ -3,8 +3,6 @@
 The run folder is only read, so a run may be training in it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

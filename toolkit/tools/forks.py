@@ -4,8 +4,6 @@ That process must have one thread and have left CUDA alone. The environment of a
 the same YAML; what differs is that rank 0 hosts the TCP store, and that all ranks share a seed of string hashes.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

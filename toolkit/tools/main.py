@@ -1,7 +1,5 @@
 """`python -m toolkit`: the command line of the tools; `--help` lists them, and for each its arguments."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """As `toolkit/private.py`, of what only tools rely on: the planner watches how FSDP2 allocates."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

@@ -4,8 +4,6 @@ a command line and its run YAMLs are for.
 A checkout has them at its top level, a wheel in the package's folder `project` (pyproject.toml).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`python -m toolkit train RUN.yaml`: chooses a preset by the memory plan, and starts the recipe with it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -4,8 +4,6 @@ Trackers live on rank 0. Each has one run for a run of ours; `trackers.json` in 
 goes on in it. accelerate would give all of them one project name and one folder, and let the first error end the run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import posixpath

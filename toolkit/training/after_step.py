@@ -1,7 +1,5 @@
 """What the loop calls between two steps: evaluation, checkpoint, early stop, or the end because of a signal."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -1,7 +1,5 @@
 """`eval.best_metric`: which metrics exist, and which of two values is better."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

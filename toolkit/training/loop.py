@@ -4,8 +4,6 @@ A step never waits for the device: label counts come from the batch plan, and lo
 until they are read together every `log_every_steps`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

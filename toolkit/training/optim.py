@@ -1,7 +1,5 @@
 """The optimizer with parameter groups, the learning rate as a function of the step, and clipping by the global gradient norm."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

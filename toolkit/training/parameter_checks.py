@@ -3,8 +3,6 @@
 They look at local shards and reduce the result over the ranks, because a shard may be empty on one of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

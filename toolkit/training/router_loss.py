@@ -6,8 +6,6 @@ the layers (transformers pools them) times `router_aux_loss_coef` is added to th
 Shapes: `L` layers with a router, `E` experts, `G` documents, `T` tokens of a micro-batch, `K` experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

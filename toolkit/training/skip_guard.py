@@ -5,8 +5,6 @@ gradient norm spikes. Weights, moments and their step counts then stay unchanged
 its `found_inf` is 1. The schedule does not shift, because learning rate and rows are functions of the step number.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ the label tokens of the global batch, as it does with cross-entropy. Evaluation 
 Shapes: `B` rows, `T` positions, `V` vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

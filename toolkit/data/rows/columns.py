@@ -3,8 +3,6 @@
 The names of the columns decide, unless `data.format` or a setting of a column does. Columns that fit two readings are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple

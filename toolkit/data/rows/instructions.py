@@ -1,8 +1,6 @@
 """Rows of ShareGPT (`conversations`) and Alpaca (`instruction`, `input`, `output`, `system`, `history`) → chats, or prompts with
 completions; two answers to one prompt, a chosen and a rejected one, as texts or as lists of messages → pairs."""
 
-from __future__ import annotations
-
 import os.path
 import re
 from collections.abc import Mapping, Sequence

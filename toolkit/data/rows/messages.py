@@ -4,8 +4,6 @@ A malformed conversation is an error that names the row, because it hints at a b
 counted, as rows with empty cells are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

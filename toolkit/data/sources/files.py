@@ -5,8 +5,6 @@ A broken file is an error that names the line or row, before training starts. Em
 skips them. The readers of `datasets` would lose, move or retype cells without a word (docs/decisions.md).
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import difflib

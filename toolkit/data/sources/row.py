@@ -1,7 +1,5 @@
 """What every cell of a row must be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

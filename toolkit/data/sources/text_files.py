@@ -4,8 +4,6 @@ JSON is one object per line, one array of objects, or one object that holds them
 object of rows where no other follows it. Rows may also stand in a list in each line.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

@@ -6,8 +6,6 @@ T5-base. On a CPU torch has no such kernel for norms, and results would differ i
 Until: transformers calls torch's functions (5.24 does not).
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

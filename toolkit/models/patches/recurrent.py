@@ -9,8 +9,6 @@ Until: transformers' layers take the lengths of documents without these kernels 
 Shapes: `T` tokens of all documents in one row, `N` documents.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect

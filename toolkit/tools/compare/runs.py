@@ -1,7 +1,5 @@
 """`python -m toolkit compare`: runs a recipe under several presets, and writes a table, a picture and JSON."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Figures of a run under one preset, read from its `metrics.jsonl`; the table and the picture of several such runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

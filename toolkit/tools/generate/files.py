@@ -6,8 +6,6 @@ out.jsonl.unfinished   until all are there: a hash of what they are generated wi
 out.jsonl.lock         held by the process that writes them
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

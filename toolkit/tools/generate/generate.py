@@ -3,8 +3,6 @@
 Rows are read, made into tokens, generated for and written window by window, so memory does not grow with their number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

@@ -1,8 +1,6 @@
 """`python -m toolkit preview`: reads, tokenizes and plans as the run will, without process group or weights, and shows it: as a
 page, or in the terminal by `rich`, coloured there; plain where it is piped, with marks in the colours' place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

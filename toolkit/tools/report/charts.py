@@ -1,7 +1,5 @@
 """The curves of one run or several: what is drawn, and the bokeh figures that draw it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

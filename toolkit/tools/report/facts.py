@@ -1,8 +1,6 @@
 """Reads what a report shows from a run folder, which may be of any age, incomplete, or of a run that is still training. A run
 writes `record.json` there at its start: what only the run itself knows."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shlex

@@ -1,8 +1,6 @@
 """`report.html`: one self-contained page that shows a run, or several overlaid, and makes no request. And `curves.png`: its
 charts as one small picture, where matplotlib is installed."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

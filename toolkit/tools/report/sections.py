@@ -2,8 +2,6 @@
 `page.html.j2` shows them on a page, `terminal` and `preview.preview` as text. A preview has these parts and `describe_data` too.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Compares the records of the runs. Each check gives rows of the table, passed or FAILED."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Nothing of the toolkit is imported here: tokens, labels, the loss and LoRA are w
 Shapes: `B` rows, `T` positions, `N` labels that count, `V` vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

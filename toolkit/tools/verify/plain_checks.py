@@ -1,8 +1,6 @@
 """Compares runs with plain transformers and peft: rows with their texts, step 1 and the evaluation before it a row at a time in
 fp64, buffers, and logits of long rows."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

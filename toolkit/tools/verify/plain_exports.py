@@ -1,7 +1,5 @@
 """Compares what runs have exported with plain transformers and peft: its weights, logits and texts."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

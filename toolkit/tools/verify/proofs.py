@@ -1,8 +1,6 @@
 """The rows of the table, and the differences that they show. Checks of steps on their own, without another run: the optimizer
 against its formula, and dropout masks that must differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

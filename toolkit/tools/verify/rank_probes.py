@@ -1,7 +1,5 @@
 """What a rank of `verify` records besides the steps: texts, modes of forwards, what dropout drops, logits of long rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

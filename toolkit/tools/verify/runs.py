@@ -1,7 +1,5 @@
 """The short runs of a recipe that `verify` compares: the preset and flags of each, and what it is for."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """`python -m toolkit verify`: launches short runs of the recipe with the user's model, and prints a table of what they prove."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -17,8 +17,6 @@ Rank 0 writes the records into FOLDER:
 the toolkit's functions are what is being checked. Rank 0 takes everything into host memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
