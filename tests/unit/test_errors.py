@@ -83,25 +83,26 @@ def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_
     assert "  traceback : error: a is 3: write 4" in lines[-4:], done.stderr
 
 
-def test_a_thread_that_comes_back_from_torch_does_not_abort_the_end(tmp_path):
+THREADS_IN_THE_STORE = """
+import threading, time
+import torch.distributed as dist
+from toolkit.errors import UserError, exit_on_user_error
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+store = dist.TCPStore('127.0.0.1', 0, is_master=True)
+def ask():
+    while True:
+        store.set('key', 'value')
+for _ in range(4):
+    threading.Thread(target=ask, daemon=True).start()
+time.sleep(0.3)
+with exit_on_user_error():
+    raise UserError('a is 3: write 4')
+"""
+
+
+def test_a_thread_that_comes_back_from_torch_does_not_abort_the_end():
     """As the watchdog's does when rank 0, with the store, has ended: Python's finalization ended this script by SIGABRT."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import threading, time\n"
-        "import torch.distributed as dist\n"
-        "from toolkit.errors import UserError, exit_on_user_error\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "store = dist.TCPStore('127.0.0.1', 0, is_master=True)\n"
-        "def ask():\n"
-        "    while True:\n"
-        "        store.set('key', 'value')\n"
-        "for _ in range(4):\n"
-        "    threading.Thread(target=ask, daemon=True).start()\n"
-        "time.sleep(0.3)\n"
-        "with exit_on_user_error():\n"
-        "    raise UserError('a is 3: write 4')\n"
-    )
-    done = run_python(str(script))
+    done = run_python("-c", THREADS_IN_THE_STORE)
     assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, "error: a is 3: write 4\n")
 
 
@@ -186,30 +187,19 @@ def test_what_the_system_refuses_ends_a_program_and_other_errors_pass(capsys, mo
         raise ValueError("not for users")
 
 
+WITHIN = "import os, signal, sys, tokenizers\nfrom toolkit.errors import exit_on_user_error\nwith exit_on_user_error():\n    "
+
+
 def test_names_are_read_as_utf_8_in_every_locale(tmp_path):
     """In a C locale without UTF-8 mode a name has halves of surrogate pairs, which libraries in Rust refuse with a traceback."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, tokenizers\n"
-        "from toolkit.errors import exit_on_user_error\n"
-        "with exit_on_user_error():\n"
-        "    tokenizers.Tokenizer(tokenizers.models.BPE()).save(sys.argv[1])\n"
-    )
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, str(script), str(tmp_path / "läufe_日本")], env=environment, check=True)
-    assert (tmp_path / "läufe_日本").is_file()
+    save = "tokenizers.Tokenizer(tokenizers.models.BPE()).save(sys.argv[1])"
+    done = run_python("-c", WITHIN + save, str(tmp_path / "läufe_日本"), LC_ALL="C", PYTHONUTF8="0")
+    assert (tmp_path / "läufe_日本").is_file(), done.stderr
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_signal_ahead_of_a_time_limit_asks_for_another_start(rank):
-    script = (
-        "import os, signal\n"
-        "from toolkit.errors import exit_on_user_error\n"
-        "with exit_on_user_error():\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-    )
-    environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2"}
-    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    ended = run_python("-c", f"{WITHIN}os.kill(os.getpid(), signal.SIGUSR1)", RANK=rank, WORLD_SIZE="2")
     said = "stopped by SIGUSR1 outside of the training steps: the same command goes on\n" if rank == "0" else ""
     assert (ended.returncode, ended.stderr) == (EXIT_STOPPED, said)
 

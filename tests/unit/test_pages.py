@@ -17,7 +17,6 @@ from tests.support.chats import CHATML, build_chat_tokenizer
 from tests.support.launch import REPOSITORY
 from tests.support.rows import prepare_rows
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry, PreferenceDataConfig
-from toolkit.config.load import load_config
 from toolkit.config.messages import find_meanings, known_keys, suggestion
 from toolkit.config.schema import LLMConfig, ModelConfig, PreferenceConfig, SummarizationConfig
 
@@ -173,12 +172,3 @@ def test_every_argument_of_the_seq2seq_trainer_has_a_line():
     listed = {name for name, _ in rows_of(TABLES[0])}
     of_trainer = set(inspect.signature(Seq2SeqTrainer.__init__).parameters) - {"self", "model", "args"}
     assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} | of_trainer <= listed
-
-
-def test_a_line_that_says_what_to_write_is_a_run_yaml_that_loads():
-    """What a script of Seq2SeqTrainer becomes, by the page: an evaluation per epoch, and the best model at the end."""
-    flags = ["--eval.every_epochs=1", "--checkpoint.every_epochs=1", "--export.weights=best", "--checkpoint.keep_best=1"]
-    flags += ["--eval.best_metric=rougeL", "--optim.warmup_ratio=0.06", "--optim.schedule=cosine", "--optim.min_lr_ratio=0.1"]
-    load_config(SummarizationConfig, ["--model.name_or_path=a", "--data.files=b.csv", "--train.num_epochs=3", *flags])
-    flags = ["--adapter.method=rslora", "--adapter.target_modules=all-linear", "--data.loss_on=completions"]
-    load_config(LLMConfig, ["--model.name_or_path=a", "--data.files=b.jsonl", "--train.num_epochs=3", *flags])

@@ -6,7 +6,6 @@ import pytest
 import yaml
 from mnist_config import MnistConfig, check_mnist_config
 
-from tests.support.launch import REPOSITORY
 from tests.support.refusals import refusal
 from toolkit.config.load import dotted_keys, load_config, save_config
 from toolkit.config.schema import LLMConfig, SummarizationConfig
@@ -58,13 +57,6 @@ def test_paths_are_found_in_the_working_directory_or_beside_the_yaml(project, mo
     assert paths("../elsewhere/run.yaml") == PATHS
 
 
-def test_flags_are_of_the_working_directory(project, monkeypatch):
-    monkeypatch.chdir(project.parent / "elsewhere")
-    found = paths(project / "run.yaml", "--data.files=one.csv", "--model.name_or_path", "models/base")
-    assert (found["data.files"], found["model.name_or_path"]) == ("one.csv", "models/base")
-    assert found["adapter.name_or_path"] == "../project/adapter"
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("one.csv", "one.csv"), ("rows/c.csv", "rows/*.csv"), ("models/base", "models/base")]
 )
@@ -92,13 +84,15 @@ def test_names_that_are_no_paths_stay(project, monkeypatch):
     for name in ("corpus", "text", "{{ messages }}", "Qwen"):
         (project / name).mkdir()
     entries = "[{source: corpus}, {source: jsonl, files: one.csv}, {source: ./text}]"
-    data = f"data: {{mix: {entries}, chat_template: '{{% a %}}'}}"
+    named = "{news: one.csv, mail: [one.csv, gone.csv]}"
+    data = f"data: {{mix: {entries}, chat_template: '{{% a %}}', eval_files: {named}}}"
     (project / "llm.yaml").write_text(f"model: {{name_or_path: Qwen/Qwen2.5-7B}}\n{data}\ntrain: {{max_steps: 3}}\n")
     monkeypatch.chdir(project.parent / "elsewhere")
     config = load_config(LLMConfig, [f"--config={project / 'llm.yaml'}"])
     assert (config.model.name_or_path, config.data.chat_template) == ("Qwen/Qwen2.5-7B", "{% a %}")
     found = [(entry.source, entry.files) for entry in config.data.mix]
     assert found == [("corpus", None), ("jsonl", "../project/one.csv"), ("../project/text", None)]
+    assert config.data.eval_files == {"news": "../project/one.csv", "mail": ["../project/one.csv", "gone.csv"]}
     (project / "mnist.yaml").write_text("data: {source: idx, folder: rows}\ntrain: {max_steps: 3}\n")
     images = load_config(MnistConfig, [f"--config={project / 'mnist.yaml'}"], check=check_mnist_config)
     assert images.data.folder == "../project/rows"
@@ -139,12 +133,3 @@ def test_a_saved_config_leads_to_the_same_from_anywhere(project, monkeypatch):
     moved = project.rename(project.parent / "moved")
     monkeypatch.chdir(moved.parent / "elsewhere")
     assert paths(moved / "runs" / "run" / "config.yaml")["model.init_from"] == "../moved/old"
-
-
-@pytest.mark.parametrize("name", ["t5_functions", "llm_stdlib", "llm_100b"])
-def test_the_run_configs_here_find_their_models_from_anywhere(tmp_path, monkeypatch, name):
-    config_class = SummarizationConfig if name.startswith("t5") else LLMConfig
-    for folder in (REPOSITORY, tmp_path):
-        monkeypatch.chdir(folder)
-        config = load_config(config_class, [f"--config={REPOSITORY / 'recipes' / 'configs' / name}.yaml"])
-        assert (Path(config.model.name_or_path) / "config.json").is_file()

@@ -152,7 +152,7 @@ def test_a_line_at_the_stated_steps_and_at_the_last_one(capsys, monkeypatch):
         assert capsys.readouterr().out.endswith(said) and (rank == 0 or not said)
 
 
-def test_a_bar_on_a_terminal(monkeypatch, capsys):
+def test_bars_of_steps_and_of_a_phase_on_a_terminal(monkeypatch, capsys):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "80")
@@ -169,11 +169,8 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
     assert "####" in last and last.endswith("[00:00<00:00, loss 1.0000, lr 1.00e-03, 12,346 tokens/s]") and len(last) <= 80
     assert capsys.readouterr().out == "evaluated\n"
 
-
-def test_a_phase_that_counts_without_an_end_has_a_bar_too(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setattr(module, "BAR_DELAY_S", 0)
-    with Phase("reading the data", None, "rows") as phase:
+    with Phase("reading the data", None, "rows") as phase:  # which counts without an end
         phase.add(1234)
         phase._bar.refresh()
         assert "\rreading the data: 1234 rows [" in terminal.getvalue()

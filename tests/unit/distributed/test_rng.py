@@ -20,12 +20,19 @@ import torch
 from tests.support.launch import run_on_ranks
 from toolkit.distributed import comm, device, rng
 from toolkit.distributed.comm import on_all_ranks
-from toolkit.distributed.device import _cpu_quota_cores, available_cores, check_own_gpu, describe_device
+from toolkit.distributed.device import (
+    _cpu_quota_cores,
+    available_cores,
+    check_own_gpu,
+    describe_device,
+    smallest_gpu_bytes,
+)
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.signals import Agreement, StopRequests
 from toolkit.errors import SIGNALS, UserError
 from toolkit.launch import accelerator
 from toolkit.launch.accelerator import _num_threads
+from toolkit.launch.process_state import process_state_kept
 from toolkit.models.safetensors_index import ShardedReadUnsupported
 
 
@@ -181,18 +188,32 @@ def agree_often(sent: dict[int, dict], failed: dict[int, set[int]]) -> list[Agre
     return agreements
 
 
-def test_a_run_says_what_its_processes_compute_on(monkeypatch):
-    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_045_870_592)
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def test_ranks_say_what_they_compute_on_know_the_smallest_gpu_and_refuse_to_share_one(monkeypatch):
+    """accelerate gives rank 2 the GPU of rank 0 where there are two, and nccl fails later with words about the network."""
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_045_870_592, uuid="GPU-0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(device, "available_cores", lambda: 12)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(device, "gather_objects", lambda own: [own, ("another (1.0 GiB)", 1), own])
-    expected = (
+
+    def gathered(*others: object) -> None:
+        monkeypatch.setattr(device, "gather_objects", lambda own: [own, *others])
+
+    gathered(("another (1.0 GiB)", 1), ("NVIDIA H100 80GB HBM3 (79.2 GiB)", 3))
+    assert describe_device(GPU) == (
         "2 processes, each on NVIDIA H100 80GB HBM3 (79.2 GiB) with 3 threads; 1 process on another (1.0 GiB) with 1 thread"
     )
-    assert describe_device(torch.device("cuda", 0)) == expected
-    monkeypatch.setattr(device, "gather_objects", lambda own: [own])
-    assert describe_device(torch.device("cpu")) == "1 process on the CPU (12 cores) with 3 threads"
+    gathered()
+    assert describe_device(CPU) == "1 process on the CPU (12 cores) with 3 threads" and smallest_gpu_bytes(CPU) is None
+    gathered(40 * 2**30)
+    assert smallest_gpu_bytes(GPU) == 40 * 2**30
+    gathered("GPU-1")
+    check_own_gpu(GPU)
+    gathered("GPU-1", "GPU-0", "GPU-1")
+    with pytest.raises(UserError, match="4 processes share 2 GPUs, and each needs one of its own: set num_processes to 2"):
+        check_own_gpu(GPU)
 
 
 @pytest.mark.parametrize(
@@ -217,42 +238,9 @@ def test_affinity_and_the_smallest_quota_of_the_groups_around_limit_the_cores(tm
     assert available_cores() == cores
 
 
-def test_the_smallest_gpu_counts_on_all_ranks(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
-    monkeypatch.setattr(device, "gather_objects", lambda own: [own, 40 * 2**30])
-    assert device.smallest_gpu_bytes(torch.device("cuda", 0)) == 40 * 2**30
-    assert device.smallest_gpu_bytes(torch.device("cpu")) is None
-
-
-def test_ranks_that_share_a_gpu_are_refused(monkeypatch):
-    """accelerate gives rank 2 the GPU of rank 0 where there are two, and nccl fails later with words about the network."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
-    monkeypatch.setattr(device, "gather_objects", lambda own: [own, "GPU-1"])
-    check_own_gpu(torch.device("cuda", 0))
-    monkeypatch.setattr(device, "gather_objects", lambda own: [own, "GPU-1", own, "GPU-1"])
-    with pytest.raises(UserError, match="4 processes share 2 GPUs, and each needs one of its own: set num_processes to 2"):
-        check_own_gpu(torch.device("cuda", 0))
-
-
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-
-
-@pytest.fixture
-def twelve_cores(monkeypatch) -> Iterator[None]:
-    """A machine of 12 cores and 4 ranks, as `accelerate launch` starts them; torch's threads are put back."""
-    num_threads = torch.get_num_threads()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr("toolkit.distributed.device._cpu_quota_cores", lambda: 12.0)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    yield
-    torch.set_num_threads(num_threads)
-
-
 MINE = {0, 1, 2}
 
 
-@pytest.mark.usefixtures("twelve_cores")
 @pytest.mark.parametrize(
     ("device", "own_cores", "ranks", "num_threads"),
     [
@@ -262,15 +250,17 @@ MINE = {0, 1, 2}
     ],
 )
 def test_ranks_with_gpus_share_the_cores_of_their_node(monkeypatch, device, own_cores, ranks, num_threads):
+    """On a machine of 12 cores, as `accelerate launch` starts 4 ranks."""
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"})
+    monkeypatch.setattr("toolkit.distributed.device._cpu_quota_cores", lambda: 12.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: own_cores)
     monkeypatch.setattr(accelerator, "gather_objects", lambda _: ranks)
     assert _num_threads(device) == num_threads
 
 
-def test_the_setting_overrides_the_launcher(monkeypatch, twelve_cores):
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def test_the_setting_overrides_the_launcher(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    accelerator.build_accelerator(num_threads=3)
-    assert torch.get_num_threads() == 3
+    with process_state_kept():
+        accelerator.build_accelerator(num_threads=3)
+        assert torch.get_num_threads() == 3

@@ -120,31 +120,22 @@ class Clock:
         return self.num_looks - 1
 
 
-def test_it_bites_only_once_nothing_moves(tmp_path, monkeypatch):
-    watchdog = Bitten(1.0, tmp_path)
-
-    def move(look: int) -> None:
-        if look <= 20:
-            watchdog.enter_phase("loading rows", 3)  # the same place again and again is progress: a micro-batch more
-
-    assert 30 <= Clock(watchdog, monkeypatch, move).run() <= 31
-    assert "rank 0 stopped moving: in step 3, loading rows, for 1 s, at " in watchdog.sentence
-
-
-@pytest.mark.parametrize(("counts_cpu", "bites_at"), [(True, 30), (False, 11)])
-def test_work_is_movement_only_in_a_phase_that_says_so(counts_cpu, bites_at, tmp_path, monkeypatch):
-    """A host that waits for a GPU takes a whole core."""
+@pytest.mark.parametrize(("enters_until", "counts_cpu", "bites_at"), [(20, False, 30), (1, False, 11), (1, True, 30)])
+def test_it_bites_once_nothing_moves_and_work_is_movement_only_in_a_phase_that_says_so(
+    enters_until, counts_cpu, bites_at, tmp_path, monkeypatch
+):
+    """A host that waits for a GPU takes a whole core. This process works until the 20th look."""
     watchdog = Bitten(1.0, tmp_path)
 
     def enter(look: int) -> None:
-        if look == 1:
+        if look <= enters_until:  # the same place again and again is progress: a micro-batch more
             watchdog.enter_phase("evaluation", 3, counts_cpu=counts_cpu)
 
     clock = Clock(watchdog, monkeypatch, enter)
     activity = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: clock.num_looks <= 20)
     vars(watchdog)["_activity"] = activity
     assert bites_at <= clock.run() <= bites_at + 1
-    assert "rank 0 stopped moving: in step 3, evaluation" in watchdog.sentence
+    assert "rank 0 stopped moving: in step 3, evaluation, for 1 s, at " in watchdog.sentence
 
 
 def test_after_its_end_it_is_quiet(tmp_path):

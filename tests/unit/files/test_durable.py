@@ -181,7 +181,7 @@ def test_children_do_not_inherit_it(tmp_path, monkeypatch, has_locks):
         process.kill()
 
 
-def test_a_removed_file_is_noticed_and_locked_again(tmp_path):
+def test_a_removed_file_is_noticed_and_locked_again(tmp_path, monkeypatch):
     path = tmp_path / "folder" / "lock"
     take_lock(path, "in use")
     shutil.rmtree(path.parent)
@@ -189,5 +189,14 @@ def test_a_removed_file_is_noticed_and_locked_again(tmp_path):
     path.parent.mkdir()
     path.touch()
     assert not holds_lock(path), "that of another run"
-    assert take_lock(path, "in use") and holds_lock(path)
+    stale, fstat = [OSError(errno.ESTALE, "Stale file handle")], os.fstat
+
+    def answer(descriptor: int) -> os.stat_result:
+        """As a network file system where another node has removed the file."""
+        if stale:
+            raise stale.pop()
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", answer)
+    assert take_lock(path, "in use") and holds_lock(path) and not stale
     release_lock(path)

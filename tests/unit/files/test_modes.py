@@ -7,10 +7,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import huggingface_hub.file_download  # noqa: F401  (another user may not be able to import)
 import pytest
@@ -23,27 +20,15 @@ from tests.support.rows import load_rows
 from toolkit.checkpoint.load import find_weights
 from toolkit.checkpoint.manifest import check_files, checkpoints_folder, read_manifest
 from toolkit.config.data import LLMDataConfig
-from toolkit.config.python import load_config
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import find_or_build
 from toolkit.data.tokens.chat_template import read_chat_template
 from toolkit.data.tokens.tokenizer import open_tokenizer
-from toolkit.distributed.rng import capture_random_state, save_random_state
-from toolkit.export.card import Origin
-from toolkit.export.paths import ExportPaths, replaced
-from toolkit.export.write import _Export
 from toolkit.files.durable import give_usual_mode
 from toolkit.models.config import check_weight_files, load_model_config
 from toolkit.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, find_adapter
 from toolkit.objectives.causal import Causal
 from toolkit.tools.checkpoints import show_checkpoints
-
-
-@pytest.fixture
-def umask_002() -> Iterator[None]:
-    before = os.umask(0o002)
-    yield
-    os.umask(before)
 
 
 @pytest.fixture
@@ -72,41 +57,18 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path, umask_002):
-    tensors = {"a": torch.zeros(2)}
-
-    with replaced(tmp_path / "export") as folder:
-        (folder / "inner").mkdir()
-        save_file(tensors, folder / "inner" / "model.safetensors")
-        tokenizer = SimpleNamespace(chat_template="x", save_pretrained=lambda folder: None)
-        skeleton = SimpleNamespace(
-            generation_config=tokenizer,
-            config=SimpleNamespace(is_encoder_decoder=True),
-            can_generate=lambda: True,
-            input_modalities="text",
-        )
-        config = load_config("llm", overrides={"model.name_or_path": "m", "data.source": "x", "train.max_steps": 1})
-        places = ExportPaths(check_file=tmp_path / "export_check.safetensors")
-        with patch("transformers.AutoTokenizer.from_pretrained"):  # reads what this tokenizer does not write
-            sharded = SimpleNamespace(skeleton=skeleton)
-            data = SimpleNamespace(objective=Causal(), tokenizer=tokenizer)
-            under_way = _Export(config, sharded, data, tensors, Origin(), places)
-            under_way._write_rest(folder, "model", torch.float32)
-    name = save_random_state(capture_random_state(), tmp_path)
-    export = tmp_path / "export"
-    files = [
-        export / "inner" / "model.safetensors",
-        export / "toolkit.json",
-        export / "README.md",
-        export / "trainer_state.json",
-        tmp_path / "export_check.safetensors",
-        tmp_path / name,
-    ]
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == len(files)
-    assert [oct(mode(path)) for path in files] == ["0o664"] * 6
-    os.umask(0o077)
-    give_usual_mode(files[0])
-    assert mode(files[0]) == 0o600
+@pytest.mark.parametrize(("umask", "usual"), [(0o002, "0o664"), (0o077, "0o600")])
+def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path, umask, usual):
+    """All files of a run do: tests/faults/test_run_folders.py."""
+    file = tmp_path / "inner" / "model.safetensors"
+    file.parent.mkdir()
+    save_file({"a": torch.zeros(2)}, file)
+    before = os.umask(umask)
+    try:
+        give_usual_mode(tmp_path)
+    finally:
+        os.umask(before)
+    assert oct(mode(file)) == usual
 
 
 def test_a_file_system_without_modes_is_left_alone(tmp_path, monkeypatch):
@@ -266,4 +228,4 @@ def test_files_that_are_not_opened_may_be_pointers(tmp_path):
 def test_a_manifest_that_is_one_is_a_reason(tmp_path):
     (tmp_path / "manifest.json").write_text(POINTER)
     with pytest.raises(ValueError, match="manifest.json cannot be read .*type git lfs pull where it was cloned"):
-        partial(read_manifest, tmp_path)()
+        read_manifest(tmp_path)

@@ -54,27 +54,33 @@ def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch, flags, sente
     assert re.search(sentence, refusal(build_accelerator))
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, ["expandable_segments:True"]),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, []),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, []),
-        ({"ACCELERATE_USE_CPU": "true"}, []),
-    ],
-)
-def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(monkeypatch, given, expected):
-    """Set before the ranks connect, which is before any allocation; this machine's torch reads it back."""
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **given})
+@pytest.fixture
+def on_gpus(monkeypatch) -> None:
+    """As on a machine with GPUs, with nothing set by a launcher; `build_accelerator` ends where the ranks would meet."""
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(accelerator, "rendezvous_arguments", MagicMock(side_effect=ConnectionAbortedError))
+
+
+@pytest.mark.parametrize(
+    ("given", "grow"),
+    [
+        ({}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"ACCELERATE_USE_CPU": "true"}, False),
+    ],
+)
+def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(on_gpus, given, grow):
+    """Set before the ranks connect, which is before any allocation; this machine's torch reads it back."""
+    os.environ.update(given)
     before = torch._C._accelerator_getAllocatorSettings()
     try:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         with pytest.raises(ConnectionAbortedError):
             build_accelerator()
-        assert torch._C._accelerator_getAllocatorSettings() == (expected or ["expandable_segments:False"])[0]
+        assert torch._C._accelerator_getAllocatorSettings() == f"expandable_segments:{grow}"
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
 
@@ -115,17 +121,13 @@ def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(("seen", "is_refused"), [(1, True), (8, False)])
-def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(monkeypatch, seen, is_refused):
+def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(monkeypatch, on_gpus, seen, is_refused):
     """SLURM can bind one GPU to each task. FSDP1 would then replicate the full model, and say nothing."""
     launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_WORLD_SIZE": "8"}
-    wrap = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "WORLD_SIZE": "16"}
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **launched, **wrap})
-    monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
+    os.environ.update({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "WORLD_SIZE": "16", **launched})
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
-    monkeypatch.setattr(accelerator, "rendezvous_arguments", MagicMock(side_effect=ConnectionAbortedError))
     with pytest.raises(UserError if is_refused else ConnectionAbortedError) as raised:
         build_accelerator()
     assert not is_refused or "but it sees 1, and 8 run here" in str(raised.value)

@@ -17,9 +17,9 @@ import torch
 from transformers.utils import logging as of_transformers
 
 from tests.support.process_state import changes_since, state_of_the_process
+from tests.support.workbench import call_toolkit
 from toolkit.distributed.comm import limit_groups
 from toolkit.distributed.rng import seed_all
-from toolkit.errors import EXIT_USER_ERROR
 from toolkit.launch.accelerator import _disable_tf32, bound_primitive_cache
 from toolkit.launch.log import Output, lost_outputs, start_logging
 from toolkit.launch.process_state import process_state_kept
@@ -69,11 +69,11 @@ def test_an_import_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
-def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch):
+def test_a_level_that_is_none_is_refused_in_one_sentence(monkeypatch, capsys):
     monkeypatch.setenv("TOOLKIT_LOG_LEVEL", "LOUD")
-    done = subprocess.run([sys.executable, "-m", "toolkit", "check", "x.yaml"], capture_output=True, text=True, timeout=600)
+    assert call_toolkit("check", "x.yaml") == 2
     sentence = "error: TOOLKIT_LOG_LEVEL is LOUD, which is not a level: set one of INFO, WARNING, ERROR, or unset it\n"
-    assert (done.returncode, done.stderr) == (EXIT_USER_ERROR, sentence)
+    assert capsys.readouterr().err == sentence
 
 
 def test_an_output_whose_reader_is_slow_is_not_lost():
