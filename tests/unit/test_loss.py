@@ -1,10 +1,10 @@
-"""The loss is a sum; dividing it by the global count makes it exact."""
+"""The loss is a sum. That it is divided by the global count: tests/distributed/test_absolute.py."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.loss import IGNORED_LABEL, chunked_cross_entropy, scale_to_global_mean, summed_cross_entropy
+from toolkit.loss import IGNORED_LABEL, chunked_cross_entropy, summed_cross_entropy
 
 SMOOTHINGS = (0.0, 0.1, 0.9)
 
@@ -31,12 +31,6 @@ def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient(smoothing):
     loss.backward()
     assert loss.item() == 0
     assert (logits_BTV.grad == 0).all()
-
-
-def test_shares_average_to_the_global_mean():
-    sums, num_label_tokens = [torch.tensor(6.0), torch.tensor(1.0)], 14
-    averaged = sum(scale_to_global_mean(s, num_label_tokens, world_size=2) for s in sums) / 2
-    torch.testing.assert_close(averaged, torch.tensor(0.5))
 
 
 @pytest.mark.parametrize("max_logits", [1, 4 * 11, 10**6])

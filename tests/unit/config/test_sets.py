@@ -49,10 +49,14 @@ SPLIT = MixEntry(source="b", hub_eval_split="validation")
         ({"mix": [MixEntry(source="a"), SPLIT], "eval_files": NAMED}, ["news", "mail", "b"]),
         ({"source": "a", "hub_eval_split": "validation"}, []),
         ({"source": "a", "hub_eval_split": "validation", "eval_files": NAMED}, ["news", "mail", "validation"]),
+        ({"mix": [MixEntry(source="a/news", hub_eval_split="validation"), SPLIT], "eval_files": "news.csv"}, ["news", "b"]),
+        ({"mix": [MixEntry(source="a/news", hub_eval_split="validation"), SPLIT], "eval_files": ["news"]}, ["news", "b"]),
     ],
 )
 def test_only_entries_with_evaluation_rows_are_sets(settings, sets):
-    assert list_sets(LLMDataConfig(**settings)) == sets
+    data = LLMDataConfig(**settings)
+    assert list_sets(data) == sets
+    check_set_names(data, {"loss"})
 
 
 UNFIT = ("a/b", "", " ", "a\nb", 2024)
@@ -68,13 +72,6 @@ UNFIT = ("a/b", "", " ", "a\nb", 2024)
 )
 def test_names_that_no_metric_could_have_are_refused(settings, sentence):
     assert refusal(check_set_names, LLMDataConfig(**settings), {"loss"}).startswith(sentence)
-
-
-def test_files_without_names_hold_a_sets_name():
-    check_set_names(LLMDataConfig(source="a", eval_files=NAMED), {"loss"})
-    mix = [MixEntry(source="a/news", hub_eval_split="validation"), MixEntry(source="b")]
-    for files in ("news.csv", ["news"]):
-        check_set_names(LLMDataConfig(mix=mix, eval_files=files), {"loss"})
 
 
 OF_MIX = ["--model.name_or_path", "x", "--train.max_steps", "3"]
