@@ -9,6 +9,8 @@ from typing import Any, Literal, get_type_hints
 class Facts:
     """Of a field; `resume` of a section holds for its fields."""
 
+    hint: Any
+    """Its type."""
     default: Any = MISSING
     resume: bool = False
     """A resumed run may set it otherwise."""
@@ -40,7 +42,7 @@ def facts_of(config_class: type) -> dict[str, Facts]:
             found |= {f"{own.name}.{name}": dataclasses.replace(facts, **own.metadata) for name, facts in inner}
         else:
             default = own.default if own.default_factory is MISSING else own.default_factory()
-            found[own.name] = Facts(default=default, **own.metadata)
+            found[own.name] = Facts(hint=section, default=default, **own.metadata)
     return found
 
 

@@ -24,8 +24,6 @@ from toolkit.errors import UserError
 from toolkit.files.durable import written_beside
 from toolkit.optimizers import OptimizerSettings, with_defaults
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
 ConfigT = TypeVar("ConfigT")
 
 
@@ -58,7 +56,6 @@ def load_config(
     shows_help = any(word.startswith(("-h", "--help", "--print_config")) for word in argv)
     set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)
     parser.add_class_arguments(config_class, None)
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
     # Sort the arguments; index the YAML values by key, for error messages and relative paths.
     files, flags = split_files_and_flags(argv)
@@ -139,8 +136,8 @@ def split_files_and_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     splitter.add_argument("--config", action="append", default=[])
     try:
         known, flags = splitter.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(sentence(str(error), object, [], {})) from None
+    except argparse.ArgumentError:
+        raise UserError("--config has no value: give one, as in --config VALUE") from None
     return known.config, flags
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.config.facts import facts_of
 from toolkit.config.schema import HalfOpenUnitInterval, NumEpochs
 from toolkit.errors import UserError
 
@@ -130,9 +131,7 @@ def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | N
         for key_node, value_node in item.value:
             name = key_node.value
             if name not in hints:
-                near = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
-                remedy = f": did you mean {near[0]}?" if near else f"; known are {', '.join(hints)}"
-                return key_node, f"unknown key {key}[{place}].{name}{remedy}"
+                return key_node, f"unknown key {key}[{place}].{name}{nearest(name, hints, cutoff=0.5)}"
             if isinstance(hints[name], type) and issubclass(hints[name], int | float):
                 try:
                     hints[name](value_node.value)
@@ -144,15 +143,14 @@ def _find_trouble_in_list(key: str, hint: Any, node: Any) -> tuple[Any, str] | N
 
 def known_keys(config_class: type) -> tuple[dict[str, Any], list[str]]:
     """The dotted keys of a config dataclass with their types, and the names of its sections."""
-    leaves: dict[str, Any] = {}
-    sections = []
-    for name, hint in get_type_hints(config_class).items():
-        if dataclasses.is_dataclass(hint):
-            sections.append(name)
-            leaves |= {f"{name}.{inner}": inner_hint for inner, inner_hint in get_type_hints(hint).items()}
-        else:
-            leaves[name] = hint
-    return leaves, sections
+    leaves = {key: facts.hint for key, facts in facts_of(config_class).items()}
+    return leaves, [name for name, hint in get_type_hints(config_class).items() if dataclasses.is_dataclass(hint)]
+
+
+def nearest(name: str, known: Collection[str], cutoff: float) -> str:
+    """The end of the message for an unknown name: the known one that is spelled most like it, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f": did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
 
 
 def suggestion(key: str, config_class: type, prefix: str = "") -> str:

@@ -294,6 +294,8 @@ class RecipeConfig:
     objective: str | None = stated(None, resume=True)
     """Name of what the run trains for, which it writes itself: that of its recipe (`seq2seq`, `causal`, `preference`), or one
     that Python code has given to `finetune`."""
+    recipe: str | None = stated(None, resume=True)
+    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
 
     @property
     def has_own_objective(self) -> bool:
@@ -312,7 +314,6 @@ class SummarizationConfig(RecipeConfig):
 
     data: DataConfig
     recipe: Literal["t5"] | None = stated(None, resume=True)
-    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +322,6 @@ class LLMConfig(RecipeConfig):
 
     data: LLMDataConfig
     recipe: Literal["llm"] | None = stated(None, resume=True)
-    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +350,6 @@ class PreferenceConfig(RecipeConfig):
     data: PreferenceDataConfig
     preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     recipe: Literal["dpo"] | None = stated(None, resume=True)
-    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,4 +359,3 @@ class Seq2SeqPreferenceConfig(RecipeConfig):
     data: Seq2SeqPreferenceDataConfig
     preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     recipe: Literal["dpo_t5"] | None = stated(None, resume=True)
-    """The recipe of this run YAML, for `python -m toolkit train` and the other tools. If unset, the model chooses."""

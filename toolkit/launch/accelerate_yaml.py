@@ -6,13 +6,13 @@ key. The known keys come from the installed accelerate's own parser.
 """
 
 import argparse
-import difflib
 import functools
+from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from toolkit.config.messages import read_yaml
+from toolkit.config.messages import nearest, read_yaml
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_rules import check_rules
 from toolkit.private import private
@@ -87,7 +87,7 @@ def check_mapping(mapping: dict[str, Any], where: str) -> None:
                 derived = "train.global_batch_size_rows and train.micro_batch_size_rows"
                 raise UserError(f"{key} is {value}: leave it out, accumulation is derived from {derived}")
             if key not in kinds:
-                raise UserError(_unknown(str(key), list(kinds)))
+                raise UserError(_unknown(str(key), kinds))
             if serves := "TPUs" if key.startswith("tpu_") else UNSUPPORTED.get(key):
                 if value and value != "no":
                     raise UserError(f"{key} is {value!r}: it serves {serves}, and is not supported; leave it out")
@@ -108,14 +108,14 @@ def _config_file(arguments: list[str], folder: Path) -> Path | None:
     return default if default.is_file() and not args.cpu else None
 
 
-def _unknown(key: str, known: list[str]) -> str:
+def _unknown(key: str, known: Collection[str]) -> str:
     """The message for an unknown key: it is misspelt, belongs into a section, or is only a flag of the launcher."""
     for section, prefix in SECTIONS.items():
         if key in _section_kinds(prefix):
             return f"unknown key {key}: indent it under {section}"
     if key in {option.dest for option in _launcher_options() if option.option_strings}:
         return f"unknown key {key}: it is a flag of accelerate launch, write --{key} there"
-    return f"unknown key {key}{_suggestion(key, known)}"
+    return f"unknown key {key}{nearest(key, known, cutoff=0.6)}"
 
 
 def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name}.{key} cannot be set: {REFUSED_FSDP_KEYS[long_key]}; leave it out")
         if long_key not in kinds:
             near = long_key if long_key.startswith(prefix) else f"{prefix}{key}"
-            raise UserError(f"unknown key {name}.{key}{_suggestion(near, list(kinds))}")
+            raise UserError(f"unknown key {name}.{key}{nearest(near, kinds, cutoff=0.6)}")
         _check_value(f"{name}.{key}", value, kinds[long_key])
         full[long_key] = value
     return full
@@ -176,8 +176,3 @@ def _check_value(where: str, value: Any, kind: Any) -> None:
 
 def _spelt(value: Any) -> tuple[type, Any]:
     return type(value), value.upper() if isinstance(value, str) else value
-
-
-def _suggestion(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f": did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
