@@ -263,6 +263,14 @@ def tiny_config(kind: str):
     return config_class(**start | shrink(config_class))
 
 
+def kind_on_meta(kind: str):
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        return getattr(transformers, kinds()[kind]).from_config(tiny_config(kind))
+
+
 def has_experts(kind: str) -> bool:
     from toolkit.models.experts import expert_counts
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.families.kinds import tiny_config
 from tests.support.quantized.models import quantize_fp8, save_fp8_model
 from tests.support.refusals import refusal
 from toolkit.config.schema import ModelConfig
@@ -160,31 +161,26 @@ FORMATS = {
 }
 
 
-def gemma3_in_fp8(folder: Path, about: dict) -> tuple[str, torch.Tensor]:
-    """Save a tiny Gemma 3, whose `text_config` says how a weight is quantized; returns the weight's name and values."""
-    torch.manual_seed(0)
-    text = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, image_token_index=3)
-    transformers.Gemma3ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["text_config"]["quantization_config"] = about
-    (folder / "config.json").write_text(json.dumps(settings))
-    tensors = load_file(folder / "model.safetensors")
-    name = next(key for key in tensors if key.endswith("layers.0.mlp.up_proj.weight") and "vision" not in key)
-    codes, scales = quantize_fp8(tensors[name].float(), torch.float32)
-    save_file(tensors | {name: codes, f"{name}_scale_inv": scales}, folder / "model.safetensors", metadata={"format": "pt"})
-    return name, _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).bfloat16()
+END = "layers.0.mlp.up_proj.weight"
 
 
 def test_a_nested_config_may_say_that_weights_are_quantized(tmp_path):
-    name, expected = gemma3_in_fp8(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
-    model = load(tmp_path, torch.bfloat16)
-    loaded = next(p for key, p in model.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight") and "vision" not in key)
-    assert same_bits(loaded.data, expected), name
-    gemma3_in_fp8(tmp_path, {"quant_method": "gptq"})
-    assert "is quantized as gptq, and only bitsandbytes nf4, " in refusal(load, tmp_path)
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3")).bfloat16().save_pretrained(tmp_path)
+    settings, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    (name,) = (key for key in tensors if key.endswith(END))
+    codes, scales = quantize_fp8(tensors[name].float(), torch.float32)
+    quantized = tensors | {name: codes, f"{name}_scale_inv": scales}
+    save_file(quantized, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def loaded(about: dict) -> dict[str, torch.Tensor]:
+        settings["text_config"]["quantization_config"] = about
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        return load(tmp_path, torch.bfloat16).state_dict()
+
+    (value,) = (t for key, t in loaded({"quant_method": "fp8", "weight_block_size": [128, 128]}).items() if key.endswith(END))
+    assert same_bits(value, _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).bfloat16())
+    assert "is quantized as gptq, and only bitsandbytes nf4, " in refusal(loaded, {"quant_method": "gptq"})
 
 
 @pytest.mark.parametrize("kind", FORMATS)

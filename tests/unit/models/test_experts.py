@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.muse_spark import modeling_muse_spark
 from transformers.models.nemotron_h import modeling_nemotron_h
 
-from tests.families.kinds import tiny_config
+from tests.families.kinds import kind_on_meta, tiny_config
 from tests.support.adapter_models import adapter_config, logits, randomize, with_adapter
 from tests.support.model_folders import LLAMA_SIZES, MIXTURES, SMALL_EXPERTS, T5_SIZES
 from tests.support.refusals import refusal
@@ -32,16 +32,6 @@ NLLB = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2,
 }  # fmt: skip
-LONGCAT = LLAMA_SIZES | {
-    "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "zero_expert_num": 1,
-    "moe_topk": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "head_dim": 8,
-}  # fmt: skip
-
-
-def on_meta(config, auto_class=AutoModelForCausalLM):
-    with torch.device("meta"):
-        return auto_class.from_config(config)
 
 
 @pytest.mark.parametrize(
@@ -61,28 +51,23 @@ def test_experts_are_counted_in_nested_configs_too(settings, expected):
 
 
 @pytest.mark.parametrize(
-    ("config", "path"),
+    ("auto_class", "config", "path"),
     [
-        (transformers.SwitchTransformersConfig(**SWITCH), "encoder.block.1.layer.1.mlp.experts"),
-        (transformers.NllbMoeConfig(**NLLB), "model.encoder.layers.1.ffn.experts"),
-    ],
-)
-def test_experts_that_are_modules_are_refused(config, path):
-    sentence = f"model.name_or_path here has 4 experts as separate modules ({path}), and FSDP2 would add up gradients of "
-    assert refusal(check_experts, on_meta(config, AutoModelForSeq2SeqLM), "here").startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
+        (AutoModelForSeq2SeqLM, transformers.SwitchTransformersConfig(**SWITCH), "encoder.block.1.layer.1.mlp.experts"),
+        (AutoModelForSeq2SeqLM, transformers.NllbMoeConfig(**NLLB), "model.encoder.layers.1.ffn.experts"),
         # As many blocks as experts; two MLPs a block that every token goes through.
-        transformers.MixtralConfig(**LLAMA_SIZES, num_local_experts=2),
-        transformers.LongcatFlashConfig(**LONGCAT),
-        transformers.LlamaConfig(**LLAMA_SIZES),
+        (AutoModelForCausalLM, transformers.MixtralConfig(**LLAMA_SIZES, num_local_experts=2), ""),
+        (AutoModelForCausalLM, tiny_config("longcat_flash"), ""),
+        (AutoModelForCausalLM, transformers.LlamaConfig(**LLAMA_SIZES), ""),
     ],
 )
-def test_lists_of_modules_that_are_not_experts_are_taken(config):
-    check_experts(on_meta(config), "here")
+def test_experts_that_are_modules_are_refused(auto_class, config, path):
+    with torch.device("meta"):
+        model = auto_class.from_config(config)
+    if not path:
+        return check_experts(model, "here")
+    sentence = f"model.name_or_path here has 4 experts as separate modules ({path}), and FSDP2 would add up gradients of "
+    assert refusal(check_experts, model, "here").startswith(sentence)
 
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -210,29 +195,25 @@ def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_pat
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("min_num_params", [1, 2000, 20000])
-def test_by_size_no_part_of_an_adapter_of_experts_is_a_unit(min_num_params):
-    """It reads the parameters of its parts, and does not call these."""
+def test_no_part_of_an_adapter_of_experts_is_a_unit():
+    """It reads the parameters of its parts, and does not call these: by size none is one, and none may be named."""
     model = adapt(build_causal("mixtral"), experts=True)
-    plugin = SimpleNamespace(auto_wrap_policy=size_based_auto_wrap_policy, min_num_params=min_num_params)
-    blocks = find_blocks(plugin, model)
-    assert any("experts" in name or name.endswith("mlp") for name in blocks) or min_num_params == 20000
-    assert not [name for name in blocks if ".experts." in name]
-
-
-def test_experts_inside_an_adapter_are_refused_as_a_wrap_class():
+    for size in (1, 2000, 20000):
+        plugin = SimpleNamespace(auto_wrap_policy=size_based_auto_wrap_policy, min_num_params=size)
+        blocks = find_blocks(plugin, model)
+        assert any("experts" in name or name.endswith("mlp") for name in blocks) or size == 20000
+        assert not [name for name in blocks if ".experts." in name]
     names = ["MixtralDecoderLayer", "MixtralExperts"]
     plugin = SimpleNamespace(auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=names)
     find_blocks(plugin, build_causal("mixtral"))  # inside of a layer
     del names[0]
     sentence = "names MixtralExperts, which an adapter of experts reads from outside: name"
-    assert sentence in refusal(find_blocks, plugin, adapt(build_causal("mixtral"), experts=True))
+    assert sentence in refusal(find_blocks, plugin, model)
 
 
 def test_nested_configs_keep_their_own_choice_of_products():
     """Aria's tower for images could not be built again with the choice of its texts' part."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("aria"))
+    model = kind_on_meta("aria")
     config = model.config
     before = [part._experts_implementation for part in (config, config.text_config, config.vision_config)]
     with experts_by_token(model):

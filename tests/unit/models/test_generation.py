@@ -8,18 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    BartConfig,
-    GenerationConfig,
-    LlamaConfig,
-    PreTrainedModel,
-    T5Config,
-    WatermarkingConfig,
-)
+import transformers as hf
 
 from tests.families.kinds import tiny_config
 from tests.support.model_folders import BART_SIZES, BART_TOKENS
@@ -63,19 +52,19 @@ BASES = {
     "an argument of generate": ({"streamer": 1}, {}, ["streamer 1"]),
     "tokens": ({"forced_bos_token_id": 0, "pad_token_id": 0, "suppress_tokens": [7], "bad_words_ids": [[9]]}, {}, []),
     "penalties": ({"repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 4, "renormalize_logits": True}, {}, []),
-    "a watermark": ({"watermarking_config": WatermarkingConfig(greenlist_ratio=0.5).to_dict()}, {}, []),
+    "a watermark": ({"watermarking_config": hf.WatermarkingConfig(greenlist_ratio=0.5).to_dict()}, {}, []),
 }
 SAYS_NOTHING = (False, 1, 50)
 """Values of the above that are transformers' own."""
 
 
 @pytest.fixture(scope="module")
-def bart() -> PreTrainedModel:
+def bart() -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", vocab_size=32, **BART_SIZES, **BART_TOKENS)).eval()
+    return hf.AutoModelForSeq2SeqLM.from_config(hf.BartConfig(vocab_size=32, **BART_SIZES, **BART_TOKENS)).eval()
 
 
-def choose(model: PreTrainedModel, folder: Path, given: dict, file: str = "generation_config.json") -> EvalConfig:
+def choose(model: hf.PreTrainedModel, folder: Path, given: dict, file: str = "generation_config.json") -> EvalConfig:
     (folder / file).write_text(json.dumps(given))
     return choose_generation(EvalConfig(max_new_tokens=8), model, ModelConfig(name_or_path=str(folder)))
 
@@ -89,7 +78,7 @@ def test_what_the_yaml_leaves_unset_is_the_bases_where_it_is_valid(bart, tmp_pat
     made = bart.generation_config
     made.validate(strict=True)
     made.save_pretrained(tmp_path / "export")
-    read = GenerationConfig.from_pretrained(tmp_path / "export")
+    read = hf.GenerationConfig.from_pretrained(tmp_path / "export")
     keys = {sentence.partition(" ")[0] for sentence in left_out}
     kept = {key: value for key, value in theirs.items() if key not in keys and value not in SAYS_NOTHING}
     stored = json.loads(read.to_json_string(use_diff=False))
@@ -119,92 +108,96 @@ def test_settings_of_a_wrong_type_are_refused(bart, tmp_path, given):
 
 
 def test_a_model_for_which_transformers_can_build_no_cache_generates_without(tmp_path):
-    blt = AutoModelForCausalLM.from_config(tiny_config("blt")).eval()
+    blt = hf.AutoModelForCausalLM.from_config(tiny_config("blt")).eval()
     choose(blt, tmp_path, {})
     assert blt.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2, pad_token_id=0).shape == (1, 5)
 
 
+def load(folder: Path, objective: Objective, **settings) -> hf.PreTrainedConfig:
+    return load_model_config(ModelConfig(name_or_path=str(folder), **settings), objective)
+
+
 DROPOUT_RATES: dict[str, tuple[Objective, list[str]]] = {
-    "T5Config": (Seq2Seq(), ["dropout_rate"]),
-    "BartConfig": (Seq2Seq(), ["dropout", "attention_dropout", "activation_dropout"]),
     "T5GemmaConfig": (Seq2Seq(), ["dropout_rate", "encoder.dropout_rate", "decoder.attention_dropout"]),
-    "LlamaConfig": (Causal(), ["attention_dropout"]),
+    "BartConfig": (Seq2Seq(), ["dropout", "attention_dropout", "activation_dropout"]),
     "GPT2Config": (Causal(), ["attn_pdrop", "embd_pdrop", "resid_pdrop"]),
-    "GPTNeoXConfig": (Causal(), ["attention_dropout", "hidden_dropout"]),
-    "Phi3Config": (Causal(), ["attention_dropout", "embd_pdrop", "resid_pdrop"]),
     "Starcoder2Config": (Causal(), ["attention_dropout", "embedding_dropout", "residual_dropout"]),
 }
 
 
 @pytest.mark.parametrize("family", DROPOUT_RATES)
 def test_dropout_is_that_of_every_rate(tmp_path, family):
-    task, names = DROPOUT_RATES[family]
-    getattr(transformers, family)(decoder_start_token_id=0).save_pretrained(tmp_path)
-    own, changed = (load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=p), task) for p in (None, 0.25))
+    objective, names = DROPOUT_RATES[family]
+    getattr(hf, family)(decoder_start_token_id=0).save_pretrained(tmp_path)
+    own, changed = (load(tmp_path, objective, dropout=p) for p in (None, 0.25))
     assert [attrgetter(name)(changed) for name in names] == [0.25] * len(names)
     assert all(attrgetter(name)(own) != 0.25 for name in names)
 
 
-def test_a_rate_that_is_declared_a_whole_number_stays_one(tmp_path):
-    """MPT's `attn_pdrop`: as 0.0 it ended every run, and with another rate its export could not be read again."""
-    transformers.MptConfig().save_pretrained(tmp_path)
-    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.0), Causal())
-    assert type(config.attn_config.attn_pdrop) is int
-    sentence = "model.dropout 0.25 cannot be attn_pdrop of a mpt, which is declared a whole number: set it to 0, or leave it out"
-    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal()) == sentence
-
-
 def test_layers_are_never_dropped_and_outputs_have_names(tmp_path, capsys):
     """Losses, checks and the export read `logits` by its name."""
-    transformers.OPTConfig(layerdrop=0.1, return_dict=False).save_pretrained(tmp_path)
-    config = load_model_config(ModelConfig(name_or_path=str(tmp_path), dropout=0.25), Causal())
+    hf.OPTConfig(layerdrop=0.1, return_dict=False).save_pretrained(tmp_path)
+    config = load(tmp_path, Causal(), dropout=0.25)
     assert (config.dropout, config.layerdrop, config.return_dict) == (0.25, 0.0, True)
     printed = capsys.readouterr().err
     assert f"layerdrop of {tmp_path} is set to 0: every rank must run every layer\n" in printed
     assert f"return_dict of {tmp_path} is set to true: outputs are read by their names\n" in printed
 
 
+NOT_CAUSAL = "not a causal language model: take one such as Llama, Qwen or Gemma"
+KERNEL = "names the attention user/kernel, which is code of the hub: set "
+
+
 @pytest.mark.parametrize(
-    ("family", "settings", "name"),
+    ("config", "more", "settings", "sentence"),
     [
-        *(("BertConfig", {}, "bert"), ("BertConfig", {"is_decoder": True}, "")),
-        *(("BartConfig", {}, "bart"), ("GPTNeoXConfig", {"is_decoder": False}, "")),  # a decoder that does not say so
+        (hf.BertConfig(), {}, {}, f"is a bert model, {NOT_CAUSAL}"),
+        (hf.BartConfig(), {}, {}, f"is a bart model, {NOT_CAUSAL}"),
+        (hf.BertConfig(is_decoder=True), {}, {}, ""),
+        (hf.GPTNeoXConfig(is_decoder=False), {}, {}, ""),  # a decoder that does not say so
+        # MPT's `attn_pdrop`: as 0.0 it ended every run, and with another rate its export could not be read again.
+        (hf.MptConfig(), {}, {"dropout": 0.25},
+         "model.dropout 0.25 cannot be attn_pdrop of a mpt, which is declared a whole number: set it to 0, or leave it out"),
+        (hf.MptConfig(), {}, {"dropout": 0.0}, ""),
+        *((hf.Gemma3Config(), {"attn_implementation": named}, {}, KERNEL)
+          for named in ("user/kernel", {"text_config": "user/kernel"})),
+        (hf.T5Config(bos_token_id=3), {}, {}, "has no decoder_start_token_id: add it"),
     ],
-)
-def test_a_model_with_an_encoder_is_no_causal_one(tmp_path, family, settings, name):
-    getattr(transformers, family)(**settings).save_pretrained(tmp_path)
-    model = ModelConfig(name_or_path=str(tmp_path))
-    if not name:
-        assert load_model_config(model, Causal()).model_type
-        return
-    sentence = f"is a {name} model, not a causal language model: take one such as Llama, Qwen or Gemma"
-    assert refusal(load_model_config, model, Causal()).endswith(sentence)
+)  # fmt: skip
+def test_what_no_run_can_train_is_refused_by_its_config(tmp_path, config, more, settings, sentence):
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | more))
+    objective = Seq2Seq() if isinstance(config, hf.T5Config) else Causal()
+    if sentence:
+        assert sentence in refusal(load, tmp_path, objective, **settings)
+    elif config.model_type == "mpt":
+        assert type(load(tmp_path, objective, **settings).attn_config.attn_pdrop) is int
+    else:
+        assert load(tmp_path, objective, **settings).model_type == config.model_type
+
+
+def test_the_start_of_a_decoder_may_be_in_its_generation_config_alone(tmp_path):
+    hf.T5Config(bos_token_id=3).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 0}')
+    assert load(tmp_path, Seq2Seq()).decoder_start_token_id == 0
 
 
 @pytest.mark.parametrize("longest", [10, 11])
 def test_a_rope_that_the_longest_row_chooses_for_all_is_warned_of(longest):
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    config = transformers.Phi3Config(
+    config = hf.Phi3Config(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
         max_position_embeddings=64, original_max_position_embeddings=10, initializer_range=0.2,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
     rows_BT = torch.randint(1, 64, (2, longest))
     together, alone = model(rows_BT).logits[0, :6], model(rows_BT[:1, :6]).logits[0]
     warning = warn_of_shared_rope(config, longest)
     assert torch.allclose(together, alone, atol=1e-4) == (warning is None)
     if longest > 10:
         assert "the longest row has 11 tokens: beyond 10 the model's longrope rope has" in warning
-    assert warn_of_shared_rope(transformers.LlamaConfig(), 100_000) is None
-
-
-@pytest.mark.parametrize("named", ["user/kernel", {"text_config": "user/kernel"}])
-def test_an_attention_that_is_code_of_the_hub_is_refused_where_it_is_nested_too(tmp_path, named):
-    (tmp_path / "config.json").write_text(json.dumps(transformers.Gemma3Config().to_dict() | {"attn_implementation": named}))
-    sentence = f"the config.json of {tmp_path} names the attention user/kernel, which is code of the hub: set "
-    assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()).startswith(sentence)
+    assert warn_of_shared_rope(hf.LlamaConfig(), 100_000) is None
 
 
 @pytest.mark.parametrize(
@@ -233,7 +226,7 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path, monkeypatch):
     """A branch may move while a run loads; and an adapter says at which commit it was trained."""
     commit, asked = "0123456789abcdef" * 2 + "01234567", []
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
-    transformers.LlamaConfig(**sizes).save_pretrained(tmp_path / "models--user--tiny" / "snapshots" / commit)
+    hf.LlamaConfig(**sizes).save_pretrained(tmp_path / "models--user--tiny" / "snapshots" / commit)
     (tmp_path / "models--user--tiny" / "refs").mkdir()
     (tmp_path / "models--user--tiny" / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -245,7 +238,7 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.utils.cached_file", has_no_index)
     base = ModelConfig(name_or_path="user/tiny")
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(load_model_config(base, Causal()))
+        model = hf.AutoModelForCausalLM.from_config(load_model_config(base, Causal()))
     add_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]), base)
     assert asked == [commit]
     assert model.peft_config["default"].revision == commit
@@ -253,16 +246,6 @@ def test_a_hub_models_files_are_of_one_commit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user" / "tiny").mkdir(parents=True)
     assert hub_commit(base) is None
-
-
-def test_an_encoder_decoder_must_say_how_its_decoder_begins(tmp_path):
-    """In its config, or in its generation config alone."""
-    transformers.T5Config(bos_token_id=3).save_pretrained(tmp_path)
-    model = ModelConfig(name_or_path=str(tmp_path))
-    assert "has no decoder_start_token_id: add it" in refusal(load_model_config, model, Seq2Seq())
-    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 0}')
-    config = load_model_config(model, Seq2Seq())
-    assert config.decoder_start_token_id == 0
 
 
 def test_rows_share_a_forward_only_where_their_rope_is_the_same_as_alone():
@@ -275,30 +258,30 @@ def test_rows_share_a_forward_only_where_their_rope_is_the_same_as_alone():
     assert group_by_rope([], 9, 30) == ()
 
 
-LLAMA = LlamaConfig(max_position_embeddings=32)
-BART = BartConfig(max_position_embeddings=32)
+LLAMA, BART = hf.LlamaConfig(max_position_embeddings=32), hf.BartConfig(max_position_embeddings=32)
 TOGETHER = "a prompt has up to 25 tokens and eval.max_new_tokens is 8, together 33"
 
 
 @pytest.mark.parametrize(
-    ("config", "fits", "longer", "what", "setting"),
+    ("config", "longest", "new", "what", "setting"),
     [
-        (LLAMA, {"row": 32, "prompt": 24}, {"row": 33, "prompt": 24}, "the longest row has 33", "data.max_length_tokens"),
-        (LLAMA, {"row": 9, "prompt": 24}, {"row": 9, "prompt": 25}, TOGETHER, "data.max_length_tokens plus eval.max_new_tokens"),
-        (BART, {"source": 32, "target": 9}, {"source": 33, "target": 9}, "", "data.max_source_length_tokens"),
-        (BART, {"source": 9, "target": 32}, {"source": 9, "target": 33}, "", "data.max_target_length_tokens"),
+        (LLAMA, {"row": 32, "prompt": 24}, 8, "", ""),
+        (LLAMA, {"row": 33, "prompt": 24}, 8, "the longest row has 33", "data.max_length_tokens"),
+        (LLAMA, {"row": 9, "prompt": 25}, 8, TOGETHER, "data.max_length_tokens plus eval.max_new_tokens"),
+        (BART, {"source": 32, "target": 32}, 32, "", ""),
+        (BART, {"source": 33, "target": 9}, 8, "the longest source has 33", "data.max_source_length_tokens"),
+        (BART, {"source": 9, "target": 33}, 8, "the longest target has 33", "data.max_target_length_tokens"),
+        (BART, {"source": 9, "target": 9}, 33, "a generated text may have 33", "eval.max_new_tokens"),
+        # What is not generated takes no position.
+        (LLAMA, {"row": 9, "prompt": 9}, None, "", ""),
+        (LLAMA, {"row": 9, "prompt": 0}, 33, "", ""),
+        (BART, {"source": 9, "target": 9}, None, "", ""),
+        (hf.T5Config(), {"source": 9000, "target": 9000}, 9000, "", ""),
     ],
 )
-def test_a_limit_is_the_last_length_that_fits(config, fits, longer, what, setting):
-    check_positions(config, "tiny", fits, EvalConfig(max_new_tokens=8))
-    with pytest.raises(UserError, match=f"{what} tokens, but tiny has only 32 positions: set .*{setting} to at most 32$"):
-        check_positions(config, "tiny", longer, EvalConfig(max_new_tokens=8))
-
-
-def test_what_is_not_generated_takes_no_position():
-    for evaluation, prompt in ((EvalConfig(max_new_tokens=33, generate=False), 9), (EvalConfig(max_new_tokens=33), 0)):
-        check_positions(LLAMA, "tiny", {"row": 9, "prompt": prompt}, evaluation)
-    check_positions(BART, "tiny", {"source": 9, "target": 9}, EvalConfig(max_new_tokens=33, generate=False))
-    check_positions(T5Config(), "tiny", {"source": 9000, "target": 9000}, EvalConfig(max_new_tokens=9000))
-    with pytest.raises(UserError, match=r"a generated text may have 33 tokens, but tiny has only 32 positions"):
-        check_positions(BART, "tiny", {"source": 9, "target": 9}, EvalConfig(max_new_tokens=33))
+def test_a_limit_is_the_last_length_that_fits(config, longest, new, what, setting):
+    evaluation = EvalConfig(max_new_tokens=new or 33, generate=new is not None)
+    if not what:
+        return check_positions(config, "tiny", longest, evaluation)
+    sentence = f"{what} tokens, but tiny has only 32 positions: set {setting} to at most 32"
+    assert refusal(check_positions, config, "tiny", longest, evaluation) == sentence

@@ -130,17 +130,38 @@ def test_what_fits_neither_the_task_nor_the_config_is_refused(folder):
         assert refusal(enter).startswith(sentence)
 
 
-def test_a_built_model_becomes_a_folder_named_by_its_contents(folder, tmp_path):
-    config = ModelConfig(name_or_path=folder, revision="main")
-    saved = save_built(build(), config, tmp_path)
+def test_a_built_model_becomes_a_folder_named_by_its_contents_and_its_tokenizer(folder, tmp_path):
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    config, tokenizer_of = ModelConfig(name_or_path=str(base), revision="main"), transformers.AutoTokenizer.from_pretrained
+
+    def save(config: ModelConfig, seed: int = 0) -> ModelConfig:
+        return save_built(build(seed), config, tmp_path)
+
+    saved = save(config)
     assert saved.revision is None and Path(saved.name_or_path).parent == tmp_path / "models"
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved.name_or_path)
     expected = build().state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
-    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, saved.name_or_path))
-    assert ours("alpha beta").input_ids == theirs("alpha beta").input_ids
-    assert save_built(build(), config, tmp_path) == saved
-    assert save_built(build(seed=1), config, tmp_path) != saved
+    tokenizer = tokenizer_of(base)
+    assert tokenizer("alpha beta").input_ids == tokenizer_of(saved.name_or_path)("alpha beta").input_ids
+    assert save(config) == saved != save(config, seed=1)
+    # Of a base whose tokenizer has changed.
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(base)
+    changed = save(config)
+    assert changed != saved and tokenizer_of(changed.name_or_path).chat_template == "{{ messages }}"
+    (base / "tokenizer.json").write_text("{")
+    assert refusal(save, config).startswith(f"the tokenizer of {base} could not be read ")
+    # Of a base without a tokenizer.
+    for file in (*base.glob("tokenizer*"), *base.glob("chat*")):
+        file.unlink()
+    asked = ModelConfig(name_or_path=str(base), train_tokenizer=True)
+    with own_class(build(), asked, Seq2Seq()):
+        trained = save(asked)
+    assert trained.train_tokenizer and not list(Path(trained.name_or_path).glob("tokenizer*"))
+    assert "could not be read (T5Tokenizer finds no vocabulary); its files are config.json, " in refusal(save, config)
+    named = save(ModelConfig(name_or_path=str(base), tokenizer=folder))
+    assert named.tokenizer is None and (Path(named.name_or_path) / "tokenizer.json").is_file()
 
 
 def test_what_a_folder_would_not_bring_back_is_refused(folder, tmp_path):
@@ -154,34 +175,6 @@ def test_what_a_folder_would_not_bring_back_is_refused(folder, tmp_path):
     assert sentence.startswith("model has frozen shared.weight, which a run does not see: name what is frozen in ")
 
 
-def test_a_built_model_follows_the_tokenizer_of_the_folder(folder, tmp_path):
-    base = Path(shutil.copytree(folder, tmp_path / "base"))
-    config = ModelConfig(name_or_path=str(base))
-    first = save_built(build(), config, tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(base)
-    second = save_built(build(), config, tmp_path)
-    assert second != first
-    assert transformers.AutoTokenizer.from_pretrained(second.name_or_path).chat_template == "{{ messages }}"
-    (base / "tokenizer.json").write_text("{")
-    assert refusal(save_built, build(), config, tmp_path).startswith(f"the tokenizer of {base} could not be read ")
-
-
-def test_a_built_model_without_a_tokenizer_gets_one_only_if_asked(folder, tmp_path):
-    base = Path(shutil.copytree(folder, tmp_path / "base"))
-    for file in base.glob("tokenizer*"):
-        file.unlink()
-    asked = ModelConfig(name_or_path=str(base), train_tokenizer=True)
-    with own_class(build(), asked, Seq2Seq()):
-        saved = save_built(build(), asked, tmp_path)
-    assert saved.train_tokenizer and not list(Path(saved.name_or_path).glob("tokenizer*"))
-    sentence = refusal(save_built, build(), ModelConfig(name_or_path=str(base)), tmp_path)
-    assert "could not be read (T5Tokenizer finds no vocabulary); its files are config.json, " in sentence
-    named = save_built(build(), ModelConfig(name_or_path=str(base), tokenizer=folder), tmp_path)
-    assert named.tokenizer is None and (Path(named.name_or_path) / "tokenizer.json").is_file()
-
-
 def test_a_model_with_a_scalar_parameter_grows(folder):
     model = build().to("meta")
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
@@ -189,15 +182,13 @@ def test_a_model_with_a_scalar_parameter_grows(folder):
     assert "shared.weight" in grown and "scale" not in grown
 
 
-@pytest.mark.parametrize("pad", [None, 0])
-def test_a_model_whose_weights_are_set_anew_after_they_are_loaded_is_refused(pad):
+def test_a_model_whose_weights_are_set_anew_after_they_are_loaded_is_refused():
     config = tiny_config("youtu")
-    config.pad_token_id = pad
-    with torch.device("meta"):
-        model = YoutuForCausalLM(config)
-    if pad is None:
-        return check_kept(model, "base")
-    said = refusal(check_kept, model, "base")
-    assert said.startswith(
-        "transformers sets model.embed_tokens.weight of base, or a part of it, anew whenever it loads a youtu,"
-    )
+    for pad in (None, 0):
+        config.pad_token_id = pad
+        with torch.device("meta"):
+            model = YoutuForCausalLM(config)
+        if pad is None:
+            check_kept(model, "base")
+    sentence = "transformers sets model.embed_tokens.weight of base, or a part of it, anew whenever it loads a youtu,"
+    assert refusal(check_kept, model, "base").startswith(sentence)

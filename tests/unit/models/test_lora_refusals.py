@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LagunaForCausalLM
 
-from tests.families.kinds import tiny_config
+from tests.families.kinds import kind_on_meta
 from tests.support.adapter_models import adapted, adapter_config, export_adapter, randomize
 from tests.support.refusals import refusal
 from toolkit.config.schema import ExportConfig, ModelConfig
@@ -154,31 +153,19 @@ NOT_THE_WEIGHTS = ", but an adapter belongs to the weights of model.name_or_path
 
 
 @pytest.mark.parametrize(
-    ("adapter", "model", "merge", "sentence"),
+    ("adapter", "model", "sentence"),
     [
-        (
-            {"method": "none", "name_or_path": "a"},
-            {},
-            False,
-            f"adapter.name_or_path is a, {NONE}, or leave adapter.name_or_path out",
-        ),
-        ({"method": "none"}, {}, True, f"export.merge is true, {NONE}, or leave export.merge out"),
-        ({}, {"from_scratch": True}, False, f"adapter.method is lora and model.from_scratch true{NOT_THE_WEIGHTS}"),
-        ({}, {"init_from": "runs/a"}, False, f"adapter.method is lora and model.init_from runs/a{NOT_THE_WEIGHTS}"),
-        ({"modules_to_save": ["b"]}, {"freeze": ["a"]}, False, f"model.freeze is ['a'] and {SAVED} ['b']: give one of them"),
+        ({"method": "none", "name_or_path": "a"}, {}, f"adapter.name_or_path is a, {NONE}, or leave adapter.name_or_path out"),
+        ({"method": "none"}, {}, f"export.merge is true, {NONE}, or leave export.merge out"),
+        ({}, {"from_scratch": True}, f"adapter.method is lora and model.from_scratch true{NOT_THE_WEIGHTS}"),
+        ({}, {"init_from": "runs/a"}, f"adapter.method is lora and model.init_from runs/a{NOT_THE_WEIGHTS}"),
+        ({"modules_to_save": ["b"]}, {"freeze": ["a"]}, f"model.freeze is ['a'] and {SAVED} ['b']: give one of them"),
     ],
 )
-def test_settings_that_exclude_each_other(adapter, model, merge, sentence):
+def test_settings_that_exclude_each_other(adapter, model, sentence):
     model_config = ModelConfig(name_or_path="m", **model)
-    config = SimpleNamespace(adapter=adapter_config(**adapter), model=model_config, export=ExportConfig(merge=merge))
+    config = SimpleNamespace(adapter=adapter_config(**adapter), model=model_config, export=ExportConfig(merge=True))
     assert refusal(check_adapter_config, config) == sentence
-
-
-def test_fsdp1_keeps_no_frozen_weights_in_bf16():
-    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
-    of_fsdp1 = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), state=state)
-    sentence = "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters"
-    assert refusal(frozen_dtype, of_fsdp1, "bfloat16", has_adapter=True).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +179,13 @@ def test_fsdp1_keeps_no_frozen_weights_in_bf16():
         ("FSDP", 2, "no", ""),
     ],
 )
-def test_where_trained_weights_are_kept_in_bf16(kind, version, precision, reason):
+def test_where_frozen_and_trained_weights_are_kept_in_bf16(kind, version, precision, reason):
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), state=state, mixed_precision=precision)
     check_trained_dtype(accelerator, "float32")
+    if version == 1:
+        sentence = "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters"
+        assert refusal(frozen_dtype, accelerator, "bfloat16", has_adapter=True).startswith(sentence)
     if not reason:
         return check_trained_dtype(accelerator, "bfloat16_stochastic")
     sentence = f"model.trained_dtype is bfloat16_stochastic, but {reason}: take one process with mixed_precision: bf16, or FSDP2"
@@ -204,8 +194,7 @@ def test_where_trained_weights_are_kept_in_bf16(kind, version, precision, reason
 
 def test_layers_that_peft_would_not_read_again_are_refused_until_they_are_left_out():
     """transformers renames `mlp.shared_expert.` in old Lagunas, as an expression that also finds the new name."""
-    with torch.device("meta"):
-        model = LagunaForCausalLM(tiny_config("laguna"))
+    model = kind_on_meta("laguna")
     ends = [f"shared_experts.{end}_proj" for end in ("down", "gate", "up")]
     said = refusal(add_adapter, copy.deepcopy(model), adapter_config(), ModelConfig(name_or_path="base"))
     assert said == (

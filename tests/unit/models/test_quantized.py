@@ -42,37 +42,37 @@ def test_nf4_is_that_of_bitsandbytes_bit_for_bit():
         assert as_hex(dequantize(codes, scales, dtype)) == golden[str(dtype)]
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same(is_exact, monkeypatch):
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ("exact", "bitsandbytes 0.50.2"),
+        ("other values", "torch (bitsandbytes 0.50.2 has other values)"),
+        ("nothing", "torch (import of bitsandbytes halted; None in sys.modules)"),
+    ],
+)
+def test_on_a_gpu_the_kernel_of_bitsandbytes_is_taken_if_its_values_are_the_same(found, chosen, monkeypatch):
     """With the CPU in the GPU's place, and for the kernel what it computes (bitsandbytes 0.50.2, csrc/kernels.cu:519)."""
     calls = []
 
     def kernel(codes, scales, block_size: int, kind: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         calls.append((scales.dtype, scales.ndim, block_size, kind))
         values = NF4_VALUES[torch.stack((codes >> 4, codes & 15), dim=-1).flatten().int()].view(-1, block_size)
-        scales = scales if is_exact else scales.to(dtype)
+        scales = scales if found == "exact" else scales.to(dtype)
         return (values * scales.unsqueeze(1)).view(shape).to(dtype)
 
-    weight = build_weight()
-    codes, scales = quantize(weight, "nf4"), find_scales(weight)
+    codes, scales = encoded(build_weight(), "nf4")
     expected = {dtype: dequantize(codes, scales, dtype) for dtype in (torch.float32, torch.bfloat16)}
     monkeypatch.setattr(quantized, "_kernels", {})
     monkeypatch.setattr(torch.ops, "bitsandbytes", SimpleNamespace(dequantize_4bit=kernel), raising=False)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.50.2"))
+    module = None if found == "nothing" else SimpleNamespace(__version__="0.50.2")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
     assert choose_kernel(torch.device("cpu")) == "torch" and not calls
     monkeypatch.setattr(quantized, "KERNEL_DEVICE", "cpu")
-    chosen = "bitsandbytes 0.50.2" if is_exact else "torch (bitsandbytes 0.50.2 has other values)"
     assert choose_kernel(torch.device("cpu")) == chosen
     calls.clear()
     for dtype, values in expected.items():
         assert torch.equal(dequantize(codes, scales, dtype), values)
-    assert calls == [(torch.float32, 1, 64, "nf4")] * (2 if is_exact else 0)
-
-
-def test_without_bitsandbytes_torch_dequantizes_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(quantized, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert choose_kernel(torch.device("cpu")) == "torch (import of bitsandbytes halted; None in sys.modules)"
+    assert calls == [(torch.float32, 1, 64, "nf4")] * (2 if found == "exact" else 0)
 
 
 def encoded(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,12 +118,14 @@ def test_adapted_layers_compute_what_plain_peft_does_on_the_dequantized_base(kin
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_the_backward_keeps_codes_and_no_weight():
-    layer, kept = quantized_as(nn.Linear(192, 128), "nf4"), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        layer(torch.randn(3, 192, requires_grad=True))
-    assert {tensor.dtype for tensor in kept} == {torch.uint8, torch.int64}
-    assert sum(tensor.nbytes for tensor in kept if tensor.dtype == torch.uint8) == 192 * 128 * 9 // 16
+@pytest.mark.parametrize(("kind", "codes_dtype", "bytes_of_16"), [("nf4", torch.uint8, 9), ("int8", torch.int8, 17)])
+def test_the_backward_keeps_codes_and_no_weight_and_the_host_reads_nothing(kind, codes_dtype, bytes_of_16):
+    layer, kept, reads = quantized_as(nn.Linear(192, 128), kind), [], Counter()
+    with recorded(reads), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(3, 192, requires_grad=True)).sum().backward()
+    assert not reads
+    assert {tensor.dtype for tensor in kept} == {torch.uint8, codes_dtype, torch.int64}
+    assert sum(tensor.nbytes for tensor in kept if tensor.dtype != torch.int64) == 192 * 128 * bytes_of_16 // 16
 
 
 def quantized_as(linear: nn.Linear, kind: str) -> QuantizedLinear:
@@ -208,11 +210,3 @@ def test_a_slice_is_quantized_from_pieces_of_its_own_rows(kind, monkeypatch):
         part = _by_rows(of_files, whole.shape, make).read((slice(5, 13), slice(0, 7)))
         assert torch.equal(part, whole[5:13, :7])
     assert [(rows.start, rows.stop) for rows, _ in read] == [(5, 8), (8, 11), (11, 13)] * 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_host_reads_nothing_of_a_step(kind):
-    layer, reads = quantized_as(nn.Linear(192, 128), kind), Counter()
-    with recorded(reads):
-        layer(torch.randn(3, 192, requires_grad=True)).sum().backward()
-    assert not reads

@@ -36,8 +36,12 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiler(backend: str, fullgraph: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(backend=DynamoBackend[backend], mode="default", fullgraph=fullgraph, dynamic=False)
+def compiling(backend: str, device: str = "cpu", *, fullgraph: bool = False):
+    """An `Accelerator` of one process whose YAML asks for this backend."""
+    accelerator = one_process()
+    plugin = SimpleNamespace(backend=DynamoBackend[backend], mode="default", fullgraph=fullgraph, dynamic=False)
+    accelerator.device, accelerator.state = torch.device(device), SimpleNamespace(dynamo_plugin=plugin)
+    return accelerator
 
 
 @pytest.mark.parametrize(("family", "num_layers", "num_graphs"), [("llama", 4, 3), ("bart", 3, 6), ("t5", 3, 12)])
@@ -63,8 +67,7 @@ def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(fam
     ("device", "backend", "warns"), [("cpu", "INDUCTOR", True), ("cpu", "EAGER", False), ("cuda", "INDUCTOR", False)]
 )
 def test_compilation_on_a_cpu_is_warned_about(device, backend, warns, capsys):
-    accelerator = SimpleNamespace(device=torch.device(device), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
-    compile_blocks(accelerator, seq2seq_families.build_model("t5"))
+    compile_blocks(compiling(backend, device), seq2seq_families.build_model("t5"))
     printed = "".join(capsys.readouterr())
     assert ("blocks are compiled (dynamo_backend INDUCTOR), which on a CPU" in printed) == warns
 
@@ -78,8 +81,7 @@ def test_compiled_dropout_has_eager_masks():
     inputs, taken = torch.rand(4, 64, requires_grad=True), []
     torch._dynamo.utils.counters.clear()
     for backend in ("NO", "INDUCTOR"):
-        accelerator = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(dynamo_plugin=compiler(backend)))
-        compile_blocks(accelerator, model)
+        compile_blocks(compiling(backend), model)
         torch.manual_seed(0)
         outputs = model.blocks[0](inputs)
         taken.append((outputs, *torch.autograd.grad(outputs.sum(), inputs)))
@@ -91,16 +93,14 @@ def test_kernels_that_another_processor_has_left_on_disk_are_not_taken(monkeypat
     """Vectors of 8 numbers in a loop of 16, or the reverse, corrupt memory; a later test then aborted."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
-    accelerator = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace())
     hits = []
     for processor in ("avx2", "avx2", "default"):
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", processor)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        accelerator.state.dynamo_plugin = compiler("INDUCTOR")
         model = torch.nn.Module()
         model.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())])
-        compile_blocks(accelerator, model)
+        compile_blocks(compiling("INDUCTOR"), model)
         model.blocks[0](torch.rand(4, 8)).sum().backward()
         hits.append(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0]
@@ -120,8 +120,7 @@ def test_routes_are_noted_once_and_carry_gradients_however_blocks_run(family, ba
 def gradients_of_routes(family: str, backend: str, *, checkpoints: bool) -> dict[str, torch.Tensor]:
     """Of the squares of all scores, after a step of other lengths."""
     torch._dynamo.reset()
-    accelerator = one_process()
-    accelerator.state = SimpleNamespace(dynamo_plugin=compiler(backend, True))
+    accelerator = compiling(backend, fullgraph=True)
     model = build_causal(family, num_hidden_layers=3).train()
     with routes_noted(model, repeated_blocks(model)) as noted:
         compile_blocks(accelerator, model)
@@ -146,9 +145,7 @@ def graphs_by_step(family: str, num_layers: int) -> list[int]:
     layers = {key: num_layers for key in NUM_LAYERS if key in settings}
     auto_class = transformers.AutoModelForCausalLM if family in CAUSAL_FAMILIES else transformers.AutoModelForSeq2SeqLM
     config = getattr(transformers, class_name)(vocab_size=256, **settings | layers)
-    accelerator = one_process()
-    accelerator.state = SimpleNamespace(dynamo_plugin=compiler("EAGER"))
-    model = wrap.shard_model(accelerator, auto_class.from_config(config, dtype=torch.float32)).model.train()
+    model = wrap.shard_model(compiling("EAGER"), auto_class.from_config(config, dtype=torch.float32)).model.train()
     collator = CausalCollator(0) if family in CAUSAL_FAMILIES else seq2seq_families.build_collator(model)
     generator, seen = torch.Generator().manual_seed(0), []
     for step in range(NUM_STEPS):

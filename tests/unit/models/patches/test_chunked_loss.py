@@ -18,75 +18,11 @@ from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel import gather, wrap
 from toolkit.parallel.compute_copies import cast_inputs
 
-
-@pytest.mark.parametrize(("family", "smoothing"), [*((family, 0.0) for family in CAUSAL_FAMILIES), ("gemma2", 0.1)])
-def test_loss_and_gradients_are_those_of_whole_logits(family, smoothing, monkeypatch):
-    model, rows = build_causal(family), build_rows()
-    expected = loss_of_whole_logits(model, rows, smoothing)
-    expected.backward()
-    expected_gradients = take_gradients(model)
-    chunked_loss.install(model)
-    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 7 * VOCAB_SIZE)  # several chunks, the last one smaller
-    for packs in ([[row] for row in rows], [rows[:3], rows[3:]]):
-        loss, _ = summed_loss(model, CausalCollator(0).collate(packs), smoothing)
-        loss.backward()
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-        gradients = take_gradients(model)
-        assert gradients.keys() == expected_gradients.keys()
-        for name, gradient in gradients.items():
-            difference = (gradient - expected_gradients[name]).norm() / expected_gradients[name].norm().clamp(min=1e-6)
-            assert difference < 1e-4, name
-
-
-def loss_of_whole_logits(model, rows: list, smoothing: float = 0.0) -> torch.Tensor:
-    all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
-    losses = [summed_cross_entropy(model(input_ids=ids).logits[:, :-1], ids[:, 1:], smoothing) for ids in all_ids]
-    return torch.stack(losses).sum()
-
-
-@pytest.mark.parametrize("kind", ["opt", "llama4_text", "gemma4_text", "falcon_h1", "llama"])
-def test_a_backbone_elsewhere_and_a_forward_that_reads_more_than_hidden_states_leave_the_loss(kind, monkeypatch):
-    """OPT's forward calls the stack inside its backbone, as those of decoders of BART's kin do. Llama 4's of text alone is at
-    `model`, and `base_model_prefix` says `language_model`. Gemma 4's reads the shape of its input, Falcon-H1's a number of its
-    backbone. One that reads what its backbone makes beside takes all logits."""
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
-    rows = build_rows()
-    expected = loss_of_whole_logits(model, rows)
-    if kind == "llama":
-        theirs = transformers.LlamaForCausalLM.forward
-
-        def forward(self, input_ids=None, **inputs):
-            assert len(self.model.layers)
-            return theirs(self, input_ids=input_ids, **inputs)
-
-        forward.__module__ = theirs.__module__
-        monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
-    assert chunked_loss.holds_all_logits(model) == (kind in ("llama4_text", "llama"))
-    chunked_loss.install(model)
-    loss, _ = summed_loss(model, CausalCollator(0).collate([[row] for row in rows]))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-
-
-def test_how_a_head_is_read_is_found_without_its_weights(monkeypatch):
-    """An 8B model's are 2 GB in fp32, on each rank."""
-    shapes = []
-
-    def seen(self: torch.Tensor, *shape: int) -> torch.Tensor:
-        shapes.append(shape)
-        return torch.zeros(shape, dtype=self.dtype)
-
-    monkeypatch.setattr(torch.Tensor, "new_zeros", seen)
-    assert not chunked_loss.holds_all_logits(build_causal("llama"))
-    assert shapes == [(1, 2, VOCAB_SIZE)]
-
-
-def test_the_head_is_found_before_the_first_step(monkeypatch):
-    """transformers looks for it module by module, which would cost the host time in every micro-batch."""
-    model, collator, packs = build("llama")
-    monkeypatch.setattr(type(model), "get_output_embeddings", lambda model: pytest.fail("it is looked for in a step"))
-    summed_loss(model, collator.collate(packs))
-
-
+ELSEWHERE = ("opt", "llama4_text", "gemma4_text", "falcon_h1", "reads beside")
+"""OPT's forward calls the stack inside its backbone, as those of decoders of BART's kin do. Llama 4's of text alone is at
+`model`, and `base_model_prefix` says `language_model`. Gemma 4's reads the shape of its input, Falcon-H1's a number of its
+backbone. One that reads what its backbone makes beside takes all logits."""
+ENCODER_DECODERS = [*FAMILIES, *seq2seq_families.IN_PROCESS]
 SOURCES_AND_TARGETS = [
     {"input_ids": [5, 6, 7, 8, 9, 10, 11], "labels": [9, 20, 21, 2]},
     {"input_ids": [9, 12], "labels": [9, 30, 31, 2, 4, 5]},
@@ -95,55 +31,103 @@ SOURCES_AND_TARGETS = [
 
 
 def build(family: str) -> tuple:
-    """A model whose loss is in chunks, its collator, and rows for it, each in a pack of its own."""
-    is_causal = family in CAUSAL_FAMILIES
-    model = build_causal(family) if is_causal else seq2seq_families.build_model(family)
+    """A model, its collator, and rows for it."""
+    if family in ENCODER_DECODERS:
+        model = seq2seq_families.build_model(family)
+        return model, seq2seq_families.build_collator(model), SOURCES_AND_TARGETS
+    if family in CAUSAL_FAMILIES:
+        return build_causal(family), CausalCollator(0), build_rows()
+    config = tiny_config("llama" if family == "reads beside" else family)
+    return transformers.AutoModelForCausalLM.from_config(config).eval(), CausalCollator(0), build_rows()
+
+
+def in_chunks(family: str) -> tuple:
+    """The same with the loss in chunks, each row in a pack of its own."""
+    model, collator, rows = build(family)
     chunked_loss.install(model)
-    collator = CausalCollator(0) if is_causal else seq2seq_families.build_collator(model)
-    return model, collator, [[row] for row in (build_rows() if is_causal else SOURCES_AND_TARGETS)]
+    return model, collator, [[row] for row in rows]
 
 
-def assert_near(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
-    """The bound is a share of the norm of all gradients."""
+def assert_near(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float, *, of_each=False) -> None:
+    """The bound is a share of the norm of all gradients, or of each one's."""
     assert gradients.keys() == expected.keys()
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() < bound * norm, name
+        share = expected[name].norm().clamp(min=1e-6) if of_each else norm
+        assert (gradient - expected[name]).norm() < bound * share, name
 
 
 @pytest.mark.parametrize(
     ("family", "smoothing"),
-    [*((family, 0.0) for family in (*FAMILIES, *seq2seq_families.IN_PROCESS)), ("t5", 0.1), ("bart", 0.1)],
+    [
+        *((family, 0.0) for family in (*CAUSAL_FAMILIES, *ELSEWHERE, *ENCODER_DECODERS)),
+        *(("gemma2", 0.1), ("t5", 0.1), ("bart", 0.1)),
+    ],
 )
-def test_loss_and_gradients_of_an_encoder_decoder_are_those_of_all_logits(family, smoothing, monkeypatch):
-    model = seq2seq_families.build_model(family)
-    for parameter in model.parameters():  # biases of heads are zeros, and T5's tied head predicts next to nothing
-        torch.nn.init.normal_(parameter, std=0.1)
-    for name, buffer in model.named_buffers():
-        if name == "final_logits_bias":
-            torch.nn.init.normal_(buffer)
-    batch = seq2seq_families.build_collator(model).collate([[row] for row in SOURCES_AND_TARGETS])
-    inputs = {name: tensor for name, tensor in batch.items() if name not in ("label_positions", "labels")}
-    logits_BTV = model(**inputs, use_cache=False).logits
-    expected = summed_cross_entropy(logits_BTV, labels_at_positions(batch, batch["decoder_input_ids"]), smoothing)
+def test_loss_and_gradients_are_those_of_all_logits(family, smoothing, monkeypatch):
+    """Of causal models in packs too, where each row has the loss that it has alone."""
+    model, collator, rows = build(family)
+    if family in ENCODER_DECODERS:
+        biases = [buffer for name, buffer in model.named_buffers() if name == "final_logits_bias"]
+        for tensor in (*model.parameters(), *biases):  # biases are zeros, and T5's tied head predicts next to nothing
+            torch.nn.init.normal_(tensor, std=0.1)
+        batches = [collator.collate([[row] for row in rows])]
+        inputs = {name: tensor for name, tensor in batches[0].items() if name not in ("label_positions", "labels")}
+        labels_BT = labels_at_positions(batches[0], batches[0]["decoder_input_ids"])
+        pairs = [(model(**inputs, use_cache=False).logits, labels_BT)]
+    else:
+        packed = [[rows[:3], rows[3:]]] if family in CAUSAL_FAMILIES else []
+        batches = [collator.collate(packs) for packs in ([[row] for row in rows], *packed)]
+        ids = [torch.tensor([row["input_ids"]]) for row in rows]
+        pairs = [(model(input_ids=ids_1T).logits[:, :-1], ids_1T[:, 1:]) for ids_1T in ids]
+    expected = torch.stack([summed_cross_entropy(logits, labels, smoothing) for logits, labels in pairs]).sum()
+    num_top = sum((logits.argmax(-1) == labels).sum() for logits, labels in pairs)
     expected.backward()
     expected_gradients = take_gradients(model)
+    if family == "reads beside":
+        theirs = transformers.LlamaForCausalLM.forward
+
+        def forward(self, input_ids=None, **inputs):
+            assert len(self.model.layers)
+            return theirs(self, input_ids=input_ids, **inputs)
+
+        forward.__module__ = theirs.__module__
+        monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    assert chunked_loss.holds_all_logits(model) == (family in (*chunked_loss.NO_CHUNKS, "llama4_text", "reads beside"))
     chunked_loss.install(model)
-    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 3 * VOCAB_SIZE)  # several chunks, the last one smaller
-    loss, _ = summed_loss(model, batch, smoothing)
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    assert_near(take_gradients(model), expected_gradients, 1e-6)
-    with torch.no_grad():
-        assert (
-            summed_loss(model, batch)[1]
-            == (logits_BTV.argmax(-1) == labels_at_positions(batch, batch["decoder_input_ids"])).sum()
-        )
+    monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 4 * VOCAB_SIZE)  # several chunks, the last one smaller
+    for batch in batches:
+        loss, _ = summed_loss(model, batch, smoothing)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        assert_near(gradients := take_gradients(model), expected_gradients, 1e-6)
+        if family in CAUSAL_FAMILIES:
+            assert_near(gradients, expected_gradients, 1e-4, of_each=True)
+        with torch.no_grad():
+            assert summed_loss(model, batch)[1] == num_top
 
 
-@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *FAMILIES, *seq2seq_families.IN_PROCESS])
+def test_the_head_is_found_before_the_first_step_and_without_its_weights(monkeypatch):
+    """transformers looks for it module by module, which would cost the host time in every micro-batch. An 8B model's weights are
+    2 GB in fp32, on each rank."""
+    shapes = []
+
+    def seen(self: torch.Tensor, *shape: int) -> torch.Tensor:
+        shapes.append(shape)
+        return torch.zeros(shape, dtype=self.dtype)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "new_zeros", seen)
+        assert not chunked_loss.holds_all_logits(build_causal("llama"))
+    assert shapes == [(1, 2, VOCAB_SIZE)]
+    model, collator, packs = in_chunks("llama")
+    monkeypatch.setattr(type(model), "get_output_embeddings", lambda model: pytest.fail("it is looked for in a step"))
+    summed_loss(model, collator.collate(packs))
+
+
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *ENCODER_DECODERS])
 def test_padding_up_to_a_grid_changes_neither_loss_nor_gradients(family):
-    model, collator, packs = build(family)
+    model, collator, packs = in_chunks(family)
     results = []
     for longest in (0, 15):  # 16 would be the next multiple: no row may become longer than the longest of all
         of_grid = dataclasses.replace(collator, multiples=(8, 8), longest=(longest, longest))
@@ -160,7 +144,7 @@ def test_padding_up_to_a_grid_changes_neither_loss_nor_gradients(family):
 
 @pytest.mark.parametrize("family", ["t5", "bart", "fsmt"])
 def test_a_dummy_has_no_loss_and_no_gradient(family):
-    model, collator, packs = build(family)
+    model, collator, packs = in_chunks(family)
     loss, _ = summed_loss(model, collator.collate(packs, is_dummy=True))
     loss.backward()
     assert loss == 0
@@ -168,22 +152,9 @@ def test_a_dummy_has_no_loss_and_no_gradient(family):
     assert gradients and not any(gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_changing_a_row_changes_nothing_in_its_neighbours(family):
-    model, collator, packs = build(family)
-    rows = [row for (row,) in packs]
-    others = [rows[0], build_rows(seed=1)[1], *rows[2:]]
-    for row in (rows[1], others[1]):
-        row["labels"] = [-100] * len(row["labels"])
-    with torch.no_grad():
-        losses = [summed_loss(model, collator.collate([packed]))[0] for packed in (rows, others)]
-    assert rows[1]["input_ids"] != others[1]["input_ids"]
-    assert torch.equal(*losses)
-
-
 @pytest.mark.parametrize("family", ["llama", "mt5", "bart"])
 def test_whole_logits_never_exist(family, monkeypatch):
-    model, collator, packs = build(family)
+    model, collator, packs = in_chunks(family)
     monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 4 * VOCAB_SIZE)
     seen = watch_logits(model)
     batch = collator.collate(packs)

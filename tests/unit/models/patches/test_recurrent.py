@@ -17,10 +17,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.umt5.modeling_umt5 import UMT5LayerNorm
 
 from tests.families.families import WEIGHT_SIZE
-from tests.families.kinds import tiny_config
+from tests.families.kinds import kind_on_meta, tiny_config
 from tests.support.tiny_models import build_rows, take_gradients
-from toolkit.config.data import LLMDataConfig
-from toolkit.config.schema import LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
 from toolkit.models.patches import chunked_loss, documents, fused, masks, recurrent
 from toolkit.models.patches.chunked_loss import summed_loss
@@ -150,20 +148,10 @@ def test_starts_are_made_on_the_device():
     ("kind", "takes"), [("qwen3_next", True), ("olmo_hybrid", True), ("qwen3_5_text", True), ("bamba", False)]
 )
 def test_starts_go_to_layers_whose_kernels_are_installed(kind, takes, monkeypatch):
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind))
-    layer = recurrent.find_layers(model)[0]
+    layer = recurrent.find_layers(kind_on_meta(kind))[0]
     for installed in ((), ("fla",), ("fla", "causal_conv1d")):
         monkeypatch.setattr(recurrent.importlib.util, "find_spec", lambda name, installed=installed: name in installed or None)
         assert recurrent.takes_starts(layer) is (takes and len(installed) == 2)
-
-
-def test_compressed_blocks_of_tokens_are_not_packed():
-    """DeepSeek V4's go across documents."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
-    config = LLMConfig(model=ModelConfig(name_or_path="deepseek_v4"), data=LLMDataConfig())
-    assert masks.choose_packing(config, model).data.packing is False
 
 
 def test_packs_of_short_rows_are_warned_about():
