@@ -17,7 +17,7 @@ from tests.support.chats import CHATML, build_chat_tokenizer
 from tests.support.launch import REPOSITORY
 from tests.support.rows import prepare_rows
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry, PreferenceDataConfig
-from toolkit.config.messages import find_meanings, known_keys, suggestion
+from toolkit.config.messages import known_keys, suggestion
 from toolkit.config.schema import LLMConfig, ModelConfig, PreferenceConfig, SummarizationConfig
 
 TROUBLESHOOTING = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -152,18 +152,6 @@ def test_a_flag_is_answered_with_its_line(table):
         expected = f"did you mean {key[1]}{key[2] or ''}?" if key else line
         wrong += [(name, line, answers)] * (not answers or any(expected not in answer for answer in answers))
     assert rows_of(table) and not wrong
-
-
-@pytest.mark.parametrize("config_class", [SummarizationConfig, LLMConfig])
-def test_a_name_means_one_field_of_a_recipe_or_none(config_class):
-    fields = known_keys(config_class)[0]
-    for name, line in rows_of(MIGRATING):
-        name = name.split(".")[-1]
-        meanings = find_meanings(name)
-        assert len({field for field, _, _ in meanings if field in fields}) <= 1, name
-        is_field = FIELD.fullmatch(line) is not None
-        assert meanings and all((sentence == "") == is_field for _, _, sentence in meanings), name
-        assert is_field or name not in {field.rpartition(".")[2] for field in fields}, name
 
 
 def test_every_argument_of_the_seq2seq_trainer_has_a_line():

@@ -98,43 +98,26 @@ class Bitten(Watchdog):
         self.bitten.set()
 
 
-class Clock:
-    """Looks of a watchdog, a tenth of its patience apart; the test turns it, and no thread runs."""
-
-    def __init__(self, watchdog: Bitten, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
-        self.num_looks, self._watchdog, self._act = 0, watchdog, act
-        clock = SimpleNamespace(monotonic=lambda: self.num_looks * watchdog.timeout_s / 10, thread_time=float, time_ns=int)
-        monkeypatch.setattr("toolkit.distributed.watchdog.time", clock)
-        replaced = {"_rank": 0, "_world_size": 1, "_stopped": self}
-        vars(watchdog).update(replaced)
-
-    def wait(self, _: float) -> bool:
-        """Whether it is over; the next look follows."""
-        self.num_looks += 1
-        self._act(self.num_looks)
-        return self._watchdog.bitten.is_set() or self.num_looks > 99
-
-    def run(self) -> int:
-        """Returns the look at which it has bitten."""
-        self._watchdog._keep_time()
-        return self.num_looks - 1
-
-
 @pytest.mark.parametrize(("enters_until", "counts_cpu", "bites_at"), [(20, False, 30), (1, False, 11), (1, True, 30)])
 def test_it_bites_once_nothing_moves_and_work_is_movement_only_in_a_phase_that_says_so(
     enters_until, counts_cpu, bites_at, tmp_path, monkeypatch
 ):
-    """A host that waits for a GPU takes a whole core. This process works until the 20th look."""
-    watchdog = Bitten(1.0, tmp_path)
+    """A host that waits for a GPU takes a whole core. This process works until the 20th look; ten of them are its patience."""
+    watchdog, look = Bitten(1.0, tmp_path), 0
 
-    def enter(look: int) -> None:
+    def wait(_: float) -> bool:
+        nonlocal look
+        look += 1
         if look <= enters_until:  # the same place again and again is progress: a micro-batch more
             watchdog.enter_phase("evaluation", 3, counts_cpu=counts_cpu)
+        return watchdog.bitten.is_set() or look > 99
 
-    clock = Clock(watchdog, monkeypatch, enter)
-    activity = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: clock.num_looks <= 20)
-    vars(watchdog)["_activity"] = activity
-    assert bites_at <= clock.run() <= bites_at + 1
+    clock = SimpleNamespace(monotonic=lambda: look / 10, thread_time=float, time_ns=int)
+    monkeypatch.setattr("toolkit.distributed.watchdog.time", clock)
+    activity = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: look <= 20)
+    vars(watchdog).update(_rank=0, _world_size=1, _stopped=SimpleNamespace(wait=wait), _activity=activity)
+    watchdog._keep_time()
+    assert bites_at < look <= bites_at + 2
     assert "rank 0 stopped moving: in step 3, evaluation, for 1 s, at " in watchdog.sentence
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import suppress
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -137,21 +138,13 @@ def test_an_output_that_fails_ends_no_program(tmp_path, change, lost, options):
 
 
 def test_streams_that_are_no_files_are_lost_too(monkeypatch):
-    class Tee:
-        num_calls = 0
-
-        def write(self, text: str) -> int:
-            self.num_calls += 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def flush(self) -> None:
-            self.num_calls += 1
-
-    monkeypatch.setattr(sys, "stdout", tee := Tee())
+    tee = Mock(spec=["write", "flush"])
+    tee.write.side_effect = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(sys, "stdout", tee)
     start_logging()
     logger.info("a remark")
     print("a table")
-    assert lost_outputs() == {"stdout": "No space left on device"} and tee.num_calls == 1
+    assert lost_outputs() == {"stdout": "No space left on device"} and len(tee.mock_calls) == 1
 
 
 @pytest.mark.parametrize(
