@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -22,11 +21,11 @@ from tests.support.refusals import refusal
 from tests.support.workbench import call_toolkit
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.config.python import load_config
-from toolkit.config.schema import AdapterConfig
-from toolkit.export.paths import ExportPaths, check_push, prepare_push
+from toolkit.export.paths import ExportPaths, prepare_push
 from toolkit.tools import checkpoints as checkpoint_table
 from toolkit.tools.export import Options, choose_checkpoint, choose_export_paths, load_run_config, push
 
+LORA = {"adapter.method": "lora"}
 REQUIRED = {"model.name_or_path": "m", "data.source": "x", "train.max_steps": 9, "checkpoint.keep_best": 1}
 
 
@@ -52,7 +51,7 @@ def test_the_flag_goes_before_the_setting_and_best_knows_which_value_is_better(t
 
 
 def test_each_kind_of_export_has_a_folder_of_its_own(tmp_path):
-    plain, lora = (load_config("llm", overrides=REQUIRED | method) for method in ({}, {"adapter.method": "lora"}))
+    plain, lora = (load_config("llm", overrides=REQUIRED | method) for method in ({}, LORA))
     for config, given, expected in (
         (plain, {}, ExportPaths(model=tmp_path / "export-3")),
         (plain, {"dtype": "float16"}, ExportPaths(model=tmp_path / "export-3-float16", dtype=torch.float16)),
@@ -127,45 +126,32 @@ def test_a_refused_upload_is_one_sentence_with_the_command_that_repeats_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "adapter", "merge", "token", "sentence"),
+    ("name", "changes", "token", "sentence"),
     [
-        ("model", "none", False, "hf_good", "--push-to-hub is model: give NAMESPACE/NAME"),
-        ("a/b/c", "none", False, "hf_good", "--push-to-hub is a/b/c: give NAMESPACE/NAME"),
-        ("mine/model", "lora", False, "hf_good", "the adapter's base /models/base is a folder here: add --merge"),
-        ("mine/model", "lora", True, None, "--push-to-hub is mine/model, but there is no token: type hf auth login"),
-        ("mine/model", "none", False, "offline", "--push-to-hub is mine/model, but HF_HUB_OFFLINE is set: unset it"),
+        ("mine/model", {}, "hf_good", "the export will be uploaded to HUB/mine/model, which is private\n"),
+        ("mine/public", {}, "hf_good", "the export will be uploaded to HUB/mine/public, which is public\n"),
+        ("mine/bad", {}, "hf_bad", r"where the hub does not let this token write \(.*Invalid credentials.*\): check the name"),
+        ("theirs/model", {}, "hf_good", r"does not let this token write \(.*rights to create a model under.*\): check"),
+        ("model", {}, "hf_good", "export.push_to_hub is model: give NAMESPACE/NAME"),
+        ("a/b/c", {}, "hf_good", "export.push_to_hub is a/b/c: give NAMESPACE/NAME"),
+        ("mine/model", {"train.max_steps": 0}, "hf_good", "a run with train.max_steps 0 exports nothing: leave it out"),
+        ("mine/model", LORA, "hf_good", "the adapter's base /models/base is a folder here: set export.merge"),
+        ("mine/model", LORA | {"export.merge": True}, None, "is mine/model, but there is no token: type hf auth login"),
+        ("mine/model", {}, "offline", "export.push_to_hub is mine/model, but HF_HUB_OFFLINE is set: unset it"),
     ],
 )
-def test_what_is_refused_before_the_export(monkeypatch, name, adapter, merge, token, sentence):
+def test_a_run_makes_its_repository_or_is_refused_before_it_trains(hub, monkeypatch, capsys, name, changes, token, sentence):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    monkeypatch.setenv("HF_TOKEN", str(token))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", token == "offline")
-    config = SimpleNamespace(adapter=AdapterConfig(method=adapter), model=SimpleNamespace(name_or_path="/models/base"))
-    assert sentence in refusal(check_push, config, name, "--push-to-hub", merge=merge, remedy="add --merge")
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "sentence"),
-    [
-        ("mine/model", {}, "the export will be uploaded to HUB/mine/model, which is private\n"),
-        ("mine/public", {}, "the export will be uploaded to HUB/mine/public, which is public\n"),
-        ("mine/bad", {}, r"where the hub does not let this token write \(.*Invalid credentials.*\): check the name"),
-        ("theirs/model", {}, r"where the hub does not let this token write \(.*rights to create a model under.*\): check"),
-        ("model", {}, "export.push_to_hub is model: give NAMESPACE/NAME"),
-        ("mine/model", {"train.max_steps": 0}, "a run with train.max_steps 0 exports nothing: leave it out"),
-        ("mine/model", {"adapter.method": "lora"}, "the adapter's base /models/base is a folder here: set export.merge"),
-    ],
-)
-def test_a_run_makes_its_repository_or_is_refused_before_it_trains(hub, monkeypatch, capsys, name, changes, sentence):
-    token = "hf_bad" if name == "mine/bad" else "hf_good"
-    monkeypatch.setenv("HF_TOKEN", token)
     given = {"model.name_or_path": "/models/base", "data.source": "x", "train.max_steps": 1, "export.push_to_hub": name}
     config = load_config("llm", overrides=given | changes)
-    if "HUB" in sentence:
+    if "HUB/" in sentence:
         prepare_push(config)
         assert sentence.replace("HUB", hub.url) in capsys.readouterr().out and name in hub.repositories
     else:
         said = refusal(prepare_push, config)
-        assert re.search(sentence, said) and token not in said
+        assert re.search(sentence, said) and str(token) not in said
 
 
 def test_one_row_for_each_checkpoint_and_leftover(tmp_path, capsys):
@@ -203,23 +189,17 @@ def test_json_is_strict_and_holds_all_metrics(tmp_path, capsys):
     assert (leftover["name"], leftover["is_checkpoint"], leftover["valid"]) == ("step-00000009.tmp", False, None)
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda run: None, "{run} is not a folder: give the folder of a run"),
-        (lambda run: run.mkdir(), "{run} has no checkpoints folder: give the folder of a run"),
-        (lambda run: (run / "checkpoints").mkdir(parents=True), "{run}/checkpoints holds no checkpoint: let the run reach"),
-        (
-            lambda run: (run / "checkpoints" / "step-00000003.tmp").mkdir(parents=True),
-            "{run}/checkpoints holds no checkpoint, only step-00000003.tmp: let the run reach",
-        ),
-    ],
-)
-def test_a_run_without_checkpoints_is_one_sentence(tmp_path, capsys, make, sentence):
-    run = tmp_path / "run"
-    make(run)
-    assert call_toolkit("checkpoints", run) == 2
-    assert capsys.readouterr().err.startswith(f"error: {sentence.format(run=run)}")
+def test_a_run_without_checkpoints_is_one_sentence(tmp_path, capsys):
+    run, left = tmp_path / "run", "step-00000003.tmp"
+    for folder, sentence in (
+        (tmp_path, f"{run} is not a folder: give the folder of a run"),
+        (run, f"{run} has no checkpoints folder: give the folder of a run"),
+        (run / "checkpoints", f"{run}/checkpoints holds no checkpoint: let the run reach"),
+        (run / "checkpoints" / left, f"{run}/checkpoints holds no checkpoint, only {left}: let the run reach"),
+    ):
+        folder.mkdir(exist_ok=True)
+        assert call_toolkit("checkpoints", run) == 2
+        assert capsys.readouterr().err.startswith(f"error: {sentence}")
 
 
 def test_a_changed_byte_is_reported_by_verify_alone_and_valid_ones_whatever_lies_beside_them(tmp_path, capsys, monkeypatch):

@@ -58,7 +58,12 @@ def test_the_help_names_the_command_as_it_was_started(started, name, monkeypatch
         assert capsys.readouterr().out.startswith(" ".join(["usage:", name, *words]))
 
 
-def test_a_projects_own_file_comes_first_and_else_the_toolkits(tmp_path, monkeypatch):
+def test_a_projects_own_file_comes_first_and_else_the_toolkits_and_nothing_is_written_over(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert refusal(init, tmp_path / "file", "t5").endswith("file cannot be made a project (Not a directory): name another folder")
+    (tmp_path / "recipes").symlink_to(tmp_path / "gone")
+    assert refusal(init, tmp_path, "t5").endswith("recipes exists already: name another folder, or remove it")
+    (tmp_path / "recipes").unlink()
     monkeypatch.chdir(tmp_path)
     init(tmp_path, "t5")
     assert find_shipped("recipes", "t5.py") == tmp_path / "recipes" / "t5.py"
@@ -66,13 +71,6 @@ def test_a_projects_own_file_comes_first_and_else_the_toolkits(tmp_path, monkeyp
     (tmp_path / "accelerate_configs" / "ddp.yaml").unlink()
     assert find_preset("single") == tmp_path / "accelerate_configs" / "single.yaml"
     assert find_preset("ddp") == SHIPPED / "accelerate_configs" / "ddp.yaml"
-
-
-def test_a_folder_that_cannot_be_made_is_one_sentence_and_a_link_to_nothing_is_not_written_over(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert refusal(init, tmp_path / "file", "t5").endswith("file cannot be made a project (Not a directory): name another folder")
-    (tmp_path / "recipes").symlink_to(tmp_path / "gone")
-    assert refusal(init, tmp_path, "t5").endswith("recipes exists already: name another folder, or remove it")
 
 
 GIB = 2**30
@@ -164,14 +162,6 @@ def test_without_a_gpu_it_is_one_process_and_becomes_the_line_that_it_prints(sta
     assert became[0][1:3] == ["-m", "accelerate.commands.launch"] and f"accelerate launch {' '.join(became[0][3:])}" == line
 
 
-@pytest.mark.parametrize("command", ["plan", "preview", "train", "verify"])
-def test_each_command_of_a_run_offers_each_recipe(command, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["toolkit", command, "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "--recipe {dpo,dpo_t5,llm,t5}" in capsys.readouterr().out
-
-
 def test_a_run_yaml_names_its_recipe(start):
     start("--dry-run", config=f"recipe: t5\n{CONFIG}")
     argv = ["--config=run.yaml"]
@@ -182,15 +172,12 @@ def test_a_run_yaml_names_its_recipe(start):
     assert refusal(find_recipe, argv) == sentence
 
 
-def test_another_precision_reaches_the_plan_and_the_launcher(start, monkeypatch):
+def test_another_precision_reaches_plan_and_launcher_and_a_dry_run_says_that_bf16_is_slow_here(start, monkeypatch, caplog):
     plans, build_plan = [], command.build_plan
     monkeypatch.setattr(command, "build_plan", lambda *given, **more: plans.append(build_plan(*given, **more)) or plans[-1])
     line = start("--dry-run", "--mixed_precision", "no", gpus=(16.0,))[-1]
     assert [plan.strategy.compute_dtype for plan in plans] == [torch.float32]
     assert line.startswith(f"accelerate launch --config_file {PRESETS}/single.yaml --quiet --mixed_precision no ")
-
-
-def test_a_dry_run_says_that_bf16_is_slow_here(start, monkeypatch, caplog):
     for has_bf16, num_lines in ((True, 0), (False, 1)):
         monkeypatch.setattr("toolkit.launch.environment.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
         start("--dry-run", "--mixed-precision", "bf16")

@@ -54,6 +54,7 @@ BART = {
     "decoder_attention_heads": HEADS, "encoder_ffn_dim": INNER, "decoder_ffn_dim": INNER, "vocab_size": VOCAB,
     "max_position_embeddings": 512, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
+GPT1 = {"model_type": "openai-gpt", "n_embd": HIDDEN, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 1024}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
 BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
 END = VOCAB * HIDDEN
@@ -64,8 +65,8 @@ UNPACKED = (f"--data.max_length_tokens={TOKENS}", "--data.packing=false")
 LORA = ("--adapter.method=lora", "--adapter.rank=8", "--adapter.target_modules=[q_proj]")
 NUM_LORA = LAYERS * 2 * 8 * HIDDEN
 FSDP2 = Strategy(kind="fsdp2", num_shards=4, num_replicas=1, num_machines=1, compute_dtype=torch.bfloat16)
-CPU = Strategy(kind="single", num_shards=1, num_replicas=1, num_machines=1, compute_dtype=torch.float32, is_cpu=True)
-
+ALONE = dataclasses.replace(FSDP2, kind="single", num_shards=1)
+with_ = functools.partial(dataclasses.replace, FSDP2)
 
 FOLDERS = tempfile.TemporaryDirectory(prefix="planned-")
 
@@ -94,10 +95,6 @@ def _trace(model: str, strategy: Strategy, arguments: tuple[str, ...], rows: int
 def trace(settings: dict, strategy: Strategy, arguments: tuple[str, ...], rows: int = 1) -> Trace:
     """One that several tests look at is made once."""
     return _trace(model_folder(settings), strategy, arguments, rows)
-
-
-def with_(**changes) -> Strategy:
-    return dataclasses.replace(FSDP2, **changes)
 
 
 def highest(traced: Trace, kind: str) -> int:
@@ -159,14 +156,19 @@ def test_experts_that_ranks_cannot_share_evenly_are_cut_by_rows(num_shards, rema
         assert traced.peak[SHARDED_PARAMETERS] == pytest.approx(4 * size / num_shards, rel=0.005)
 
 
-def test_a_quantized_model_is_planned_as_the_one_that_it_is_dequantized_to():
-    about = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    plain, quantized = (
-        build_subject(model_folder(settings), FSDP2, list(UNPACKED), None).skeleton
-        for settings in (LLAMA, LLAMA | {"quantization_config": about})
-    )
-    sizes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (plain, quantized)]
-    assert sizes[0] == sizes[1] and sum(parameter.numel() for parameter in quantized.parameters()) == NUM_PARAMETERS
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_ranks_share_the_adapters_of_experts(num_shards):
+    """Of 6 experts of 2 layers; 4 ranks cut each by rows."""
+    settings = MIXTURES["qwen3_moe"][1] | {"model_type": "qwen3_moe", "vocab_size": 256}
+    settings |= {"hidden_size": HIDDEN, "moe_intermediate_size": (inner := 128), "max_position_embeddings": TOKENS}
+    strategy = with_(num_shards=num_shards)
+    flags = (*UNPACKED, *LORA[:2], "--adapter.experts=true", "--adapter.target_modules=[]")
+    held = at_the_end(trace(settings, strategy, flags))
+    share = 2 * 6 * 8 * ((HIDDEN + 2 * inner) + (inner + HIDDEN)) * 4 / num_shards
+    assert (held[GRADIENTS], held[OPTIMIZER]) == pytest.approx((share, 2 * share), rel=0.02)
+    parameters = _subject(model_folder(settings), strategy, flags).skeleton.parameters()
+    frozen = sum(p.nbytes for p in parameters if not p.requires_grad)
+    assert held[SHARDED_PARAMETERS] == pytest.approx(share + frozen / num_shards, rel=0.1)
 
 
 def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once():
@@ -219,8 +221,7 @@ def test_checkpointing_keeps_a_block_s_input_alone():
 
 def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept():
     def kept(settings: dict, mode, *arguments: str) -> int:
-        one = dataclasses.replace(CPU, compute_dtype=torch.bfloat16, is_cpu=False, activation_checkpointing=mode)
-        return highest(trace(settings, one, arguments), ACTIVATIONS)
+        return highest(trace(settings, dataclasses.replace(ALONE, activation_checkpointing=mode), arguments), ACTIVATIONS)
 
     assert kept(LLAMA, "full", *UNPACKED) < kept(LLAMA, "selective", *UNPACKED) < kept(LLAMA, "none", *UNPACKED)
     # An adapter's second matrices are computed again: each would be kept beside what it is added to.
@@ -232,12 +233,11 @@ def test_one_process_recomputes_too_and_attention_that_draws_dropout_is_not_kept
 
 @pytest.mark.parametrize(("rows", "gradient_bytes"), [(4, 2), (1, 4)])
 def test_weights_in_bf16_take_half_and_gradients_add_up_in_fp32(rows, gradient_bytes):
-    one = dataclasses.replace(CPU, compute_dtype=torch.bfloat16, is_cpu=False)
     arguments = (
         *UNPACKED, "--model.trained_dtype=bfloat16_stochastic", "--optim.name=lion", "--train.global_batch_size_rows=4",
         f"--train.micro_batch_size_rows={rows}", "--train.num_epochs=1",
     )  # fmt: skip
-    held = at_the_end(_trace(model_folder(LLAMA), one, arguments, rows))
+    held = at_the_end(trace(LLAMA, ALONE, arguments, rows))
     bytes_each = {SHARDED_PARAMETERS: 2, GRADIENTS: gradient_bytes, OPTIMIZER: 4}
     assert held == pytest.approx({kind: each * NUM_PARAMETERS for kind, each in bytes_each.items()}, rel=0.005)
     planned = plan(LLAMA, "single", 1, *arguments)
@@ -257,17 +257,14 @@ def test_an_adapter_leaves_a_frozen_bf16_base_without_gradients_and_moments():
 
 
 @pytest.mark.parametrize(
-    ("model", "rows"),
-    [
-        (LLAMA, ("--data.max_length_tokens={n}", "--data.packing=false")),
-        (T5, ("--data.max_source_length_tokens=64", "--data.max_target_length_tokens={n}")),
-    ],
+    ("model", "limit", "other"),
+    [(LLAMA, "max_length", "packing=false"), (T5, "max_target_length", "max_source_length_tokens=64")],
     ids=["llama", "t5"],
 )
-def test_chunked_logits_do_not_grow_beyond_a_chunk(model, rows, monkeypatch):
+def test_chunked_logits_do_not_grow_beyond_a_chunk(model, limit, other, monkeypatch):
     vocab_size = 16384
     monkeypatch.setattr(chunked_loss, "MAX_LOGITS_AT_ONCE", 128 * vocab_size)
-    lengths = [tuple(flag.format(n=n) for flag in rows) for n in (256, 1024)]
+    lengths = ((f"--data.{limit}_tokens={num}", f"--data.{other}") for num in (256, 1024))
     short, long = (trace(model | {"vocab_size": vocab_size}, FSDP2, length) for length in lengths)
     assert 0 < highest(long, LOGITS) <= 128 * vocab_size * 12
     assert highest(long, LOGITS) == pytest.approx(highest(short, LOGITS), rel=0.02)
@@ -275,12 +272,7 @@ def test_chunked_logits_do_not_grow_beyond_a_chunk(model, rows, monkeypatch):
 
 @pytest.mark.parametrize(
     ("settings", "arguments"),
-    [
-        (T5 | {"num_layers": 1}, ()),
-        (BART, ()),
-        (LLAMA, (*UNPACKED, "--adapter.method=dora", *LORA[1:])),
-        ({"model_type": "openai-gpt", "n_embd": 256, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 1024}, ()),
-    ],
+    [(T5 | {"num_layers": 1}, ()), (BART, ()), (LLAMA, (*UNPACKED, "--adapter.method=dora", *LORA[1:])), (GPT1, ())],
     ids=["t5", "bart", "dora", "gpt1"],
 )
 def test_every_family_is_sharded_by_what_trains(settings, arguments):
@@ -316,23 +308,22 @@ def test_few_blocks_tell_of_many(settings, kind):
     ids=["sdpa-cuda", "packed", "experts", "t5"],
 )
 def test_the_trace_is_what_a_real_micro_batch_allocates(settings, attention, dtype, is_cpu, request):
-    strategy = dataclasses.replace(CPU, compute_dtype=dtype, is_cpu=is_cpu)
-    is_packed = by_document = attention == "documents"
-    own = () if by_document else (f"--model.attn_implementation={attention}",)
+    strategy = dataclasses.replace(ALONE, compute_dtype=dtype, is_cpu=is_cpu)
+    is_packed = attention == "documents"
+    own = () if is_packed else (f"--model.attn_implementation={attention}",)
     lengths = ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32")
     rows = UNPACKED[: 1 if is_packed else 2] if settings is not T5 else lengths
     arguments = ("--model.from_scratch=true", *own, *rows)
     traced = trace(settings, strategy, arguments, rows=2)
     subject = _subject(model_folder(settings), strategy, arguments)
-    threads = torch.get_num_threads()
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
-    request.addfinalizer(lambda: torch.set_num_threads(threads))
     model = models.load_model(subject.config.model, subject.model_config, subject.objective, seed=0).train()
     model.set_attn_implementation(attention)
     chunked_loss.install(model)
     masks.install(model)
     batch = build_batch(subject, rows=2)
-    assert (batch.get("position_ids") is not None, "document_lengths" in batch) == (is_packed, by_document)
+    assert (batch.get("position_ids") is not None, "document_lengths" in batch) == (is_packed, is_packed)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     at_start = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *tensors))
     expected = at_start + _allocated_peak(model, batch, dtype)
@@ -358,24 +349,22 @@ def _allocated_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtyp
     return peak
 
 
-def test_ddp_holds_whole_gradients_in_its_buckets():
+def test_ddp_and_fsdp1_are_derived():
+    """DDP holds whole gradients in its buckets; FSDP1's flat gradient covers the frozen base."""
     planned = plan(LLAMA, "ddp", 4, *UNPACKED)
     assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx(NUM_PARAMETERS * 4, rel=0.001)
     assert planned.device_bytes[GRADIENTS] == NUM_PARAMETERS * 4
     assert planned.device_bytes[OPTIMIZER] == NUM_PARAMETERS * 8
     assert planned.moved_bytes["all-reduce"] == pytest.approx(2 * NUM_PARAMETERS * 4 * 3 / 4, rel=1e-6)
-    assert any("derived" in note for note in planned.notes)
+    assert any("DDP: derived" in note for note in planned.notes)
     alone = plan(LLAMA, "single", 1, *UNPACKED)
     assert alone.total < planned.total <= alone.total + NUM_PARAMETERS * 4  # there, gradients come during the backward
     assert sum(alone.moved_bytes.values()) == 0
-
-
-def test_fsdp1_s_flat_gradient_covers_the_frozen_base_and_is_said_to_be_derived():
     planned = plan(LLAMA, "fsdp1_full_shard", 4, *UNPACKED, *LORA)
     assert planned.device_bytes[SHARDED_PARAMETERS] == pytest.approx((NUM_PARAMETERS + NUM_LORA) * 4 / 4, rel=0.01)  # fp32 base
     traced = trace(LLAMA, with_(kind="fsdp1"), (*UNPACKED, *LORA))
     assert traced.peaks[-1][GRADIENTS] == pytest.approx(LAYERS * BLOCK * 4 / 4 + NUM_LORA * 4 / 4, rel=0.01)
-    assert any("derived" in note for note in planned.notes)
+    assert any("FSDP1: derived" in note for note in planned.notes)
 
 
 def test_a_model_loads_piece_by_piece_but_from_scratch_and_under_fsdp1_and_offloaded_shards_are_the_hosts():
@@ -517,16 +506,12 @@ def test_units_and_ties_are_listed_and_json_has_all():
         ({"layers": 3}, "fsdp2_full_shard", 4, [], "could not be read"),
         (LLAMA, "single", 4, [], "distributed_type NO, which starts 1"),
         (LLAMA, "fsdp2_full_shard", 4, ["--data.max_length_tokens=4096"], "max_length_tokens to at most 1024"),
-        (LLAMA, "fsdp2_full_shard", 4, ["prefetch"], "fsdp_forward_prefetch has no effect under FSDP2"),
         (LLAMA, "fsdp2_multi_node", 5, [], "cannot spread evenly over its num_machines 2"),
     ],
 )
-def test_bad_input_is_reported_in_a_sentence(edited, settings, preset, num_processes, flags, sentence):
-    path = PRESETS / f"{preset}.yaml"
-    if flags == ["prefetch"]:
-        path, flags = edited(preset, "fsdp_config:", "fsdp_config:\n  fsdp_forward_prefetch: true"), []
+def test_bad_input_is_reported_in_a_sentence(settings, preset, num_processes, flags, sentence):
     model = settings if isinstance(settings, str) else model_folder(settings)
-    assert sentence in refusal(build_plan, model, path, num_processes, flags, None, 80.0)
+    assert sentence in refusal(build_plan, model, PRESETS / f"{preset}.yaml", num_processes, flags, None, 80.0)
     assert "--gpu-memory-gib is nan" in refusal(build_plan, model, PRESETS / "single.yaml", 1, [], None, float("nan"))
 
 
@@ -554,22 +539,3 @@ def test_the_command_s_exit_code_is_its_verdict(gib, flag, code, capsys):
     lines = [line.removeprefix("planning: ") for line in printed.err.splitlines() if line.startswith("planning: ")]
     assert "planning" not in printed.out and len(lines) == [3, 4, 1][code]
     assert all(line.startswith(start) for line, start in zip(lines, done, strict=False))
-
-
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_ranks_share_the_adapters_of_experts(tmp_path, num_processes):
-    """Of 6 experts of 2 layers; 4 ranks cut each by rows."""
-    settings = MIXTURES["qwen3_moe"][1] | {"hidden_size": 256, "moe_intermediate_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_moe", "vocab_size": 256}))
-    strategy = load_strategy(REPOSITORY / "accelerate_configs" / "fsdp2_full_shard.yaml", num_processes, 80.0)
-    flags = ["--adapter.method=lora", "--adapter.rank=8", "--adapter.experts=true", "--adapter.target_modules=[]"]
-    flags += ["--data.max_length_tokens=64", "--data.packing=false"]
-    subject = build_subject(str(tmp_path), strategy, flags, None)
-    with fake_ranks(num_processes):
-        trace, _ = trace_rank(subject, strategy, subject.skeleton, 1)
-    hidden, inner = settings["hidden_size"], settings["moe_intermediate_size"]
-    share = 2 * 6 * 8 * ((hidden + 2 * inner) + (inner + hidden)) * 4 / num_processes
-    at_the_end = trace.peaks[-1]
-    assert (at_the_end[GRADIENTS], at_the_end[OPTIMIZER]) == pytest.approx((share, 2 * share), rel=0.02)
-    frozen = sum(p.nbytes for p in subject.skeleton.parameters() if not p.requires_grad)
-    assert at_the_end[SHARDED_PARAMETERS] == pytest.approx(share + frozen / num_processes, rel=0.1)

@@ -104,7 +104,9 @@ def test_turns_that_do_not_count_are_named(tmp_path):
     first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four")
     first[1]["weight"] = 0
     of_prompt = {"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}
+    pair = {"chosen": last, "rejected": say("hello there", "welcome")}
     rows = [
+        (pair, {}, ["context", "4 tokens count"]),
         ({"messages": first}, {}, ["context", "context, as its weight is 0", "context", "2 tokens count"]),
         (of_prompt, {}, ["context", "context, as a part of the prompt", "context", "2 tokens count"]),
         ({"messages": last}, {"loss_on": "all"}, ["counts, as data.loss_on is all"] * 2),
@@ -139,11 +141,6 @@ def test_both_answers_of_a_pair_show_what_each_has_lost(tmp_path):
     assert [kind for kind, _ in kinds(source.tokens)] == [CONTEXT] and source.num_lost == 0
     assert [kind for kind, _ in kinds(target.tokens)] == [LOSS, LOST, LOSS, LOST, LOSS] and target.num_tokens == target.limit == 6
     assert of_t5.view(0).num_label_tokens == count(of_t5.rows.train)["num_label_tokens"] == 6  # not the pair
-
-
-def test_the_turn_of_an_answer_says_how_much_of_it_counts(tmp_path):
-    pair = {"chosen": say("hello there", "it is four"), "rejected": say("hello there", "welcome")}
-    assert uses(Rows(tmp_path, [pair], True).view(0)) == ["context", "4 tokens count"]
 
 
 LENGTHS = [9, 4, 7, 3, 8, 5, 6]

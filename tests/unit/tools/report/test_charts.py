@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.report_runs import evaluation, save_distinct_run, save_run, train
 from toolkit.tools.report import page
-from toolkit.tools.report.charts import Curve, list_charts, means, table_rows
+from toolkit.tools.report.charts import NUM_BUCKETS, Curve, list_charts, means, table_rows, thinned
 from toolkit.tools.report.facts import describe_unlike, read_runs
 from toolkit.tools.report.page import draw_curves, render_page
 
@@ -55,7 +55,12 @@ def test_sets_share_the_charts_of_their_run_and_have_none_beside_other_runs(tmp_
         assert [curve.label for curve in chart.curves] == labels
 
 
-def test_means_of_a_long_curve():
+def test_a_long_curve_is_drawn_by_its_extremes_and_means():
+    values = [float(i % 10) for i in range(5000)]
+    values[1234], values[4321] = 99.0, -99.0
+    steps, kept = thinned(range(5000), values)
+    assert len(steps) <= 2 * NUM_BUCKETS + 2 and steps == sorted(steps) and steps[0] == 0 and steps[-1] == 4999
+    assert all(values[step] == value for step, value in zip(steps, kept, strict=True)) and {99.0, -99.0} <= set(kept)
     curve = Curve("", "", list(range(10, 130)), [float(step % 2) for step in range(10, 130)])
     assert table_rows(curve)[:2] == [("10 to 11", "0 to 1, mean 0.5"), ("12 to 13", "0 to 1, mean 0.5")]
     steps, averaged = means(Curve("", "", curve.steps, [3.0] * 120))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
+from tests.support.model_folders import save_jsonl
 from tests.support.pages import Page
 from tests.support.refusals import refusal
 from tests.support.report_runs import HOSTILE, evaluation, long_texts, save_long_run, save_run, save_whole_run, train
@@ -19,7 +20,7 @@ from toolkit.parallel.units import describe_units
 from toolkit.tools.preview.summary import _sources
 from toolkit.tools.report import facts
 from toolkit.tools.report import page as page_module
-from toolkit.tools.report.charts import NUM_BUCKETS, thinned
+from toolkit.tools.report.charts import NUM_BUCKETS
 from toolkit.tools.report.facts import MOST_PREDICTIONS, read_runs
 from toolkit.tools.report.page import collect_predictions, save_page, save_run_page
 
@@ -108,14 +109,6 @@ def test_10_000_steps_and_1_000_rows_are_5_mb_and_no_spike_is_lost(tmp_path):
     assert all(row["texts"][1] == f"{text[:most]}…" for row, text in zip(predictions["rows"], long, strict=True))
 
 
-def test_thinning_keeps_the_extremes():
-    values = [float(i % 10) for i in range(5000)]
-    values[1234], values[4321] = 99.0, -99.0
-    steps, kept = thinned(range(5000), values)
-    assert len(steps) <= 2 * NUM_BUCKETS + 2 and steps == sorted(steps) and steps[0] == 0 and steps[-1] == 4999
-    assert all(values[step] == value for step, value in zip(steps, kept, strict=True)) and {99.0, -99.0} <= set(kept)
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "memory.json", "record.json"])
 def test_what_is_missing_or_broken_is_a_sentence(tmp_path, name):
     run = save_run(tmp_path / "run", train(1), {"kind": "train", "step": 2, "loss": None, "loss_is": "nan"})
@@ -181,42 +174,38 @@ def save_texts(folder: Path, first_reference: str, sources: dict[str, str], **te
             {"row_id": 7 + place, "reference": reference, "prediction": predicted[place], "rougeL": 10 * step + place}
             for place, reference in enumerate((first_reference, "both"))
         ]
-        (run / f"predictions-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        save_jsonl(run / f"predictions-{step}.jsonl", rows)
     (run / "record.json").write_text(json.dumps({"sources": sources}))
     return run
 
 
-def collected(*runs: Path) -> tuple[list[str], list[tuple]]:
-    found = collect_predictions(read_runs(runs))
-    names = ("id", "reference", "source", "texts", "scores")
-    return found["columns"], [tuple(row[name] for name in names) for row in found["rows"]]
+def test_texts_are_the_first_and_the_last_of_a_run_and_of_several_the_last_of_each_with_its_own_sources(tmp_path, monkeypatch):
+    """Runs on other data number other rows: an id says nothing about another run's row."""
+    one = save_texts(tmp_path / "one", "ref", {"7": "source 7"}, first=["a", "b"], last=["c", "d"])
+    two = save_texts(tmp_path / "two", "other", {"7": "their 7", "8": "source 8"}, first=["e", "f"], last=["g", "h"])
 
+    def collected(*runs: Path) -> tuple[list[str], list[list]]:
+        found = collect_predictions(read_runs(runs))
+        names = ("id", "reference", "source", "texts", "scores")
+        return found["columns"], [[row[name] for name in names] for row in found["rows"]]
 
-def test_first_and_last_texts_of_the_same_rows(tmp_path, monkeypatch):
-    one = save_texts(tmp_path / "one", "ref", {"7": "source 7", "8": "source 8"}, first=["a", "b"], last=["c", "d"])
     assert collected(one) == (
         ["after step 2", "after step 6"],
         [
-            ("7", "ref", "source 7", ["a", "c"], [{"rougeL": 20}, {"rougeL": 60}]),
-            ("8", "both", "source 8", ["b", "d"], [{"rougeL": 21}, {"rougeL": 61}]),
+            ["7", "ref", "source 7", ["a", "c"], [{"rougeL": 20}, {"rougeL": 60}]],
+            ["8", "both", None, ["b", "d"], [{"rougeL": 21}, {"rougeL": 61}]],
+        ],
+    )
+    assert collected(one, two) == (
+        ["one: after step 6", "two: after step 6"],
+        [
+            ["7", "ref", "source 7", ["c", None], [{"rougeL": 60}, {}]],
+            ["8", "both", "source 8", ["d", "h"], [{"rougeL": 61}, {"rougeL": 61}]],
+            ["7", "other", "their 7", [None, "g"], [{}, {"rougeL": 60}]],
         ],
     )
     monkeypatch.setattr(facts, "MOST_PREDICTIONS", 1)
     assert [row[0] for row in collected(one)[1]] == ["7"]
-
-
-def test_a_row_of_another_run_has_the_source_of_its_own_run(tmp_path):
-    """Runs on other data number other rows: an id says nothing about another run's row."""
-    one = save_texts(tmp_path / "one", "ref", {"7": "source 7"}, first=["a", "b"], last=["c", "d"])
-    two = save_texts(tmp_path / "two", "other", {"7": "their 7", "8": "source 8"}, first=["e", "f"], last=["g", "h"])
-    assert collected(one, two) == (
-        ["one: after step 6", "two: after step 6"],
-        [
-            ("7", "ref", "source 7", ["c", None], [{"rougeL": 60}, {}]),
-            ("8", "both", "source 8", ["d", "h"], [{"rougeL": 61}, {"rougeL": 61}]),
-            ("7", "other", "their 7", [None, "g"], [{}, {"rougeL": 60}]),
-        ],
-    )
 
 
 def test_a_text_that_is_cut_is_counted(tmp_path):
@@ -230,9 +219,8 @@ def test_a_text_that_is_cut_is_counted(tmp_path):
 
 def test_equal_units_share_a_line_with_the_bytes_of_all():
     def unit(class_name: str, name: str, num_trainable: int, num_bytes: int):
-        facts = {"num_parameters": 10, "num_trainable": num_trainable, "dtypes": ("float32",), "local_bytes": lambda: num_bytes}
-        facts |= {"cut": lambda: ""}
-        return SimpleNamespace(class_name=class_name, name=name, **facts)
+        same = {"num_parameters": 10, "dtypes": ("float32",), "local_bytes": lambda: num_bytes, "cut": lambda: ""}
+        return SimpleNamespace(class_name=class_name, name=name, num_trainable=num_trainable, **same)
 
     units = [unit("Block", "0", 0, 4), unit("Block", "1", 10, 5), unit("Block", "2", 10, 6), unit("Model", "", 10, 7)]
     names = ("unit", "count", "num_trainable", "bytes_on_rank_0")

@@ -1,13 +1,13 @@
 """What `verify` makes of what runs have left, on records written by hand; what it refuses before any run; and which kernels its
 runs take on a GPU."""
 
-import contextlib
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 from torch.nn.attention import SDPBackend
 
 from tests.support.launch import REPOSITORY
+from tests.support.model_folders import save_jsonl
+from tests.support.refusals import refusal
+from tests.support.workbench import call_toolkit
 from toolkit.config.schema import OptimConfig
-from toolkit.errors import UserError
-from toolkit.files.json_lines import load_json_lines
 from toolkit.models.attention import describe_attention
 from toolkit.optimizers import OPTIMIZERS
-from toolkit.tools.main import main
 from toolkit.tools.verify import checks
 from toolkit.tools.verify.runs import NotReached, WatchedRun, launch_all, plan_runs
 from toolkit.tools.verify.verify import build_box, verify
@@ -31,80 +31,71 @@ FSDP = {"distributed_type": "FSDP", "num_processes": 2}
 WEIGHTS = {"a": np.arange(1.0, 5.0), "b": np.array([1e-9])}
 
 
-def watched(folder: Path, name: str, mapping: dict = FSDP, **about) -> WatchedRun:
+def watched(folder: Path, name: str, **about) -> WatchedRun:
     """A run of four steps with losses 4, 3, 2, 1 that has left everything."""
-    run = WatchedRun(name=name, title=name, mapping=mapping, flags={}, from_step=2, output=folder)
+    run = WatchedRun(name=name, title=name, mapping=FSDP, flags={}, from_step=2, output=folder)
     run.folder.mkdir(parents=True)
     run.records.mkdir(parents=True)
     same = {"kind": "train", "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 7}
     lines = [same | {"step": 5 - loss, "loss": loss} for loss in (4, 3, 2, 1)]
-    write_lines(run, [*lines, {"kind": "eval", "step": 4, "loss": 0.5, "num_rows": 3}])
+    save_jsonl(run.folder / "metrics.jsonl", [*lines, {"kind": "eval", "step": 4, "loss": 0.5, "num_rows": 3}])
     rows = [{"step": step, "micro_batch": 0, "row_ids": [step, step + 10]} for step in (1, 2, 3, 4)]
-    (run.folder / "rows-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    save_jsonl(run.folder / "rows-00000.jsonl", rows)
     save_file(WEIGHTS, run.records / "gradients.safetensors")
+    held = {"parameter_bytes": 32, "moment_bytes": 48}
+    known = {
+        "ranks": [held, held],
+        "placements": [],
+        "parameters": {name: {"shape": [3, 2], "itemsize": 4, "is_trainable": True} for name in ("a", "b")},
+        "frozen": {"d": "0"},
+        "has_relu": False,
+        "dropout": [{"step": 2, "rank": 0, "micro_batch": 0, "loss": 1.0, "plain_loss": 2.0, "mask": [True]}],
+        "random": ["0", "1"],
+        "wrong_modes": [],
+        "num_forwards": {"training": 4, "evaluation": 1},
+    }
     for record in ("loaded", "saved-2", "saved-4", "trained"):
         save_file({f"model.{name}": weight for name, weight in WEIGHTS.items()}, run.records / f"{record}.safetensors")
-        parameters = {name: {"shape": [3, 2], "itemsize": 4, "is_trainable": True} for name in ("a", "b")}
-        held = {"parameter_bytes": 32, "moment_bytes": 48}
-        known = {
-            "ranks": [held, held],
-            "placements": [],
-            "parameters": parameters,
-            "frozen": {"d": "0"},
-            "has_relu": False,
-            "dropout": [{"step": 2, "rank": 0, "micro_batch": 0, "loss": 1.0, "plain_loss": 2.0, "mask": [True]}],
-            "random": ["0", "1"],
-            "wrong_modes": [],
-            "num_forwards": {"training": 4, "evaluation": 1},
-        }
-        (run.records / f"{record}.json").write_text(json.dumps(known | about))
+        change_record(run, record, **known | about)
     return run
 
 
-def write_lines(run: WatchedRun, lines: list[dict]) -> None:
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def change_record(run: WatchedRun, name: str, **about) -> None:
+    path = run.records / f"{name}.json"
+    path.write_text(json.dumps((run.about(name) if path.exists() else {}) | about))
 
 
 def change_line(run: WatchedRun, step: int, **figures) -> None:
-    lines = load_json_lines(run.folder / "metrics.jsonl")
-    write_lines(run, [line | figures if line["kind"] == "train" and line["step"] == step else line for line in lines])
+    lines = run.lines("train") + run.lines("eval", needed=False)
+    changed = [line | figures if line["kind"] == "train" and line["step"] == step else line for line in lines]
+    save_jsonl(run.folder / "metrics.jsonl", changed)
 
 
-@pytest.mark.parametrize(("loss", "passed"), [(3.0 + 2e-5, True), (3.0 + 4e-5, False), (float("nan"), False), (None, False)])
-def test_a_loss_may_differ_by_the_tolerance(tmp_path, loss, passed):
+def test_a_loss_may_differ_by_the_tolerance_and_one_that_is_finite_on_no_side_proves_nothing(tmp_path):
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
-    change_line(two, 2, loss=loss)
-    proof = checks.compare_figures(one, two, "loss", "router_aux_loss", tolerance=1e-5)
-    assert (proof.passed, proof.detail) == (passed, "" if passed else "largest in loss of step 2")
-
-
-def test_figures_that_are_finite_on_no_side_prove_nothing(tmp_path):
-    one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
+    for loss, detail in ((3.0 + 2e-5, ""), *((wrong, "largest in loss of step 2") for wrong in (3.0 + 4e-5, float("nan"), None))):
+        change_line(two, 2, loss=loss)
+        proof = checks.compare_figures(one, two, "loss", "router_aux_loss", tolerance=1e-5)
+        assert (proof.passed, proof.detail) == (not detail, detail)
+    change_line(two, 2, loss=3.0)
     for run in (one, two):
         change_line(run, 4, loss=None, loss_is="nan", grad_norm=None, grad_norm_is="nan")
-    for proof in (
-        checks.compare_figures(one, two, "loss", tolerance=1e-5),
-        checks.compare_gradients(one, two, 1e-5),
-    ):
+    for proof in (checks.compare_figures(one, two, "loss", tolerance=1e-5), checks.compare_gradients(one, two, 1e-5)):
         assert not proof.passed and "step 4" in proof.detail
 
 
-def test_a_gradient_of_rounding_errors_is_compared_with_the_others(tmp_path):
+def test_a_gradient_of_rounding_errors_is_compared_with_the_others_and_a_relu_may_open_in_one_run_only(tmp_path):
     one, two = watched(tmp_path, "one"), watched(tmp_path, "two")
-    save_file(WEIGHTS | {"b": np.array([-3e-9])}, two.records / "gradients.safetensors")
-    assert checks.compare_gradients(one, two, 1e-5).passed
-    save_file(WEIGHTS | {"b": np.array([1e-5])}, two.records / "gradients.safetensors")
-    proof = checks.compare_gradients(one, two, 1e-5)
-    assert not proof.passed and proof.detail == "largest in b"
-
-
-def test_a_relu_may_open_in_one_run_only(tmp_path):
-    one, two = watched(tmp_path, "one", has_relu=True), watched(tmp_path, "two", has_relu=True)
-    change_line(two, 2, grad_norm=1.0 + 3.5e-5)
-    proof = checks.compare_gradients(one, two, 1e-5)
-    assert proof.passed and proof.compared.endswith("(with ReLU)") and proof.tolerance == 0.01
-    change_line(two, 2, grad_norm=1.02)
-    assert checks.compare_gradients(one, two, 1e-5).detail == "largest in grad_norm of step 2"
+    for value, detail in ((-3e-9, ""), (1e-5, "largest in b")):
+        save_file(WEIGHTS | {"b": np.array([value])}, two.records / "gradients.safetensors")
+        proof = checks.compare_gradients(one, two, 1e-5)
+        assert (proof.passed, proof.detail) == (not detail, detail)
+    save_file(WEIGHTS, two.records / "gradients.safetensors")
+    change_record(one, "loaded", has_relu=True)
+    for norm, detail in ((1.0 + 3.5e-5, ""), (1.02, "largest in grad_norm of step 2")):
+        change_line(two, 2, grad_norm=norm)
+        proof = checks.compare_gradients(one, two, 1e-5)
+        assert (proof.passed, proof.detail, proof.tolerance) == (not detail, detail, 0.01) and "(with ReLU)" in proof.compared
 
 
 def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path):
@@ -123,34 +114,26 @@ def test_a_gradient_that_is_zero_at_first_is_compared_in_the_next_step(tmp_path)
         checks.compare_late_gradients(one, two)
 
 
-@pytest.mark.parametrize(
-    ("held", "detail"),
-    [
-        ({"parameter_bytes": 32, "moment_bytes": 48}, ""),  # two of three rows of each of two tensors
-        ({"parameter_bytes": 48, "moment_bytes": 48}, "a rank holds 100% of the parameters"),
-        ({"parameter_bytes": 32, "moment_bytes": 96}, "a rank holds 100% of the moments"),
-    ],
-)
-def test_a_rank_holds_its_shard_only(tmp_path, held, detail):
-    run = watched(tmp_path, "run", ranks=[{"parameter_bytes": 16, "moment_bytes": held["moment_bytes"]}, held])
-    proof = checks.check_shards(run, "adamw")
-    assert (proof.passed, proof.detail) == (not detail, detail)
-
-
-def test_what_did_not_move_or_changed_is_named(tmp_path):
+def test_a_rank_holds_its_shard_only_and_what_did_not_move_or_changed_is_named(tmp_path):
     run = watched(tmp_path, "run")
+    for parameter_bytes, moment_bytes, detail in (
+        (32, 48, ""),  # two of three rows of each of two tensors
+        (48, 48, "a rank holds 100% of the parameters"),
+        (32, 96, "a rank holds 100% of the moments"),
+    ):
+        ranks = [{"parameter_bytes": held, "moment_bytes": moment_bytes} for held in (16, parameter_bytes)]
+        change_record(run, "saved-2", ranks=ranks)
+        proof = checks.check_shards(run, "adamw")
+        assert (proof.passed, proof.detail) == (not detail, detail)
     assert checks.check_moved(run).detail == "model.a has not moved, and 1 more"
-    trained = json.loads((run.records / "trained.json").read_text())
-    (run.records / "trained.json").write_text(json.dumps(trained | {"frozen": {"d": "1"}}))
-    frozen = checks.check_frozen(run, True)
-    assert frozen.detail == "d has changed"
+    change_record(run, "trained", frozen={"d": "1"})
+    assert checks.check_frozen(run, True).detail == "d has changed"
 
 
 def test_a_resume_is_exact_to_the_last_bit(tmp_path):
     whole, resumed = (watched(tmp_path, name) for name in ("whole", "resumed"))
     assert checks.compare_resumed(whole, resumed).detail == "steps [1, 2, 3, 4] were logged"
-    lines = load_json_lines(whole.folder / "metrics.jsonl")
-    write_lines(resumed, [line for line in lines if line["step"] > 2])
+    save_jsonl(resumed.folder / "metrics.jsonl", whole.lines("train")[2:])
     assert checks.compare_resumed(whole, resumed).passed
     assert "dropout changes nothing" not in checks.compare_resumed(whole, resumed).compared
     nearly = {f"model.{name}": np.nextafter(weight, 9) for name, weight in WEIGHTS.items()}
@@ -158,11 +141,9 @@ def test_a_resume_is_exact_to_the_last_bit(tmp_path):
     assert checks.compare_resumed(whole, resumed).detail == "model.a differs, and 1 more"
     change_line(resumed, 4, loss=float(np.nextafter(1.0, 2)))
     assert checks.compare_resumed(whole, resumed).detail == "loss of step 4 differs"
-    loaded = json.loads((resumed.records / "loaded.json").read_text())
-    (resumed.records / "loaded.json").write_text(json.dumps(loaded | {"random": ["0", "0"]}))
+    change_record(resumed, "loaded", random=["0", "0"])
     assert checks.compare_loaded(whole, resumed).detail == "rank 1 has another random state"
-    trained = json.loads((whole.records / "trained.json").read_text())
-    (whole.records / "trained.json").write_text(json.dumps(trained | {"dropout": []}))
+    change_record(whole, "trained", dropout=[])
     assert "dropout changes nothing" in checks.compare_resumed(whole, resumed).compared
 
 
@@ -188,16 +169,12 @@ def test_a_run_that_ended_early_fails_and_its_checks_are_not_reached(tmp_path):
     assert of_ddp.is_reached and not of_ddp.passed
 
 
-@pytest.mark.parametrize(("passed", "code"), [(True, None), (False, 1)])
-def test_command_exits_1_where_a_check_fails(monkeypatch, passed, code):
-    called = []
-    monkeypatch.setattr("toolkit.tools.verify.verify.verify", lambda *args, **settings: called.append((args, settings)) or passed)
-    monkeypatch.setattr("sys.argv", ["toolkit", "verify", "--model", "m", "--presets", "a,b", "--adapter.method", "lora"])
-    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end:
-        main()
-    assert (end.value.code if end else None) == code
-    ((arguments,), settings) = called[0]
-    assert arguments == ["--adapter.method", "lora"] and settings["model"] == "m" and settings["presets"] == ["a", "b"]
+def test_the_command_takes_a_list_of_presets_and_flags_of_the_recipe_and_exits_1_where_a_check_fails(monkeypatch):
+    called = Mock(return_value=False)
+    monkeypatch.setattr("toolkit.tools.verify.verify.verify", called)
+    assert call_toolkit("verify", "--model", "m", "--presets", "a,b", "--adapter.method", "lora") == 1
+    assert called.call_args.args == (["--adapter.method", "lora"],)
+    assert called.call_args.kwargs.items() >= {"model": "m", "presets": ["a", "b"]}.items()
 
 
 @pytest.mark.parametrize(
@@ -205,9 +182,7 @@ def test_command_exits_1_where_a_check_fails(monkeypatch, passed, code):
     [
         ({"num_processes": 1}, [], "--num-processes is 1, but verify compares several"),
         ({"sharded": True}, [], "--num-processes is 2, but verify compares them with one fewer, as --sharded asks: give 3"),
-        ({"presets": ["nosuch"]}, [], "preset nosuch is neither a file"),
         ({"presets": ["single"]}, [], "--presets names single, which has one process"),
-        ({"presets": ["fsdp2_hsdp"]}, [], "4 or more, not 2"),
         ({"presets": ["fsdp2_cpu", "fsdp1_hybrid_shard"]}, [], "names fsdp1_hybrid_shard, which cannot run here: .*HYBRID_SHARD"),
         ({"presets": ["fsdp2_fp8"]}, [], "names fsdp2_fp8, whose float8"),
         ({}, ["--optim.lrr", "1"], "optim.lrr"),
@@ -221,12 +196,7 @@ def test_mistakes_are_reported_before_any_run(tmp_path, settings, arguments, sen
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     settings = {"num_processes": 2, **settings, "output": tmp_path / settings.get("output", "output")}
-
-    def launch(*_) -> int:
-        raise AssertionError("it was launched")
-
-    with pytest.raises(UserError, match=sentence):
-        verify(arguments, use_cpu=True, launch=launch, **settings)
+    assert re.search(sentence, refusal(verify, arguments, use_cpu=True, launch=Mock(side_effect=AssertionError), **settings))
 
 
 def test_checkpoints_that_no_later_run_loads_are_dropped(tmp_path):
@@ -261,29 +231,26 @@ def test_a_model_that_no_process_holds_is_run_sharded_only(tmp_path):
     assert set(plans) == {*few, "preset-0", "preset-1", "dropout", "resumed", "resumed-again"}
 
 
-def test_each_preset_that_recomputes_is_run_once_more_without(tmp_path):
+def test_each_preset_that_recomputes_as_itself_or_the_config_asks_is_run_once_more_without(tmp_path):
     """Under both names of the key that accelerate takes; the run with dropout of the first preset is there already."""
     preset = (REPOSITORY / "accelerate_configs" / "fsdp2_activation_checkpointing.yaml").read_text()
     (tmp_path / "short.yaml").write_text(preset.replace("fsdp_activation_checkpointing", "activation_checkpointing"))
-    presets = ["fsdp2_activation_checkpointing", "fsdp2_cpu", str(tmp_path / "short.yaml")]
-    plans = plan_runs(build_box([], presets=presets, num_processes=2, use_cpu=True, output=tmp_path))
-    assert list(plans)[-3:] == ["kept-0", "recomputed-2", "kept-2"]
-    for recomputed, kept in (("dropout", "kept-0"), ("recomputed-2", "kept-2")):
-        one, other = plans[recomputed], plans[kept]
-        evaluated = {name: other.flags[name] for name in ("eval.at_start", "eval.every_steps")}
-        assert other.flags == one.flags | {"run.name": kept} | evaluated and one.flags["model.dropout"] > 0
-        (changed,) = one.mapping["fsdp_config"].items() - other.mapping["fsdp_config"].items()
-        assert changed[0].endswith("activation_checkpointing") and changed[1] is True
-        assert other.mapping | {"fsdp_config": None} == one.mapping | {"fsdp_config": None}
-
-
-def test_where_the_config_recomputes_each_preset_is_run_once_more_without(tmp_path):
-    flags = ["--train.activation_checkpointing=selective"]
-    plans = plan_runs(build_box(flags, presets=["fsdp2_cpu", "ddp_cpu"], num_processes=2, use_cpu=True, output=tmp_path))
-    assert list(plans)[-3:] == ["kept-0", "recomputed-1", "kept-1"]
-    for recomputed, kept in (("dropout", "kept-0"), ("recomputed-1", "kept-1")):
-        assert "train.activation_checkpointing" not in plans[recomputed].flags
-        assert plans[kept].flags["train.activation_checkpointing"] == "none" and plans[kept].mapping == plans[recomputed].mapping
+    of_preset = ["fsdp2_activation_checkpointing", "fsdp2_cpu", str(tmp_path / "short.yaml")]
+    of_config, key = ["fsdp2_cpu", "ddp_cpu"], "train.activation_checkpointing"
+    for presets, flags, place in ((of_preset, [], 2), (of_config, [f"--{key}=selective"], 1)):
+        plans = plan_runs(build_box(flags, presets=presets, num_processes=2, use_cpu=True, output=tmp_path))
+        assert list(plans)[-3:] == ["kept-0", f"recomputed-{place}", f"kept-{place}"]
+        for recomputed, kept in (("dropout", "kept-0"), (f"recomputed-{place}", f"kept-{place}")):
+            one, other = plans[recomputed], plans[kept]
+            own = {name: other.flags[name] for name in ("eval.at_start", "eval.every_steps")} | {"run.name": kept}
+            assert one.flags["model.dropout"] > 0 and key not in one.flags
+            if presets is of_config:
+                assert other.flags == one.flags | own | {key: "none"} and other.mapping == one.mapping
+                continue
+            assert other.flags == one.flags | own
+            (changed,) = one.mapping["fsdp_config"].items() - other.mapping["fsdp_config"].items()
+            assert changed[0].endswith("activation_checkpointing") and changed[1] is True
+            assert other.mapping | {"fsdp_config": None} == one.mapping | {"fsdp_config": None}
 
 
 @pytest.mark.parametrize(("precision", "is_exact"), [("no", True), ("bf16", False)])
@@ -311,7 +278,7 @@ def test_a_run_in_fp32_takes_attention_that_adds_in_a_fixed_order(monkeypatch, p
 
 def test_the_first_line_says_which_kernels_are_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr("toolkit.tools.verify.verify.launch_all", MagicMock(side_effect=InterruptedError))
+    monkeypatch.setattr("toolkit.tools.verify.verify.launch_all", Mock(side_effect=InterruptedError))
     on_gpus = "8 processes on GPUs, fp32 (products in ieee precision, attention by torch's math kernel): 8 runs"
     for use_cpu, said in ((False, on_gpus), (True, "2 processes on the CPU, fp32: 8 runs")):
         with pytest.raises(InterruptedError):
