@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.support.small_run import run_in_this_process, run_recipe, without_export, write_inputs
+from tests.support.small_run import run_in_this_process, run_recipes, without_export, write_inputs
 
 NUM_STEPS = 2
 
@@ -14,7 +14,8 @@ def test_masks_differ(tmp_path):
     write_inputs(tmp_path)
     flags = [f"--model.name_or_path={tmp_path / 'model'}", "--model.from_scratch=true", f"--train.max_steps={NUM_STEPS}"]
     flags += ["--train.micro_batch_size_rows=2", "--eval.at_start=false", "--eval.generate=false"]
-    _, ranks = run_recipe(tmp_path, "run", preset="fsdp2_cpu", overrides={}, flags=flags, function=train_and_record_masks)
+    how = {"preset": "fsdp2_cpu", "overrides": {}, "flags": flags, "function": train_and_record_masks}
+    _, ranks = run_recipes(tmp_path, {"run": how})["run"]
     masks = {(rank, *place): mask for rank, of_rank in enumerate(ranks) for place, mask in of_rank.items()}
     assert len(masks) == 2 * NUM_STEPS * 4, "ranks x steps x micro-batches"
     equal = [(one, two) for one, two in combinations(sorted(masks), 2) if np.array_equal(masks[one], masks[two])]

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from tests.families.families import FROZEN, NUM_STEPS
+from tests.support.model_folders import LANGUAGES
 from tests.support.small_run import without_export
-from tests.support.translation_tokenizers import LANGUAGES
 from toolkit.files.json_lines import load_json_lines
 
 TOLERANCE = 1e-5

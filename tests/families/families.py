@@ -2,9 +2,17 @@
 
 from pathlib import Path
 
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL, T5_SIZES, WORDS, _build_tokenizer
+from tests.support.model_folders import (
+    CAUSAL_FAMILIES,
+    FAMILIES,
+    LANGUAGES,
+    MIXTURES,
+    MORE_CAUSAL,
+    T5_SIZES,
+    _build_tokenizer,
+    save_translation_tokenizer,
+)
 from tests.support.seq2seq_families import IN_PROCESS
-from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
 
 ENCODER_DECODERS = {
     "t5": "T5", "flan_t5": "FLAN-T5, T5 1.1", "mt5": "mT5", "umt5": "UMT5", "longt5": "LongT5", "t5gemma": "T5Gemma",
@@ -73,7 +81,7 @@ def save_model(family: str, folder: Path) -> None:
 def save_tokenizer(family: str, folder: Path, *, has_start: bool) -> None:
     """Of these words. BART's kin have a token before a text."""
     if family in LANGUAGES:
-        save_translation_tokenizer(family, WORDS, folder)
+        save_translation_tokenizer(family, folder)
     else:
         _build_tokenizer(("<s>", "<pad>", "</s>") if has_start else ("<pad>", "</s>")).save_pretrained(folder)
 

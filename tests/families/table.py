@@ -29,8 +29,7 @@ from tests.families.families import (
 )
 from tests.families.page import PACKED, REASONS, REFUSED, YES, is_known, render
 from tests.support.launch import REPOSITORY, TIMEOUT_S, run_on_ranks, start_on_ranks
-from tests.support.model_folders import make_rows, save_jsonl
-from tests.support.translation_tokenizers import LANGUAGES
+from tests.support.model_folders import LANGUAGES, make_rows, save_jsonl
 from tests.support.workbench import FP32
 
 RESULTS = REPOSITORY / "tests" / "families" / "results.json"

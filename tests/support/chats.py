@@ -54,10 +54,12 @@ MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# Closes every text with the end token, as Phi-3's does.
-CLOSING = """\
+TURNS = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Closes every text with the end token, as Phi-3's does.
+CLOSING = TURNS.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 # Prints the generation prompt whether asked for or not, as the first one of Llama 3 did.
 PROMPTING = """\
@@ -79,30 +81,6 @@ def build_chat_tokenizer(*special_tokens: str, template: str | None = None, voca
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": list(special_tokens)})
     tokenizer.chat_template = template
     return tokenizer
-
-
-SPACE_ADDING = ("normalizer", "first", "always")
-"""Ways to put a space before a text: Llama 2's and Mistral's own, and both of the newer pre-tokenizer."""
-
-
-def build_space_adding_tokenizer(way: str):
-    """As Llama 2's: `<s>` before a text, a space before each word part of it, bytes for unknown characters."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    parts = [f"<0x{byte:02X}>" for byte in range(256)] + list("▁soit:ANaer") + ["▁s", "▁so", "it", "▁it", "is", "▁is"]
-    vocab = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", *parts])}
-    merges = [("▁", "s"), ("▁s", "o"), ("i", "t"), ("▁", "it"), ("i", "s"), ("▁", "is")]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    if way == "normalizer":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=way, split=False)
-    strip = decoders.Strip(" ", 1, 0)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
 
 
 def say(*contents: str, system: str | None = None) -> list[dict[str, str]]:

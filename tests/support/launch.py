@@ -119,13 +119,8 @@ def launch_logged(preset: Path, command: list[str], log_path: Path) -> int:
 
 
 def run_on_ranks(function: Callable, *, timeout_s: float = TIMEOUT_S, **where) -> list:
-    """Call a module-level `function(*args)` on every rank and return the results in rank order.
-
-    Args:
-        where: as `start_on_ranks` takes it.
-
-    Raises:
-        Exception: that of the rank that failed first, with its traceback and the errors of all ranks as a note.
+    """Call a module-level `function(*args)` on every rank and return the results in rank order; `where` is as `start_on_ranks`
+    takes it. What is raised is the error of the rank that failed first, with its traceback and the ranks' stderr as a note.
     """
     with start_on_ranks(function, **where) as running:
         return running.results(timeout_s)

@@ -4,13 +4,13 @@ Each folder holds what a user's would: config.json, random safetensors weights, 
 """
 
 import csv
+import io
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-
-from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
 
 WORDS = [
     "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "omicron",
@@ -39,6 +39,13 @@ FAMILIES = {
     "plbart": ("PLBartConfig", BART_SIZES | TRANSLATION_TOKENS),
 }
 """Config class and what it is built with; T5's config is the one of version 1.0, FLAN's that of version 1.1."""
+LANGUAGES = {
+    "m2m_100": ("en", "fr"),
+    "nllb": ("eng_Latn", "fra_Latn"),
+    "mbart": ("en_XX", "fr_XX"),
+    "plbart": ("python", "en_XX"),
+}
+"""Source and target language of the translation models, as each tokenizer names them."""
 
 LLAMA_SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
@@ -111,8 +118,9 @@ MORE_CAUSAL = {
 """Families that only the support table and the tests of masks know."""
 
 
-def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *CAUSAL_FAMILIES)) -> dict[str, Path]:
-    """One folder a family, by its name. Imports transformers: call it through `run_on_ranks`, where that is done."""
+def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *CAUSAL_FAMILIES), **more) -> dict[str, Path]:
+    """One folder a family, by its name, with `more` settings. Imports transformers: call it through `run_on_ranks`, where that
+    is done."""
     import torch
     import transformers
 
@@ -122,12 +130,12 @@ def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *C
             continue
         folder = folders[family] = parent / family
         torch.manual_seed(place)
-        config = getattr(transformers, config_class)(vocab_size=256, **settings)
+        config = getattr(transformers, config_class)(vocab_size=256, **settings | more)
         auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
         model = auto_class.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
         if family in LANGUAGES:
-            save_translation_tokenizer(family, WORDS, folder)
+            save_translation_tokenizer(family, folder)
         else:
             _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>")).save_pretrained(folder)
     return folders
@@ -135,16 +143,7 @@ def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *C
 
 def build_gemmas(parent: Path) -> None:
     """Gemmas with dropout in their attention and a cap on their logits, a folder each; on one process."""
-    import torch
-    import transformers
-
-    for family in ("gemma2", "gemma3"):
-        torch.manual_seed(0)
-        config_class, settings = CAUSAL_FAMILIES[family]
-        options = settings | {"attention_dropout": 0.1, "final_logit_softcapping": 30.0}
-        config = getattr(transformers, config_class)(vocab_size=256, **options)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(parent / family)
-        _build_tokenizer(("<pad>", "</s>")).save_pretrained(parent / family)
+    build_model_folders(parent, ("gemma2", "gemma3"), attention_dropout=0.1, final_logit_softcapping=30.0)
 
 
 def save_resized(base: Path, folder: Path, num_new: int = 0) -> Path:
@@ -210,3 +209,61 @@ def _build_tokenizer(special_tokens: tuple[str, ...]):
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=around)
     named = {name: token for name, token in tokens.items() if token in special_tokens}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **named)
+
+
+def save_translation_tokenizer(family: str, folder: Path) -> None:
+    """Write the tokenizer of a family of `LANGUAGES` into a folder, with fewer than 256 tokens. It has no target language yet,
+    and marks a text's language in the way of its own family."""
+    with tempfile.TemporaryDirectory() as scratch:
+        _TRANSLATION_TOKENIZERS[family](Path(scratch)).save_pretrained(folder)
+
+
+def _nllb(scratch: Path):
+    from transformers import NllbTokenizer
+
+    trained = json.loads(_build_tokenizer(("<s>", "<pad>", "</s>")).backend_tokenizer.to_str())["model"]
+    languages = ["eng_Latn", "fra_Latn", "deu_Latn"]
+    return NllbTokenizer(vocab=trained["vocab"], merges=list(map(tuple, trained["merges"])), additional_special_tokens=languages)
+
+
+def _mbart(scratch: Path):
+    from transformers import MBartTokenizer
+
+    letters = sorted({letter for word in WORDS for letter in word})
+    pieces = [*((f"▁{word}", -2.0) for word in WORDS), *((letter, -5.0) for letter in ["▁", *letters])]
+    return MBartTokenizer(vocab=[("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *pieces])
+
+
+def _m2m_100(scratch: Path):
+    import sentencepiece
+    from transformers import M2M100Tokenizer
+    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
+
+    model = _train_sentencepiece(scratch / "trained.spm")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", *(pieces.id_to_piece(i) for i in range(3, len(pieces)))]
+    vocab_file = scratch / "trained.json"
+    vocab_file.write_text(json.dumps({token: number for number, token in enumerate(vocabulary)}))
+    languages = [f"__{code}__" for code in FAIRSEQ_LANGUAGE_CODES["m2m100"]]  # as in the special_tokens_map.json of a real one
+    return M2M100Tokenizer(vocab_file=str(vocab_file), spm_file=str(model), additional_special_tokens=languages)
+
+
+def _plbart(scratch: Path):
+    from transformers import PLBartTokenizer
+
+    return PLBartTokenizer(vocab_file=str(_train_sentencepiece(scratch / "trained.spm")))
+
+
+_TRANSLATION_TOKENIZERS = {"nllb": _nllb, "mbart": _mbart, "m2m_100": _m2m_100, "plbart": _plbart}
+
+
+def _train_sentencepiece(path: Path) -> Path:
+    import sentencepiece
+
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(WORDS * 10), model_writer=content, model_type="bpe", vocab_size=80, hard_vocab_limit=False,
+        minloglevel=2,
+    )  # fmt: skip
+    path.write_bytes(content.getvalue())
+    return path

@@ -2,12 +2,6 @@
 
 from tests.support.model_folders import BART_SIZES, BART_TOKENS, FAMILIES, PEGASUS_TOKENS
 
-LAUNCHED = {"t5", "mt5", "umt5", "bart", "pegasus", "longt5", "m2m_100", "mbart", "plbart"}
-"""Model types of `model_folders.FAMILIES`, whose runs are launched whole."""
-
-SURVEYED = {"t5gemma2"}
-"""Those that a test of `tests/families` trains and exports: with a tower for images."""
-
 BERT = {
     "model_type": "bert", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 64, "max_position_embeddings": 64,

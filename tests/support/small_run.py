@@ -48,11 +48,6 @@ Finished = tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]
 """The lines of a run's metrics.jsonl, and each rank's whole first-step gradients."""
 
 
-def run_recipe(folder: Path, name: str, **how) -> Finished:
-    """Run a recipe on every rank; `how` is as `run_recipes` takes it."""
-    return run_recipes(folder, {name: how})[name]
-
-
 def run_recipes(folder: Path, runs: dict[str, dict]) -> dict[str, Finished]:
     """Several runs by name. Those under the same preset share a launch, one after another.
 

@@ -2,6 +2,8 @@
 
 import random
 
+from tests.support.chats import CLOSING, TURNS
+
 CALL_FORMS = {
     "JSON": "{{ call.name }} {{ call.arguments | tojson }}",
     "JSON of the entire call": "{{ call | tojson }}",
@@ -31,11 +33,8 @@ def print_calls(form: str, content: str = "{{ m.content }}") -> str:
     )
 
 
-_CHATML = """\
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 CONTENT_ONLY = {
-    "ChatML": _CHATML,
+    "ChatML": TURNS,
     "Llama 3": """\
 {%- for m in messages %}
     {%- set text = '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' %}
@@ -52,7 +51,7 @@ CONTENT_ONLY = {
     {{- m.content | trim + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
-    "Phi-3": _CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}"),
+    "Phi-3": CLOSING,
 }
 """Templates that print a message's content and nothing else."""
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from collections.abc import Sequence
 
 CORPUS = [
     "so: it is  what\nthe\n\nword is",
@@ -41,7 +42,7 @@ def build_byte_level(*, add_prefix_space: bool = False, trim_offsets: bool = Fal
     return _wrap(tokenizer)
 
 
-def build_metaspace(scheme: str, *, split: bool = False, unigram: bool = False):
+def build_metaspace(scheme: str, *, split: bool = False, unigram: bool = False, corpus: Sequence[str] = CORPUS):
     """As SentencePiece makes them: Llama 2's and Mistral's ("normalizer"), Gemma's ("never"); line breaks share a token."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -53,7 +54,7 @@ def build_metaspace(scheme: str, *, split: bool = False, unigram: bool = False):
     special_tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     options = {"vocab_size": 360, "special_tokens": special_tokens, "show_progress": False}
     trainer = trainers.UnigramTrainer(unk_token="<unk>", **options) if unigram else trainers.BpeTrainer(**options)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     trained = json.loads(tokenizer.to_str())
     trained["model"]["byte_fallback"] = True
     trained["added_tokens"] = trained["added_tokens"][:3]  # bytes are not special tokens

@@ -18,17 +18,12 @@ BLOCK = 128
 
 def quantize_fp8(weight: torch.Tensor, scales_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes in e4m3, and the scale of each block of 128 x 128, as DeepSeek's and Qwen's; the blocks at the edges are smaller."""
-    grid = [-(-size // BLOCK) for size in weight.shape]
-    scales = torch.empty(grid)
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    for row in range(grid[0]):
-        for column in range(grid[1]):
-            block = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
-            scale = weight[block].abs().max() / 448  # differs from block to block
-            scale = scale.log2().ceil().exp2() if scales_dtype == torch.float8_e8m0fnu else scale.to(scales_dtype).float()
-            scales[row, column] = scale
-            codes[block] = (weight[block] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return codes, scales.to(scales_dtype)
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    scales = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3)) / 448
+    scales = scales.log2().ceil().exp2() if scales_dtype == torch.float8_e8m0fnu else scales.to(scales_dtype).float()
+    of_weights = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+    return (weight / of_weights).clamp(-448, 448).to(torch.float8_e4m3fn), scales.to(scales_dtype)
 
 
 def save_fp8_model(folder: Path, scales_dtype: torch.dtype = torch.float32) -> Path:

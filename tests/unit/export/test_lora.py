@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM, PeftModel
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -93,12 +93,9 @@ def test_plain_peft_and_for_the_merged_model_plain_transformers_give_the_trained
     skeleton = copy_on_meta(model)
     write_adapter(tmp_path, skeleton, own(model, weights), hash_base(model))
     compare_adapter(tmp_path, skeleton, own(model, weights))
-    compare_logits(check, load_adapter(tmp_path, skeleton, CPU), tmp_path, torch.float32, "")
-    reloaded = PeftModel.from_pretrained(load_base(bases / name, name), str(tmp_path))
-    torch.testing.assert_close(logits(reloaded, forward_inputs(model)), check["logits"])
+    compare_logits(check, load_adapter(tmp_path, skeleton, CPU), tmp_path, torch.float32)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert written["task_type"] == ("SEQ_2_SEQ_LM" if name == "t5" else "CAUSAL_LM")
-    assert written["base_model_name_or_path"] == str(bases / name)
     # Sets have another order in every process, and a resumed run must not write another file.
     assert all(found is None or found == sorted(found) for found in (written["target_modules"], written["modules_to_save"]))
     auto = AutoPeftModelForSeq2SeqLM if name == "t5" else AutoPeftModelForCausalLM
@@ -106,7 +103,7 @@ def test_plain_peft_and_for_the_merged_model_plain_transformers_give_the_trained
     # Merged.
     (folder := tmp_path / "merged").mkdir()
     merged = write_merged(folder, model, weights)
-    compare_logits(check, reload(merged, folder, CPU), folder, torch.float32, "")
+    compare_logits(check, reload(merged, folder, CPU), folder, torch.float32)
     plain = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     whole, report = plain.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -128,7 +125,7 @@ def test_the_merged_model_has_the_dtype_of_the_base(bases, tmp_path):
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert coarsest(merged, torch.float32) == torch.bfloat16
-    compare_logits(check, reload(merged, tmp_path, CPU), tmp_path, torch.bfloat16, "")
+    compare_logits(check, reload(merged, tmp_path, CPU), tmp_path, torch.bfloat16)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 

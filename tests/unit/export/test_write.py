@@ -50,12 +50,12 @@ def test_other_logits_are_an_error_in_fp32_and_a_remark_in_bf16(trained, folder,
     model, check = trained
     model.set_attn_implementation("eager")
     reloaded = reload(model, folder, CPU)
-    compare_logits(check, reloaded, folder, torch.float32, "")
+    compare_logits(check, reloaded, folder, torch.float32)
     assert reloaded.config._attn_implementation == model.config._attn_implementation == "eager"
     assert "differ" not in capsys.readouterr().err
     other = {**check, "logits": check["logits"] * 1.2}
     with pytest.raises(RuntimeError, match=r"differ by 1.67e-01 of the largest, more than 0.0001: the folder stands, but"):
-        compare_logits(other, reloaded, folder, torch.float32, "")
+        compare_logits(other, reloaded, folder, torch.float32)
     compare_logits(other, reloaded, folder, torch.bfloat16, "that is why")
     assert "differ by 1.67e-01 of the largest, more than 0.05; that is why" in capsys.readouterr().err
 

@@ -10,15 +10,14 @@ from tests.support.chats import (
     CLOSING,
     LLAMA2,
     MARKED,
-    SPACE_ADDING,
     STRIPPING,
     build_chat_tokenizer,
-    build_space_adding_tokenizer,
     say,
 )
 from tests.support.refusals import refusal
 from tests.support.row_files import write_objects
 from tests.support.template_shapes import MISTRAL
+from tests.support.tokenizer_kinds import build_metaspace
 from toolkit.config.data import MixEntry
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import Example
@@ -156,20 +155,20 @@ def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
     assert everything["input_ids"][0] == rows.tokenizer.convert_tokens_to_ids("what")  # no label, so no bytes either
 
 
-@pytest.mark.parametrize("way", SPACE_ADDING)
-def test_a_space_between_prompt_and_completion_is_the_prompts_where_it_ends_it(prepare, way):
+@pytest.mark.parametrize("scheme", ["normalizer", "first", "always"])
+def test_a_space_between_prompt_and_completion_is_the_prompts_where_it_ends_it(prepare, scheme):
     """At inference the model is given the prompt as it is written, its last space included."""
     pairs = [("so: ", "it is"), ("so:", " it is"), ("so:  ", "it is"), ("so: ", " it is")]
     given = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
-    rows = prepare(given, model=build_space_adding_tokenizer(way))
+    rows = prepare(given, model=build_metaspace(scheme))
     for place, (prompt, completion) in enumerate(pairs):
         row = rows.train[place]
         assert rows.tokenizer.decode(row["input_ids"], skip_special_tokens=True) == prompt + completion
         assert prompt_of(rows, place) == rows.tokenizer(prompt)["input_ids"]
         assert (row["target"], row["target_bytes"]) == ("it is", len(completion))
     tokens = [rows.tokenizer.convert_ids_to_tokens(rows.train[place]["input_ids"]) for place in (0, 1)]
-    assert tokens[0] == ["<s>", "▁so", ":", "▁", "it", "▁is", "</s>"]
-    assert tokens[1] == ["<s>", "▁so", ":", "▁it", "▁is", "</s>"]
+    assert tokens[0] == ["<s>", "▁so", ":▁", "i", "t▁is", "</s>"]
+    assert tokens[1] == ["<s>", "▁so", ":", "▁it▁is", "</s>"]
 
 
 def test_text_counts_whole_and_a_tokenizer_with_a_first_token_keeps_it(prepare):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, build_chat_tokenizer, say
+from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, PROMPTING, STRIPPING, TURNS, build_chat_tokenizer, say
 from tests.support.refusals import refusal
 from toolkit.data.rows.example import Example
 from toolkit.data.tokens.chat_template import NoMaskError, RefusedChatError, check_chat_template, read_chat_template, render_turns
@@ -49,9 +49,7 @@ FOLLOWED = [*BASIC, {"role": "assistant", "content": "two"}, {"role": "user", "c
 QUOTING = say("one", "one", "assistant\none", "<|im_end|> is a token", "x", "im_end|>")
 MARK_AGAIN = "{% endgeneration %}{% generation %}{% endgeneration %}{% generation %}"
 LONG = say("hello", "one", "two", " three\n", "four", "one", system="be brief")
-OTHER_END = CLOSING.replace("{% else %}{{ eos_token }}{% endif %}", "{% endif %}").replace(
-    "'<|im_end|>\\n'", "('</s>' if loop.last and message.role == 'assistant' else '<|im_end|>')"
-)
+OTHER_END = TURNS.replace("'<|im_end|>\\n'", "('</s>' if loop.last and message.role == 'assistant' else '<|im_end|>')")
 
 
 @pytest.mark.parametrize(

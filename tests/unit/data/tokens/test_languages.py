@@ -15,10 +15,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
-from tests.support.model_folders import FAMILIES, WORDS, _build_tokenizer
+from tests.support.model_folders import FAMILIES, LANGUAGES, _build_tokenizer, save_translation_tokenizer
 from tests.support.refusals import refusal
 from tests.support.tokenizer_kinds import LLAMA_3, build_byte_level
-from tests.support.translation_tokenizers import LANGUAGES, save_translation_tokenizer
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.collate import SummarizationCollator
@@ -30,7 +29,6 @@ from toolkit.data.tokens.tokenizer import (
     train_byte_level_tokenizer,
     trains_tokenizer,
 )
-from toolkit.export.run_data import check_kept_tokenizer
 from toolkit.objectives.seq2seq import Seq2Seq, set_languages
 
 
@@ -39,7 +37,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """A folder with a tokenizer, by family; none has a target language."""
     parent = tmp_path_factory.mktemp("tokenizers")
     for family in LANGUAGES:
-        save_translation_tokenizer(family, WORDS, parent / family)
+        save_translation_tokenizer(family, parent / family)
     return {family: parent / family for family in LANGUAGES}
 
 
@@ -270,14 +268,3 @@ def test_parts_of_a_file_are_its_own(tmp_path, caplog, kind, split, settings, re
         assert getattr(own, name) == getattr(auto, name), name
     own.save_pretrained(tmp_path / "saved")
     assert hash_tokenizer(open_tokenizer(tmp_path / "saved")) == hash_tokenizer(own)
-
-
-def test_a_run_that_began_with_the_parts_of_a_class_is_told_how_to_go_on(tmp_path):
-    folder, kept = write_split(tmp_path / "model", "qwen2", LLAMA_3), tmp_path / "run" / "tokenizer"
-    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(kept)
-    assert refusal(check_kept_tokenizer, tmp_path / "run", open_tokenizer(folder)) == (
-        f"this run began with the tokenizer in {kept}, and the model's is now read with another normalizer, pre_tokenizer: "
-        f"set model.tokenizer {kept} to go on with that one, or take another run.name"
-    )
-    check_kept_tokenizer(tmp_path / "run", open_tokenizer(kept))
-    check_kept_tokenizer(tmp_path / "removed", open_tokenizer(folder))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, normalizers, processors
 
-from tests.support.chats import CHATML, SPACE_ADDING, build_chat_tokenizer, build_space_adding_tokenizer
+from tests.support.chats import CHATML, build_chat_tokenizer
 from tests.support.model_folders import _build_tokenizer
 from tests.support.refusals import refusal
 from tests.support.tokenizer_kinds import EXACT_KINDS, LLAMA_3, build_byte_level, build_metaspace, build_word_piece, draw_text
@@ -246,10 +246,10 @@ def test_a_place_between_tokens_changes_nothing(byte_level):
     assert as_lists(trimmed) == as_lists(whole)
 
 
-@pytest.mark.parametrize("way", SPACE_ADDING)
-def test_a_long_text_is_tokenized_in_blocks_as_it_is_whole(byte_level, monkeypatch, way):
+@pytest.mark.parametrize("scheme", ["normalizer", "first", "always"])
+def test_a_long_text_is_tokenized_in_blocks_as_it_is_whole(byte_level, monkeypatch, scheme):
     texts = ["so it is\n  it\n\nis so " * 40, "so it is " * 40, "so\n", "é€" * 90]
-    for tokenizer in (byte_level, build_space_adding_tokenizer(way)):
+    for tokenizer in (byte_level, build_metaspace(scheme, corpus=["so", "it", "is"])):
         whole = tokenize_texts(tokenizer, texts, [[]] * len(texts))
         with monkeypatch.context() as patched:
             patched.setattr(spans, "_BLOCK_CHARACTERS", 64)
