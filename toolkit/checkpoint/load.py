@@ -174,7 +174,8 @@ def check_identity(checkpoint: Checkpoint, ours: Identity, remedy: str = "") -> 
         raise UserError(f"the model's config.json is not the one {folder} was trained with: {remedy or _remedies()}")
     if theirs["data_fingerprint"] != ours.data_fingerprint:
         where = "in its rows or in the tokens that this version makes of them"
-        raise UserError(f"the data is not what {folder} was trained on, {where}: {_remedies()}")
+        kept = f"the tokenizer that it began with is {folder.parent.parent / 'tokenizer'}, for model.tokenizer"
+        raise UserError(f"the data is not what {folder} was trained on, {where}: {_remedies()}; {kept}")
     frozen = theirs["frozen_hashes"]
     changed = [name for name in {**frozen, **ours.frozen_hashes} if frozen.get(name) != ours.frozen_hashes.get(name)]
     if changed:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokens.prepare import TokenizedRows
-from toolkit.data.tokens.tokenizer import differing_parts, open_tokenizer
+from toolkit.data.tokens.tokenizer import open_tokenizer
 from toolkit.errors import UserError, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.durable import describe_files, fsync_tree, list_files, refuse_pointers, save_json
@@ -98,17 +98,6 @@ def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrain
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     what = f"{DATA_FILE} and {TOKENIZER}/ of {run_folder} cannot be used ({reason})"
     raise UserError(f"{what}: start the run once more, which writes them again")
-
-
-def check_kept_tokenizer(run_folder: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer with other parts than the kept one, as where transformers read the same files otherwise, by a
-    `UserError` with the way to go on."""
-    parts, place = list[str](), run_folder / TOKENIZER
-    with suppress(UserError, AttributeError):  # it is damaged, or one in Python
-        parts = differing_parts(open_tokenizer(place).backend_tokenizer, tokenizer.backend_tokenizer)
-    if parts:
-        began = f"this run began with the tokenizer in {place}, and the model's is now read with another {', '.join(parts)}"
-        raise UserError(f"{began}: set model.tokenizer {place} to go on with that one, or take another run.name")
 
 
 def _read(run_folder: Path) -> RunData:

@@ -115,7 +115,7 @@ class _Export:
 
         def write(name: str, whole: torch.Tensor) -> None:
             if name in originals:
-                whole = originals[name].read(tuple(slice(0, size) for size in whole.shape))
+                whole = originals[name].read_all()
             named = (name, whole) if merge is None else merge.merged(name, whole)
             if named is not None:
                 files.add(named[0], cast(*named))

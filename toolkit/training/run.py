@@ -25,7 +25,7 @@ from toolkit.errors import UserError, plural
 from toolkit.export.card import Origin
 from toolkit.export.model_files import dtype_name
 from toolkit.export.paths import export_paths_of_run, push
-from toolkit.export.run_data import check_kept_tokenizer, describe_data, save_run_data
+from toolkit.export.run_data import describe_data, save_run_data
 from toolkit.export.usage import list_commands
 from toolkit.export.write import export_model
 from toolkit.files.lock import release_locks
@@ -60,12 +60,10 @@ LABEL_WIDTH = 12
 def start_run(run: Run) -> None:
     """Resume the run from its last checkpoint, if any, and note its config in its folder. Collective. A checkpoint of another
     run, or a folder that cannot be written, is a `UserError` on every rank."""
-    config, folder, rows, before = run.config, run.folder, run.rows, run.resume_from
+    config, folder, rows = run.config, run.folder, run.rows
     run.num_steps, run.best_metric = num_steps(config, run.plan), build_best_metric(config.eval, run.evaluation)
     run.metrics, run.data = open_metrics(config, folder), describe_data(rows, run.evaluation)
-    if before and before.manifest["identity"]["data_fingerprint"] != run.identity.data_fingerprint:
-        on_rank_0(lambda: check_kept_tokenizer(folder, rows.tokenizer))
-    resume(run, before)
+    resume(run, run.resume_from)
     save_run_config(config, folder)
     on_rank_0(lambda: save_run_data(folder, run.data, rows.tokenizer))
     enter_phase("recording what the report shows", counts_cpu=True)
