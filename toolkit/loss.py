@@ -3,7 +3,6 @@
 Shapes: `B` rows, `T` positions (of routers: of all rows), `D` hidden size, `V` vocabulary, `N` label tokens, `E` experts.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,9 +49,16 @@ def chunked_cross_entropy(
         head: hidden states (n, D) → logits (n, V).
         max_logits: maximum number of elements in a chunk's logits.
     """
+
+    def compute(hidden_nD: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_nV = head(hidden_nD)
+        chunk_correct = torch.zeros((), device=logits_nV.device, dtype=torch.int64)
+        if not torch.is_grad_enabled():  # nothing reads it while training
+            chunk_correct = (logits_nV.argmax(dim=-1) == labels_n).sum()
+        return summed_cross_entropy(logits_nV, labels_n, label_smoothing), chunk_correct
+
     loss_sum = torch.zeros((), device=hidden_ND.device)
     num_correct = torch.zeros((), device=hidden_ND.device, dtype=torch.int64)
-    compute = functools.partial(_chunk_loss, head=head, label_smoothing=label_smoothing)
     for chunk_sum, chunk_correct in _by_chunks(compute, hidden_ND, labels_N, max_logits // vocab_size):
         loss_sum, num_correct = loss_sum + chunk_sum, num_correct + chunk_correct
     return loss_sum, num_correct
@@ -106,14 +112,3 @@ def summed_balance_loss(scores_TE: torch.Tensor, shares_GE: torch.Tensor, docume
     document is one, it is DeepSeek-V3's (arXiv:2412.19437, equations 17 to 20) times the number of experts of a token.
     """
     return scores_TE.shape[1] * (scores_TE * F.pad(shares_GE, (0, 0, 1, 0)).index_select(0, documents_T)).sum()
-
-
-def _chunk_loss(
-    hidden_nD: torch.Tensor, labels_n: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], label_smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunked_cross_entropy`, of one chunk; the second is 0 while training, where nothing reads it."""
-    logits_nV = head(hidden_nD)
-    num_correct = torch.zeros((), device=logits_nV.device, dtype=torch.int64)
-    if not torch.is_grad_enabled():
-        num_correct = (logits_nV.argmax(dim=-1) == labels_n).sum()
-    return summed_cross_entropy(logits_nV, labels_n, label_smoothing), num_correct

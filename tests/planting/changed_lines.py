@@ -104,7 +104,7 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
     # Each rank takes its own tokens for those of the global batch.
     "routing_counted_on_one_rank": (
         "toolkit.training.router_loss:RouterLoss.reduced_figures",
-        ("dist.all_reduce(self.figures, group=group)", "pass"),
+        ("self.run.guard.reduced(self.figures)", "self.figures"),
     ),
     # Two ranks may have gradients of different parameters.
     "gradients_of_other_parameters_added_up": (
@@ -136,7 +136,7 @@ LINES: dict[str, tuple[str, *tuple[tuple[str, str], ...]]] = {
     ),
     # The loss is right, its gradient twice as large.
     "gradient_of_the_head_doubled": (
-        "toolkit.loss:_chunk_loss",
+        "toolkit.loss:chunked_cross_entropy",
         ("logits_nV = head(hidden_nD)", "logits_nV = 2 * (part := head(hidden_nD)) - part.detach()"),
     ),
     # DDP never reduces, so that each rank goes its own way.

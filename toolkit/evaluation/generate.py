@@ -16,7 +16,7 @@ from toolkit.data.collate import move_to
 from toolkit.data.tokens.special_tokens import decode_texts
 from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import enter_phase
-from toolkit.errors import UserError
+from toolkit.errors import refusal_named
 from toolkit.evaluation.metrics import compute_figures
 from toolkit.evaluation.rouge import PIECE, ROUGE_KEYS, Tokenizer, mean_scores, rouge_scores
 from toolkit.evaluation.rows import EvaluationRows
@@ -73,7 +73,7 @@ def generate_texts(
 ) -> list[Score]:
     """Generate and score the texts of a batch's rows with a prompt; `encoder_output_kept` gives `encoded`. Collective if
     `in_step`."""
-    indices = [i for i in batch if data.has_prompt[i]]
+    indices = [i for i in batch if data.rows[i].get("prompt_length") != 0]
     if not indices and not in_step:
         return []
     # In step, a rank without rows generates for any prompt, so that the collectives of all ranks match.
@@ -166,7 +166,8 @@ def _mean_scores(ordered: list[Score], data: EvaluationRows, scored_with: Tokeni
     figures["percent_distinct"] = 100 * len(set(predictions)) / len(ordered)
     if data.metrics:
         enter_phase("computing eval.metrics", counts_cpu=True)
-    return figures | compute_figures(data.metrics, predictions, references, data.prompted_ids)
+    row_ids = data.rows.select(data.prompted)["row_id"][:]
+    return figures | compute_figures(data.metrics, predictions, references, row_ids)
 
 
 def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) -> None:
@@ -177,8 +178,6 @@ def _write_predictions(scores: list[Score], data: EvaluationRows, path: Path) ->
         line |= {"set": name} if (name := data.set_names[data.places[score.index]]) else {}
         line |= {name: round(value, 4) for name, value in score.rouge.items()}
         lines.append(line)
-    try:
+    with refusal_named(f"the predictions {path} could not be written", "fix that, and start the same command again"):
         path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may have been removed
         save_json_lines(path, lines)
-    except OSError as error:
-        raise UserError(f"the predictions {path} could not be written: {error.strerror}") from None

@@ -66,14 +66,9 @@ class EvaluationRows:
     @functools.cached_property
     def prompted(self) -> list[int]:
         """Indices of the rows to generate a text for: all for an encoder-decoder, those with a prompt for a causal model."""
-        return np.flatnonzero(self.has_prompt).tolist()
-
-    @functools.cached_property
-    def has_prompt(self) -> np.ndarray:
-        """Whether each row is `prompted`, bool (number of rows,)."""
         if "prompt_length" not in self.rows.column_names:
-            return np.ones(len(self.rows), dtype=np.bool_)
-        return self.rows.with_format("numpy")["prompt_length"][:] > 0
+            return list(range(len(self.rows)))
+        return np.flatnonzero(self.rows.with_format("numpy")["prompt_length"][:]).tolist()
 
     @functools.cached_property
     def rouge_tokenizer(self) -> Tokenizer:
@@ -84,11 +79,6 @@ class EvaluationRows:
     def references(self) -> list[str]:
         """The true texts of the `prompted` rows."""
         return self.rows.select(self.prompted)["target"][:]
-
-    @property
-    def prompted_ids(self) -> list[int]:
-        """The `row_id` of each of the `prompted` rows."""
-        return self.rows.select(self.prompted)["row_id"][:]
 
     @functools.cached_property
     def set_names(self) -> tuple[str, ...]:

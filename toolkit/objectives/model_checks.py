@@ -48,7 +48,8 @@ def check_causal_model(sharded: ShardedModel, collator: Collator, *, packing: bo
     # Two texts from different parts of the vocabulary, and the first with another last token, whose label does not count.
     name = type(sharded.unwrapped).__name__.removeprefix("FSDP")
     vocab_size = sharded.unwrapped.config.get_text_config().vocab_size
-    first, second = (_row([(start + place) % vocab_size for place in range(NUM_TOKENS)]) for start in (3, vocab_size // 2))
+    texts = [[(start + place) % vocab_size for place in range(NUM_TOKENS)] for start in (3, vocab_size // 2)]
+    first, second = ({"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in texts)
     earlier = [-100, *first["input_ids"][1:-1], -100]
     heads = [{**first, "labels": earlier}, {"input_ids": [*first["input_ids"][:-1], second["input_ids"][0]], "labels": earlier}]
     with (
@@ -202,7 +203,3 @@ def _on_device(sharded: ShardedModel, batch: Batch) -> Batch:
     """Also reports progress: each batch of the check is one."""
     enter_phase("checking the model")
     return move_to(sharded.accelerator.device, batch)
-
-
-def _row(token_ids: list[int]) -> dict[str, list[int]]:
-    return {"input_ids": token_ids, "labels": [-100, *token_ids[1:]]}

@@ -178,9 +178,8 @@ class Pairs(Objective):
 
     def check_model_config(self, model_config: PretrainedConfig, config: ModelConfig) -> None:
         if model_config.is_encoder_decoder != bool(self.label_side):
-            what = f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, "
-            what += "not an encoder-decoder" if self.label_side else "an encoder-decoder"
-            other = "dpo" if self.label_side else "dpo_t5"
+            kind, other = ("not an encoder-decoder", "dpo") if self.label_side else ("an encoder-decoder", "dpo_t5")
+            what = f"model.name_or_path {config.name_or_path} is a {model_config.model_type} model, {kind}"
             raise UserError(f"{what}: start recipes/{other}.py, or write recipe: {other}")
         super().check_model_config(model_config, config)
 

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,12 +162,9 @@ def log_probabilities(
 def _read_reference(path: Path, digest: str) -> Reference | None:
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, "np") as file:
-            if (file.metadata() or {}).get("rows") == digest:
-                return Reference(file.get_tensor("row_id"), file.get_tensor("logps"))
-    except (OSError, SafetensorError):
-        pass
+    with suppress(OSError, SafetensorError), safe_open(path, "np") as file:
+        if (file.metadata() or {}).get("rows") == digest:
+            return Reference(file.get_tensor("row_id"), file.get_tensor("logps"))
     return None
 
 

@@ -64,7 +64,7 @@ def _text_baselines(train_rows: Dataset, evaluation: EvaluationRows) -> dict[str
         if not data.prompted:
             return {}
         leads = data.rows.select(data.prompted)["lead_text"][:]
-        texts = [lead_sentence(lead) if text is None else text for lead in leads]
+        texts = [next(iter(split_sentences(lead)), "") if text is None else text for lead in leads]
         figures = mean_scores(rouge_scores(texts, data.references))
         return figures | {"percent_distinct": 100 * len(set(texts)) / len(texts)}
 
@@ -114,11 +114,6 @@ def _read_pairs(rows: Dataset) -> tuple[np.ndarray, np.ndarray]:
 def _of_each_set(data: EvaluationRows, score: Callable[[EvaluationRows], dict[str, float]]) -> dict[str, float]:
     """The figures of all rows, and of each set under its name."""
     return score(data) | {f"{name}/{key}": value for name, rows in data.sets.items() for key, value in score(rows).items()}
-
-
-def lead_sentence(text: str) -> str:
-    """The first sentence of a text, on one line; empty for a blank text."""
-    return next(iter(split_sentences(text)), "")
 
 
 def best_constant(train_targets: Sequence[str], references: Sequence[str]) -> str:

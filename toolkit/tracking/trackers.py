@@ -107,7 +107,12 @@ def _start(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_fr
     step = -1 if resume_from is None else resume_from.step
     path = run_folder / TRACKERS_FILE
     known = json.loads(path.read_text(encoding="utf-8")) if resume_from and path.exists() else {"runs": {}, "sent": {}}
-    sent = _last_steps(run_folder / "metrics.jsonl", known["sent"]) if resume_from else {}
+    sent: dict[str, int] = {}
+    if resume_from:  # by kind of figures, the last step that any earlier start of the run has sent, also after its checkpoint
+        sent, metrics = known["sent"], run_folder / "metrics.jsonl"
+        for line in load_json_lines(metrics, skip_torn_end=True) if metrics.exists() else []:
+            if line["kind"] in ("train", "eval"):
+                sent[line["kind"]] = max(line["step"], sent.get(line["kind"], -1))
     runs: dict[str, str] = {}
     for name in dict.fromkeys(config.tracking.log_with):
         run_id = known["runs"].get(name)
@@ -178,15 +183,6 @@ def _store_config(tracker: Any, flat_config: dict[str, Any], *, is_continued: bo
         if too_long:
             limit = f"{MAX_PARAM_VAL_LENGTH:,} characters, which is mlflow's limit"
             logger.info(f"mlflow gets {', '.join(too_long)} cut to {limit}; config.yaml in the run folder has all")
-
-
-def _last_steps(metrics: Path, sent: dict[str, int]) -> dict[str, int]:
-    """By kind of figures, the last step that was sent by any earlier start of the run, also after its last checkpoint."""
-    steps = dict(sent)
-    for line in load_json_lines(metrics, skip_torn_end=True) if metrics.exists() else []:
-        if line["kind"] in ("train", "eval"):
-            steps[line["kind"]] = max(line["step"], steps.get(line["kind"], -1))
-    return steps
 
 
 def _name_for_mlflow(name: str, renamed: dict[str, str]) -> str:

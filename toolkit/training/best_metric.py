@@ -78,5 +78,6 @@ def check_metric_on_rows(config: EvalConfig, data: EvaluationRows) -> None:
             choice = (f"{of_set}/{figure}" if of_set else figure for figure in known)
             raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
 
-    figures = try_metrics(data.metrics, data.references, data.prompted_ids, metric) if data.metrics else []
+    row_ids = data.rows.select(data.prompted)["row_id"][:]
+    figures = try_metrics(data.metrics, data.references, row_ids, metric) if data.metrics else []
     on_all_ranks(lambda: check(figures))

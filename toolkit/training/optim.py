@@ -58,8 +58,7 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int, plan: BatchPla
     warmup_steps = config.warmup_steps or math.ceil(as_written(config.warmup_ratio) * num_steps)
     if step <= warmup_steps:
         return config.lr * step / warmup_steps
-    progress = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)
-    progress = min(max(progress, 0.0), 1.0)
+    progress = min(1.0, (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps))
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "step":

@@ -9,7 +9,6 @@ Shapes: `L` layers with a router, `E` experts, `G` documents, `T` tokens of a mi
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.data.collate import Batch, move_to
@@ -72,6 +71,4 @@ class RouterLoss:
 
     def reduced_figures(self) -> torch.Tensor:
         """`figures` of all ranks. Collective."""
-        for group in self.run.guard.groups:
-            dist.all_reduce(self.figures, group=group)
-        return self.figures
+        return self.run.guard.reduced(self.figures)

@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-LABEL_WIDTH = 12
-"""Of the first lines."""
-
 
 def start_run(run: Run) -> None:
     """Resume the run from its last checkpoint, if any, and note its config in its folder. Collective. A checkpoint of another
@@ -146,7 +143,7 @@ def log_run_summary(run: Run) -> None:
     }
     for label, text in described.items():
         if text:
-            logger.info(f"{label:<{LABEL_WIDTH}}{text}")
+            logger.info(f"{label:<12}{text}")
 
 
 def _describe_model(run: Run) -> str:

@@ -13,7 +13,6 @@ import torch
 from tests.support import seq2seq_families
 from tests.support.eval_rows import eval_rows, rows_for
 from tests.support.model_folders import FAMILIES
-from tests.support.refusals import refusal
 from tests.support.tiny_models import one_process
 from toolkit.checkpoint.find import BestMetric
 from toolkit.config.schema import EvalConfig
@@ -21,7 +20,8 @@ from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE
 from toolkit.errors import UserError
 from toolkit.evaluation import generate, loop
 from toolkit.evaluation.generate import Score, gather_scores
-from toolkit.evaluation.rows import EvaluationRows, choose_rows, list_by_set, of_all_rows, plan_evaluation, split_metric
+from toolkit.evaluation.metrics import TextMetric
+from toolkit.evaluation.rows import EvaluationRows, choose_rows, list_by_set, of_all_rows, plan_evaluation
 from toolkit.files.json_lines import load_json_lines
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.objectives.seq2seq import Seq2Seq
@@ -29,28 +29,75 @@ from toolkit.parallel import wrap
 from toolkit.training.best_metric import build_best_metric, check_metric, check_metric_on_rows
 
 ROWS = [{"row_id": i, "input_ids": [i, 2, 3][: 1 + i], "labels": [4, i], "target": f"text {i}"} for i in range(3)]
+SETS = {"inputs": ((2, "news"), (1, "mail"))}
 
 
-def best_metric_of(rows: list[dict], **settings) -> BestMetric:
-    return build_best_metric(EvalConfig(**settings), eval_rows(rows))
+def best_metric_of(rows: list[dict] = ROWS, fields: dict | None = None, **settings) -> BestMetric:
+    return build_best_metric(EvalConfig(**settings), eval_rows(rows, **fields or {}))
 
 
-def test_figures_are_equals_where_rows_are_the_same_and_texts_are_generated_alike():
-    rouge = {"best_metric": "rougeL"}
-    of_loss, of_texts = best_metric_of(ROWS), best_metric_of(ROWS, **rouge)
-    assert not of_texts.changes(best_metric_of(ROWS, batch_size_rows=2, unshard="never", num_rows=3, **rouge).measured_on)
+def own(code: str) -> dict:
+    """A metric of this code."""
+    return {"metrics": [TextMetric("same", code, lambda *_: 1)]}
+
+
+def test_figures_are_equals_where_rows_code_and_sets_are_the_same_and_texts_are_generated_alike():
+    rouge, same = {"best_metric": "rougeL"}, {"best_metric": "same", "higher_is_better": True}
+    of_loss, of_texts = best_metric_of(), best_metric_of(**rouge)
+    assert not of_texts.changes(best_metric_of(batch_size_rows=2, unshard="never", num_rows=3, **rouge).measured_on)
     for settings in ({"num_beams": 2}, {"max_new_tokens": 9}, {"no_repeat_ngram_size": 3}):
-        other = best_metric_of(ROWS, **settings)
+        other = best_metric_of(**settings)
         assert of_texts.changes(other.measured_on) == list(settings) and not of_loss.changes(other.measured_on)
-    assert of_texts.changes(best_metric_of(ROWS, generate=False).measured_on) == [
-        "max_new_tokens",
-        "num_beams",
-        "no_repeat_ngram_size",
-    ]
+    assert of_texts.changes(best_metric_of(generate=False).measured_on) == ["max_new_tokens", "num_beams", "no_repeat_ngram_size"]
     cells = [{"input_ids": [1]}, {"labels": [4]}, {"labels": [4, 1]}, {"target": "text"}]
     for rows in (ROWS[:2], ROWS[1:], ROWS[::-1], *([{**ROWS[0], **cell}, *ROWS[1:]] for cell in cells)):
         assert of_loss.changes(best_metric_of(rows).measured_on) == ["rows"]
     assert not of_loss.changes(best_metric_of([{**row, "row_id": 9} for row in ROWS]).measured_on)
+    # The code of a metric of one's own counts for that metric alone.
+    of_own = best_metric_of(fields=own("1"), **same)
+    for fields, changed in ((own("1"), []), (own("2"), ["metrics/same"]), ({}, ["metrics/same"])):
+        now = best_metric_of(fields=fields).measured_on
+        assert of_own.changes(now) == changed and not of_loss.changes(now) and not of_texts.changes(now)
+    assert of_own.higher_is_better
+    # The rows of all sets count for the metric of one set alone.
+    of_mail = best_metric_of(fields=SETS, best_metric="mail/loss")
+    assert (of_mail.name, of_mail.higher_is_better, of_mail.compared) == ("mail/loss", False, ("rows", "sets"))
+    of_rouge = best_metric_of(fields=SETS, best_metric="mail/rougeL")
+    assert of_rouge.higher_is_better and "num_beams" in of_rouge.compared
+    for inputs in (((2, "mail"), (1, "news")), ((1, "news"), (2, "mail"))):
+        assert of_mail.changes(best_metric_of(fields={"inputs": inputs}, best_metric="mail/loss").measured_on) == ["sets"]
+    assert not best_metric_of(fields=SETS).changes(of_loss.measured_on)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trouble"),
+    [
+        (
+            {"best_metric": "old/loss"},
+            "^eval.best_metric is old/loss: choose .*percent_distinct, right/…, news/loss, mail/loss, ",
+        ),
+        ({"best_metric": "news/rougeL", "generate": False}, "^eval.best_metric is news/rougeL: choose one of loss, "),
+        ({"best_metric": "news/right/t1"}, "also say which value is better, by eval.higher_is_better true or false$"),
+        (
+            {"best_metric": "news/loss", "higher_is_better": True},
+            "^eval.higher_is_better is true, but of loss the other value is ",
+        ),
+        ({"best_metric": "right/t19", "higher_is_better": True}, "^eval.best_metric is right/t19: choose one of .*, right/t18$"),
+        ({"best_metric": "post/loss"}, "^eval.best_metric is post/loss, but the set post has no rows to evaluate on$"),
+        ({"best_metric": "mail/rougeL"}, "mail/rougeL, but no held-out row has a prompt: choose loss or the like$"),
+    ],
+)
+def test_a_metric_that_no_evaluation_of_these_rows_has_is_refused(settings, trouble):
+    rows = [{"row_id": i, "target": f"t{i}", "prompt_length": int(i < 19)} for i in range(20)]
+    of_topic = TextMetric("right", "", lambda predictions, references: dict.fromkeys(references, 1))
+    data = eval_rows(rows, inputs=((19, "news"), (1, "mail"), (0, "post")), metrics=[of_topic])
+    with pytest.raises(UserError, match=trouble):
+        check_metric(config := EvalConfig(**settings), ["right"], ["news", "mail", "post"])
+        check_metric_on_rows(config, data)
+    for metric in ("news/rougeL", "mail/loss", "news/loss"):
+        check_metric_on_rows(EvalConfig(best_metric=metric), data)
+    # One that the first rows lack is found.
+    check_metric_on_rows(EvalConfig(best_metric="right/t18", higher_is_better=True), data)
 
 
 def rouge(value: float) -> dict[str, float]:
@@ -68,7 +115,7 @@ def test_predictions_stand_beside_their_own_rows_and_are_reported_if_they_cannot
     assert [tuple(line[name] for name in names) for line in lines] == [(7, "a b", "a", 50.0), (8, "c", " c\n", 100.0)]
     scores = [Score(1, "b", rouge(0.0)), Score(2, "b", rouge(0.0))]
     assert gather_scores(scores, data, tmp_path / "predictions.jsonl")["percent_distinct"] == 50.0  # one text of two
-    with pytest.raises(UserError, match="predictions .* could not be written: Is a directory$"):
+    with pytest.raises(UserError, match="^the predictions .* could not be written .Is a directory.: fix that, "):
         gather_scores(scores, data, tmp_path)
 
 
@@ -139,23 +186,18 @@ def make_rows(*counts: int) -> EvaluationRows:
     return eval_rows(rows, inputs=((10, ""), *((count, name) for name, count in zip("abcd", counts, strict=False))))
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "of_each"), [(3, [1, 1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (40, [18, 18, 4]), (64, [30, 30, 4])]
-)
-def test_every_set_gives_as_many_rows_as_any_other_while_it_has_them(num_rows, of_each):
-    chosen = choose_rows(make_rows(30, 50, 4), num_rows)
-    assert [len(rows.rows) for rows in chosen.sets.values()] == of_each
-    first_row = {"a": 10, "b": 40, "c": 90}
-    assert all(first_row[name] <= row_id for name, rows in chosen.sets.items() for row_id in rows.rows["row_id"][:])
-
-
-def test_more_rows_include_those_of_fewer_in_their_order_and_are_not_the_first():
+def test_every_set_gives_as_many_rows_as_it_has_and_more_rows_include_those_of_fewer():
     held_out = make_rows(30, 50, 4)
+    for num_rows, of_each in {3: [1, 1, 1], 5: [2, 2, 1], 12: [4, 4, 4], 40: [18, 18, 4], 64: [30, 30, 4]}.items():
+        of_sets = [rows.rows["row_id"][:] for rows in choose_rows(held_out, num_rows).sets.values()]
+        assert list(map(len, of_sets)) == of_each
+        assert all(first <= min(row_ids) for first, row_ids in zip((10, 40, 90), of_sets, strict=True))
     chosen = [choose_rows(held_out, num_rows).rows["row_id"][:] for num_rows in range(1, 85)]
     assert all(set(fewer) < set(more) for fewer, more in zip(chosen, chosen[1:], strict=False))
     assert all(row_ids == sorted(row_ids) for row_ids in chosen)
     row_ids = held_out.rows["row_id"][:]
     assert choose_rows(held_out, None).rows["row_id"][:] == choose_rows(held_out, 999).rows["row_id"][:] == row_ids
+    # Not the first, but those of the smallest hashes.
     hashes = {row_id: hashlib.blake2b(f"evaluation row/{row_id}".encode(), digest_size=8).hexdigest() for row_id in row_ids}
     without_sets = choose_rows(replace(held_out, inputs=()), 5).rows["row_id"][:]
     assert without_sets == sorted(sorted(row_ids, key=hashes.__getitem__)[:5])
@@ -187,65 +229,23 @@ def test_rows_without_a_name_and_names_without_rows_are_no_sets_and_pieces_of_a_
     assert [part.rows["num_tokens"][:] for part in replace(data, rows=rows).sets.values()] == [[5, 12], [8, 15, 11]]
 
 
-SETS = {"news": "1", "mail": "2"}
-
-
-def test_a_figure_is_of_the_set_before_its_first_slash():
-    metrics = ("loss", "news/loss", "news/bleu/score", "bleu/score", "loss/news")
-    split = [split_metric(metric, SETS) for metric in metrics]
-    assert split == [("", "loss"), ("news", "loss"), ("news", "bleu/score"), ("", "bleu/score"), ("", "loss/news")]
-
-
 def test_a_table_has_each_set_below_all_rows_without_figures_of_other_rows():
-    of_now = {"loss": 2.0, "news/loss": 3.0, "mail/loss": 1.0, "measured_on": {"rows": "0", "sets": SETS}}
+    sets = {"news": "1", "mail": "2"}
+    of_now = {"loss": 2.0, "news/loss": 3.0, "mail/loss": 1.0, "measured_on": {"rows": "0", "sets": sets}}
     renamed = {**of_now, "measured_on": {"rows": "0", "sets": {"news": "1", "mail": "3"}}}
     older = {"loss": 4.0, "measured_on": {"rows": "0"}}
-    lines = {"lead": {"rougeL": 5.0, "mail/rougeL": 6.0}, "old": older, "renamed": renamed, "now": of_now}
-    listed = list_by_set(lines, SETS)
+    own = {"news/bleu/score": 7.0, "bleu/score": 8.0}  # a set is what stands before the first slash
+    lines = {"lead": {"rougeL": 5.0, "mail/rougeL": 6.0}, "own": own, "old": older, "renamed": renamed, "now": of_now}
+    listed = list_by_set(lines, sets)
     for figures in listed.values():
         figures.pop("measured_on", None)
     losses = {"old": 4.0, "renamed": 2.0, "now": 2.0, "news: renamed": 3.0, "news: now": 3.0, "mail: now": 1.0}
-    of_lead = {"lead": {"rougeL": 5.0}, "mail: lead": {"rougeL": 6.0}}
-    assert listed == of_lead | {name: {"loss": loss} for name, loss in losses.items()}
-    assert [name.partition(": ")[0] for name in listed] == ["lead", "old", "renamed", "now", "news", "news", "mail", "mail"]
+    others = {
+        "lead": {"rougeL": 5.0},
+        "mail: lead": {"rougeL": 6.0},
+        "own": {"bleu/score": 8.0},
+        "news: own": {"bleu/score": 7.0},
+    }
+    assert listed == others | {name: {"loss": loss} for name, loss in losses.items()}
+    assert [name.partition(": ")[0] for name in listed] == ["lead", "own", "old", "renamed", "now", *["news"] * 3, *["mail"] * 2]
     assert of_all_rows(older) == of_all_rows(of_now) == {"rows": "0"} and of_all_rows({}) is None
-
-
-def make_data(*inputs: tuple[int, str], prompt_lengths: tuple[int, ...] = (1, 1, 0)) -> EvaluationRows:
-    rows = [{**row, "prompt_length": length} for row, length in zip(ROWS, prompt_lengths, strict=True)]
-    return eval_rows(rows, inputs=inputs)
-
-
-def test_a_goal_of_a_set_compares_where_the_sets_have_the_same_rows():
-    data = make_data((2, "news"), (1, "mail"))
-    of_loss, of_rouge = (EvalConfig(best_metric=metric) for metric in ("mail/loss", "mail/rougeL"))
-    best_metric = build_best_metric(of_loss, data)
-    assert (best_metric.name, best_metric.higher_is_better, best_metric.compared) == ("mail/loss", False, ("rows", "sets"))
-    assert build_best_metric(of_rouge, data).higher_is_better and "num_beams" in build_best_metric(of_rouge, data).compared
-    for inputs in (((2, "mail"), (1, "news")), ((1, "news"), (2, "mail"))):
-        assert best_metric.changes(build_best_metric(of_loss, replace(data, inputs=inputs)).measured_on) == ["sets"]
-    of_all = build_best_metric(EvalConfig(), data)
-    assert of_all.changes(build_best_metric(EvalConfig(), replace(data, inputs=())).measured_on) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "trouble"),
-    [
-        ({"best_metric": "post/loss"}, "percent_distinct, bleu/…, news/loss, mail/loss"),
-        ({"best_metric": "news/rougeL", "generate": False}, "eval.best_metric is news/rougeL: choose one of loss, "),
-        ({"best_metric": "news/bleu/score"}, "eval.best_metric is news/bleu/score: also say which value is better, by eval."),
-        ({"best_metric": "news/loss", "higher_is_better": True}, "eval.higher_is_better is true, but of loss the other value"),
-    ],
-)
-def test_a_name_that_no_evaluation_has_is_refused(settings, trouble):
-    assert trouble in refusal(check_metric, EvalConfig(**settings), ["bleu"], ["news", "mail"])
-
-
-def test_a_set_without_rows_or_prompts_is_no_goal():
-    data = make_data((2, "news"), (1, "mail"), (0, "post"))
-    for metric in ("news/rougeL", "mail/loss", "news/loss"):
-        check_metric_on_rows(EvalConfig(best_metric=metric), data)
-    trouble = "eval.best_metric is post/loss, but the set post has no rows to evaluate on"
-    assert refusal(check_metric_on_rows, EvalConfig(best_metric="post/loss"), data) == trouble
-    trouble = "eval.best_metric is mail/rougeL, but no held-out row has a prompt: choose loss or the like"
-    assert refusal(check_metric_on_rows, EvalConfig(best_metric="mail/rougeL"), data).startswith(trouble)

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.data.batch_plan import MicroBatch, Step
-from toolkit.data.collate import CausalCollator
 from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
@@ -23,7 +23,7 @@ from toolkit.files.json_lines import load_json_lines
 from toolkit.loss import IGNORED_LABEL
 from toolkit.objectives.causal import Causal
 from toolkit.tracking import baselines, step_log
-from toolkit.tracking.baselines import _text_baselines, _token_baselines, best_constant, lead_sentence, measure_baselines
+from toolkit.tracking.baselines import _text_baselines, _token_baselines, best_constant, measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.step_log import StepFigures, StepLog
 
@@ -40,19 +40,15 @@ def log(tmp_path) -> StepLog:
     return StepLog(metrics, sharded, Progress(100, 0, every_steps=1), ROWS, SkipHistory(), 3)
 
 
-def figures(step: int, *losses: float, norm: float = 1.0, skipped: bool | None = None) -> StepFigures:
-    """A step of two rows a micro-batch, rows 2·step and so on, with these summed losses."""
-    first = 2 * step
-    rows = tuple(range(first, first + 2 * len(losses)))
+def figures(step: int, *losses: float, norm: float = 1.0) -> StepFigures:
+    """A step of two rows a micro-batch, rows 2·step and so on, with these summed losses; skipped if one is not finite."""
+    rows = tuple(range(2 * step, 2 * step + 2 * len(losses)))
     micro_batches = [
-        (MicroBatch(step, i, i == len(losses) - 1, ((first + 2 * i,), (first + 2 * i + 1,)), False), torch.tensor(loss))
+        (MicroBatch(step, i, i == len(losses) - 1, ((rows[2 * i],), (rows[2 * i + 1],)), False), torch.tensor(loss))
         for i, loss in enumerate(losses)
     ]
-    total = sum(losses)
-    bad = not math.isfinite(total + norm) if skipped is None else skipped
-    return StepFigures(
-        Step(step, 0, rows, 10, 20), 1e-3, torch.tensor(total), torch.tensor(norm), torch.tensor(float(bad)), micro_batches
-    )
+    read = map(torch.tensor, (total := sum(losses), norm, float(not math.isfinite(total + norm))))
+    return StepFigures(Step(step, 0, rows, 10, 20), 1e-3, *read, micro_batches)
 
 
 def lines_of(log: StepLog, kind: str) -> list[dict]:
@@ -78,7 +74,10 @@ def test_rows_of_the_bad_micro_batch_are_named(log, capsys, losses, norm, row_id
     assert "step 4: update skipped on all ranks (loss " in printed and said in printed
 
 
-def test_every_step_has_a_line_and_only_skipped_ones_another(log, tmp_path):
+def test_every_step_has_a_line_and_only_skipped_ones_another(log, tmp_path, monkeypatch):
+    """With the speed of all four ranks and of one, and MFU, where it is known."""
+    monkeypatch.setattr(step_log, "world_size", lambda: 4)
+    log.num_input_tokens_seen = 1000
     for step, loss in enumerate([5.0, NAN, 7.0], start=1):
         log.add(figures(step, loss))
     assert not (tmp_path / "metrics.jsonl").read_text(), "read before it was asked to"
@@ -88,23 +87,17 @@ def test_every_step_has_a_line_and_only_skipped_ones_another(log, tmp_path):
     assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("skip", 2), ("train", 3)]
     assert [line["loss"] for line in lines] == [0.5, None, None, 0.7]
     assert log.skips == SkipHistory(num_skipped=1, num_in_a_row=0)
-    train = [line for line in lines if line["kind"] == "train"]
-    assert not any("mfu_percent" in line for line in train)
-    num_tokens = sum(line["num_tokens"] for line in train)
-    assert sum(line["step_time_s"] * line["tokens_per_s"] for line in train) == pytest.approx(num_tokens)
-
-
-def test_speed_is_that_of_a_rank_too_and_mfu_adds_up(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(step_log, "world_size", lambda: 4)
-    log.num_input_tokens_seen, log.seconds_at_peak = 1000, np.arange(100) / 1000
-    for step in (1, 2):  # rows 2 and 3, 4 and 5
+    assert not any("mfu_percent" in line for line in lines)
+    log.seconds_at_peak = np.arange(100) / 1000
+    for step in (4, 5):  # rows 8 and 9, 10 and 11
         log.add(figures(step, 1.0))
     log.flush()
-    train = load_json_lines(tmp_path / "metrics.jsonl")
-    assert [line["num_input_tokens_seen"] for line in train] == [1020, 1040]
+    train = lines_of(log, "train")
+    assert [line["num_input_tokens_seen"] for line in train] == [1020, 1040, 1060, 1080, 1100]
     assert all(line["tokens_per_s_per_rank"] * 4 == pytest.approx(line["tokens_per_s"]) for line in train)
-    at_peak_s = sum(line["mfu_percent"] / 100 * line["step_time_s"] * 4 for line in train)
-    assert at_peak_s == pytest.approx((2 + 3 + 4 + 5) / 1000)
+    assert sum(line["step_time_s"] * line["tokens_per_s"] for line in train) == pytest.approx(100)
+    at_peak_s = sum(line["mfu_percent"] / 100 * line["step_time_s"] * 4 for line in train[3:])
+    assert at_peak_s == pytest.approx((8 + 9 + 10 + 11) / 1000)
 
 
 def test_routers_have_figures_beside_the_loss_and_the_least_even_layer_its_load(log, tmp_path):
@@ -141,68 +134,70 @@ def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(log, losses, flu
     assert [line["step"] for line in lines_of(log, "train")] == [*range(1, len(losses) + 1)]
 
 
-VERBS, NOUNS = ["Return", "Opens", "Raise", "Closing"], ["the file", "a list of files", "the", "error errors", "value, if any"]
+def rows_of(inputs=(), tokenizer=None, **columns) -> EvaluationRows:
+    return EvaluationRows(Dataset.from_dict(columns), tokenizer=tokenizer, collator=None, objective=Causal(), inputs=inputs)
+
+
+TEXTS = {
+    "row_id": range(3),
+    "target": ["Return the oar.", "Close the file.", "Close it."],
+    "lead_text": ["Return the oar. And more.", "Nothing alike.", "Close it."],
+}
 
 
 def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path, monkeypatch):
-    from datasets import Dataset
-
-    texts = {"target": ["Return the oar.", "Close the file."], "lead_text": ["Return the oar. And more.", "Nothing alike."]}
-    rows, on = Dataset.from_dict(texts), {"rows": "a"}
-    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())
+    """Of texts, and of tokens where it is asked for; where these are evaluated."""
+    data, of_tokens, on = rows_of(**TEXTS), rows_of(tokenizer=range(4), **token_columns(*HELD_OUT)), {"rows": "a"}
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
+    assert measure_baselines(log, 3, TRAINED_ON, of_tokens, on, counts_tokens=True) == {}  # no evaluation
     log.write("eval", 3, loss=1.0, measured_on=on)
-    assert measure_baselines(log, 3, rows, data, on) == {}  # no texts
+    assert measure_baselines(log, 3, data.rows, data, on) == {}  # no texts
     log.write("eval", 4, rougeL=1.0, measured_on=on)
-    first = measure_baselines(log, 4, rows, data, on)
-    assert list(first) == ["lead sentence", 'constant "Return the oar."'] and first["lead sentence"]["rougeL"] == 50.0
+    first = measure_baselines(log, 4, data.rows, data, on)
+    assert list(first) == ["lead sentence", 'constant "Close the file."'] and first["lead sentence"]["rougeL"] == pytest.approx(
+        200 / 3
+    )
     lines = [line for line in load_json_lines(log.path, skip_torn_end=True) if line["kind"] == "baseline"]
     assert [(line["name"], line["step"], line["measured_on"]) for line in lines] == [(name, 4, on) for name in first]
-    monkeypatch.setattr(baselines, "_text_baselines", lambda *_: pytest.fail("measured again"))
-    again = measure_baselines(log, 4, rows, data, on)
+    with monkeypatch.context() as patch:
+        patch.setattr(baselines, "_text_baselines", lambda *_: pytest.fail("measured again"))
+        again = measure_baselines(log, 4, data.rows, data, on)
     assert {name: line["rougeL"] for name, line in again.items()} == {name: line["rougeL"] for name, line in first.items()}
     # On other rows, and a line that cannot be written, as on a full disk.
-    monkeypatch.undo()
-    log.write("eval", 5, rougeL=1.0, measured_on=(other := {"rows": "b"}))
+    log.write("eval", 5, loss=1.0, measured_on=(other := {"rows": "b"}))
+    measured = measure_baselines(log, 5, TRAINED_ON, of_tokens, other, counts_tokens=True)
+    assert list(measured) == ["unigram", "interpolated bigram"]
+    log.write("eval", 6, rougeL=1.0, measured_on=(third := {"rows": "c"}))
     with log.noting_failure(log.path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(UserError, match="metrics.jsonl cannot be written .No space left on device.: fix that"):
-        measure_baselines(log, 5, rows, data, other)
+        measure_baselines(log, 6, data.rows, data, third)
 
 
 def test_a_set_has_baselines_of_its_own_rows_and_a_long_constant_is_named_by_its_start():
-    from datasets import Dataset
-
-    leads = ["Return the oar. And more.", "Nothing alike.", "Close it."]
-    targets = ["Return the oar.", "Close the file.", "Close it."]
-    rows = Dataset.from_dict({"row_id": range(3), "target": targets, "lead_text": leads})
-    inputs = ((2, "news"), (1, "mail"))
-    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal(), inputs=inputs)
-    lead = _text_baselines(rows, data)["lead sentence"]
+    data = rows_of(inputs=((2, "news"), (1, "mail")), **TEXTS)
+    lead = _text_baselines(data.rows, data)["lead sentence"]
     assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]
-    rows = Dataset.from_dict({"target": ["word " * 20], "lead_text": ["a"]})
-    data = EvaluationRows(rows, tokenizer=None, collator=None, objective=Causal())
-    assert list(_text_baselines(rows, data))[1] == f'constant "{"word " * 7}…"'
+    data = rows_of(target=["word " * 20], lead_text=["a"])
+    assert list(_text_baselines(data.rows, data))[1] == f'constant "{"word " * 7}…"'
 
 
-def token_rows(*rows: tuple[list[int], int, int]):
+def token_columns(*rows: tuple[list[int], int, int]) -> dict[str, list]:
     """Rows of a causal model: their tokens, the number of the prompt's or of the first token, and the bytes of the rest."""
-    from datasets import Dataset
-
     columns = {"input_ids": [ids for ids, _, _ in rows], "target_bytes": [num_bytes for *_, num_bytes in rows]}
     columns["labels"] = [[IGNORED_LABEL] * start + ids[start:] for ids, start, _ in rows]
-    return Dataset.from_dict(columns | {"num_tokens": list(map(len, columns["input_ids"])), "row_id": list(range(len(rows)))})
+    return columns | {"num_tokens": list(map(len, columns["input_ids"])), "row_id": list(range(len(rows)))}
 
 
-TRAINED_ON = token_rows(([0, 1, 2], 1, 9), ([0, 1, 1], 1, 9))
+TRAINED_ON = Dataset.from_dict(token_columns(([0, 1, 2], 1, 9), ([0, 1, 1], 1, 9)))
 """Labels 1, 2, 1, 1: in a vocabulary of 4, p is 4/8 for 1, 2/8 for 2, 1/8 for the others. After 0 comes 1 twice; after 1 come 2
 and 1 once each."""
-HELD_OUT = token_rows(([0, 1, 3, 2], 1, 4), ([2, 3, 0, 1], 3, 2))
+HELD_OUT = ([0, 1, 3, 2], 1, 4), ([2, 3, 0, 1], 3, 2)
 """The last three tokens of the first, the last of the second."""
 
 
-def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it():
-    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal(), inputs=((1, "a"), (1, "b")))
+def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it(monkeypatch):
+    data = rows_of(tokenizer=range(4), inputs=((1, "a"), (1, "b")), **token_columns(*HELD_OUT))
     found = _token_baselines(TRAINED_ON, data)
     after_0, after_1, after_3 = (2 + 1 / 2) / 3, (0 + 2 / 8) / 4, 1 / 4  # 3 was never before a label
     likelihoods = {
@@ -215,22 +210,13 @@ def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it():
             nats = -sum(map(math.log, values))
             assert found[name][f"{of_set}loss"] == pytest.approx(nats / len(values))
             assert found[name][f"{of_set}bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes)
-
-
-def test_more_tokens_than_are_counted_are_thinned_evenly(monkeypatch):
-    data = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=None, objective=Causal())
+    # More tokens than are counted are thinned evenly.
     of_first = _token_baselines(TRAINED_ON.select([0]), data)
     monkeypatch.setattr(baselines, "MAX_COUNTED_TOKENS", 5)
     assert _token_baselines(TRAINED_ON, data) == of_first
 
 
-def test_tokens_are_counted_where_it_is_asked_for_and_evaluated(tmp_path):
-    log, on = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True), {"rows": "a"}
-    causal = EvaluationRows(HELD_OUT, tokenizer=range(4), collator=CausalCollator(0), objective=Causal())
-    assert measure_baselines(log, 3, TRAINED_ON, causal, on, counts_tokens=True) == {}  # no evaluation
-    log.write("eval", 3, loss=1.0, measured_on=on)
-    assert measure_baselines(log, 3, TRAINED_ON, causal, on) == {}
-    assert list(measure_baselines(log, 3, TRAINED_ON, causal, on, counts_tokens=True)) == ["unigram", "interpolated bigram"]
+VERBS, NOUNS = ["Return", "Opens", "Raise", "Closing"], ["the file", "a list of files", "the", "error errors", "value, if any"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -244,18 +230,13 @@ def test_the_best_constant_is_nearly_the_winner_by_rouge_1(seed):
     assert winner >= 0.9 * max(means) and winner > 1.3 * statistics.fmean(means)
 
 
-def test_the_best_constant_counts_words_as_rouge_of_the_references_does():
-    """rouge_score has one word for these texts, "cd", and the first would win."""
-    targets, references = ["关闭窗口 cd", "打开一个文件"], ["打开文件", "打开一些文件", "读文件 cd"]
-    means = [mean_scores(rouge_scores([target] * len(references), references))["rougeL"] for target in targets]
-    assert best_constant(targets, references) == "打开一个文件" and max(means) == means[1] > 50
-
-
 @pytest.mark.parametrize(
     ("targets", "references", "best"),
     [
         (["x y", "Close file", "file close", "close files"], ["close"], "Close file"),  # the first of equals
         (["x", "y"], ["z"], "x"),
+        # Words as ROUGE of the references counts them: rouge_score has one for these texts, "cd".
+        (["关闭窗口 cd", "打开一个文件"], ["打开文件", "打开一些文件", "读文件 cd"], "打开一个文件"),
         (["a", "b", "c", "d", "e", "f", "f"], ["d"], "a"),  # thinned to a, c, e: all three score 0
         (["a", "b", "c", "d", "e", "f", "f"], ["e"], "e"),
     ],
@@ -263,5 +244,3 @@ def test_the_best_constant_counts_words_as_rouge_of_the_references_does():
 def test_the_first_of_equals_wins_and_large_sets_are_thinned_evenly(monkeypatch, targets, references, best):
     monkeypatch.setattr(baselines, "MAX_CANDIDATES", 4 if len(targets) == 4 else 3)
     assert best_constant(targets, references) == best
-    assert lead_sentence("Opens the\nfile (e.g. A). Then reads it.\n\nMore.") == "Opens the file (e.g. A)."
-    assert (lead_sentence("No stop here"), lead_sentence("  \n")) == ("No stop here", "")

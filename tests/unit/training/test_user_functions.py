@@ -3,6 +3,7 @@ The auxiliary loss of routers: its size is that of transformers, and models that
 on any ranks is tested in `tests/distributed/test_mixtures.py`."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES
 from tests.support.tiny_models import build_causal
 from toolkit import load_config
+from toolkit.checkpoint.state import SkipHistory
+from toolkit.config.schema import OptimConfig
 from toolkit.data.batch_plan import Step
 from toolkit.data.collate import CausalCollator
 from toolkit.errors import UserError
@@ -24,6 +27,7 @@ from toolkit.models.patches import chunked_loss
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.training.router_loss import RouterLoss
+from toolkit.training.skip_guard import SkipGuard
 from toolkit.training.user_functions import UserHooks, check_hooks, check_own_loss, summed_own_loss
 
 NEEDED = {"model.name_or_path": "model", "train.max_steps": 2, "data.source": "some/rows"}
@@ -76,30 +80,31 @@ def test_cross_entropy_as_ones_own_loss_is_the_toolkits():
     assert summed_own_loss(model, dummy, "input_ids", summed_cross_entropy).item() == 0
 
 
+def cross_entropy(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, **how) -> torch.Tensor:
+    return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), **how)
+
+
 def focal(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    nats_N = F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+    nats_N = cross_entropy(logits_BTV.float(), labels_BT, ignore_index=IGNORED_LABEL, reduction="none")
     return ((1 - (-nats_N).exp()) ** 2 * nats_N).sum()
-
-
-def mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
-
-
-def no_scalar(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none")
-
-
-def of_ignored_labels_too(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten().clamp(min=0), reduction="sum")
 
 
 @pytest.mark.parametrize(
     ("loss", "sentence"),
     [
-        (mean, "loss of twice the rows is (.*), and of the rows once \\1: return the sum over the label tokens, not their mean$"),
-        (no_scalar, r"loss returned a tensor of shape \(10,\): return a scalar tensor that depends on the logits$"),
+        (
+            cross_entropy,
+            "loss of twice the rows is (.*), and of the rows once \\1: return the sum over the label tokens, not their mean$",
+        ),
+        (
+            partial(cross_entropy, reduction="none"),
+            r"loss returned a tensor of shape \(10,\): return a scalar tensor that depends on the logits$",
+        ),
         (lambda *_: 3.0, "loss returned float: return a scalar"),
-        (of_ignored_labels_too, "loss of rows without a label token is .*, not 0: leave out the labels that are -100$"),
+        (
+            lambda logits_BTV, labels_BT: cross_entropy(logits_BTV, labels_BT.clamp(min=0), reduction="sum"),
+            "loss of rows without a label token is .*, not 0: leave out the labels that are -100$",
+        ),
     ],
 )
 def test_what_is_no_sum_over_label_tokens_is_refused(loss, sentence):
@@ -157,11 +162,6 @@ def test_where_all_tokens_are_one_group_it_is_the_loss_of_transformers_without_p
     torch.testing.assert_close(actual, load_balancing_loss_func((logits_TE,), 4, 2, attention_mask=is_real_T[None]))
 
 
-def test_documents_are_counted_apart():
-    experts_TK = torch.tensor([[0, 1], [2, 1], [0, 2], [1, 2]])
-    assert count_routed(experts_TK, torch.tensor([1, 2, 2, 0]), 2, 3).tolist() == [[1, 1, 0], [1, 1, 2]]
-
-
 @pytest.mark.parametrize("setting", ["document", "global"])
 def test_parts_and_figures_add_up_to_those_of_one_micro_batch(setting):
     """Rows of 5, 3 and 4 tokens and padding, through two layers, at once or one after another."""
@@ -199,5 +199,5 @@ def test_figures_are_reduced_over_every_group(monkeypatch):
 
 def new_loss(num_tokens: int, groups: Sequence = ()) -> RouterLoss:
     sharded = SimpleNamespace(routes={}, unwrapped=SimpleNamespace(config=transformers.MixtralConfig(router_aux_loss_coef=0.5)))
-    run = SimpleNamespace(sharded=sharded, guard=SimpleNamespace(groups=groups))
+    run = SimpleNamespace(sharded=sharded, guard=SkipGuard(OptimConfig(), SkipHistory(), groups))
     return RouterLoss(run, Step(1, 0, (0, 1, 2), num_tokens, num_tokens))
