@@ -4,7 +4,6 @@ import inspect
 import json
 import pydoc
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +11,10 @@ import pytest
 import torch
 
 from tests.support import seq2seq_families
-from tests.support.eval_rows import eval_rows, rows_for
+from tests.support.eval_rows import rows_for
 from tests.support.tiny_models import one_process
 from toolkit.config.schema import EvalConfig
-from toolkit.evaluation import generate, loop
+from toolkit.evaluation import loop
 from toolkit.evaluation.generate import FLAWS, describe_flaws, find_flaws, repeats_itself
 from toolkit.evaluation.metrics import OUR_FIGURES
 from toolkit.parallel import wrap
@@ -99,15 +98,12 @@ def test_an_evaluation_counts_what_it_generated(family, batch_size, tmp_path, mo
 
     def generated(input_ids: torch.Tensor, **options) -> torch.Tensor:
         assert options["max_new_tokens"] == 5
-        rows = [next(i for i, row in enumerate(data.rows["input_ids"]) if row == kept(ids)) for ids in input_ids.tolist()]
+        rows = [[row[0] for row in data.rows["input_ids"]].index(ids[0]) for ids in input_ids.tolist()]
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         places.extend(rows)
         texts = [written[row] or [end] for row in rows]
         length = max(map(len, texts))
         return torch.tensor([[model.config.decoder_start_token_id, *text, *[0] * (length - len(text))] for text in texts])
-
-    def kept(ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token != data.collator.pad_token_id]
 
     monkeypatch.setattr(model, "generate", generated)
     sharded = wrap.shard_model(one_process(), model)
@@ -115,15 +111,3 @@ def test_an_evaluation_counts_what_it_generated(family, batch_size, tmp_path, mo
     figures = loop.evaluate(config, sharded, data, tmp_path / "p.jsonl", lambda: None)
     assert sorted(places) == [0, 1, 2, 3]
     assert {name: figures[name] for name in ("num_texts", *FLAWS)} == {"num_texts": 4, CUT: 1, EMPTY: 1, REPEATING: 0}
-
-
-def test_the_texts_of_all_ranks_are_counted(tmp_path, monkeypatch):
-    data = eval_rows([{"row_id": i, "target": "a", "prompt_length": 1} for i in range(3)])
-    score = dict.fromkeys(generate.ROUGE_KEYS, 0.0)
-    parts = [
-        [generate.Score(2, "b", score, (CUT, REPEATING))],
-        [generate.Score(0, "", score, (EMPTY,)), generate.Score(1, "c", score)],
-    ]
-    monkeypatch.setattr(generate, "gather_objects", lambda own: parts)
-    figures = generate.gather_scores(parts[0], data, tmp_path / "p.jsonl")
-    assert {name: figures[name] for name in ("num_texts", *FLAWS)} == {"num_texts": 3, CUT: 1, EMPTY: 1, REPEATING: 1}

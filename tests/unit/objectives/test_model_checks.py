@@ -39,16 +39,6 @@ def test_no_code_asks_which_objective_it_has():
     assert [str(path) for path in core if QUESTION.search((PACKAGE / path).read_text(encoding="utf-8"))] == ASKING
 
 
-@pytest.mark.parametrize("recipe", ["t5", "llm", "dpo", "dpo_t5"])
-def test_a_config_names_its_objective_and_has_the_fields_that_limit_its_sides(recipe):
-    config = load_config(recipe, overrides=REQUIRED)
-    objective = objective_of(config)
-    assert objective.name == config.data.objective == name_objective(config, None)[0].objective
-    assert all(getattr(config.data, limit) > 0 for limit in objective.limits.values())
-    assert len(objective.lengths(5, 2)) == len(objective.limits) == len(objective.inputs)
-    assert sum(objective.lengths(5, 2)) == 5
-
-
 def test_an_objective_of_a_users_own_is_never_found_by_its_name():
     class Own(Objective):
         name, auto_class, takes = "os", "AutoModel", "a model"
@@ -115,11 +105,6 @@ def check(model, collator=None, packing: bool = True, mixed_precision: str = "no
     model_checks.check_causal_model(sharded, collator or CausalCollator(0), packing=packing)
 
 
-def test_a_good_model_passes_in_rows_and_in_one_row(model):
-    check(model)
-    check(model, CausalCollator(0, one_row=True))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_model_that_trains_in_float8_is_checked_exactly(monkeypatch, model, seed):
     """One scale is taken over all tokens: with another last token the products of the first ones change in their last bits."""
@@ -139,18 +124,33 @@ def test_a_model_that_trains_in_float8_is_checked_exactly(monkeypatch, model, se
     assert torch.equal(model(input_ids=ids).logits, again)
 
 
-def test_packs_that_leak_only_where_a_micro_batch_has_several_are_found(model):
-    class Forgetful(CausalCollator):
-        """As flash attention: positions of several rows go unheard."""
+class Changed(CausalCollator):
+    def collate(self, packs, *, is_dummy: bool = False):
+        batch = super().collate(packs, is_dummy=is_dummy)
+        if "position_ids" in batch:
+            self.change(batch, len(packs))
+        return batch
 
-        def collate(self, packs, *, is_dummy: bool = False):
-            batch = super().collate(packs, is_dummy=is_dummy)
-            if len(packs) > 1:
-                batch.pop("position_ids", None)
-            return batch
 
+class Forgetful(Changed):
+    """As flash attention: positions of several rows go unheard."""
+
+    def change(self, batch, num_packs: int) -> None:
+        if num_packs > 1:
+            del batch["position_ids"]
+
+
+class Shifted(Changed):
+    """No leak: the second text of a pack stands at other positions than alone."""
+
+    def change(self, batch, num_packs: int) -> None:
+        batch["position_ids"] = batch["position_ids"] * 2
+
+
+def test_packs_that_leak_or_differ_from_single_rows_are_found(model):
     assert "lets packed rows see each other: set data.packing to false" in refusal(check, model, Forgetful(0))
     check(model, Forgetful(0), packing=False)
+    assert "(packed: try data.packing false)" in refusal(check, model, Shifted(0))
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(model):
@@ -161,28 +161,15 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model):
     assert "its tokens see later ones" in refusal(check, model)
 
 
-def test_a_good_model_is_gathered_three_times_and_one_of_nan_is_named_for_that(model):
+def test_a_good_model_passes_gathered_three_times_and_one_of_nan_is_named_for_that(model):
     calls = []
     model.model.register_forward_hook(lambda *_: calls.append(1))
-    for packing in (True, False):
+    for one_row, packing in ((False, True), (False, False), (True, True)):
         calls.clear()
-        check(model, packing=packing)
+        check(model, CausalCollator(0, one_row=one_row), packing)
         assert len(calls) == 3
     model.model.norm.weight.data.fill_(float("nan"))
     assert "its loss by hidden states is nan, by its logits nan" in refusal(check, model)
-
-
-def test_packed_rows_that_are_not_single_ones_are_found(model):
-    """No leak: the second text of a pack stands at other positions than alone."""
-
-    class Shifted(CausalCollator):
-        def collate(self, packs, *, is_dummy: bool = False):
-            batch = super().collate(packs, is_dummy=is_dummy)
-            if "position_ids" in batch:
-                batch["position_ids"] = batch["position_ids"] * 2
-            return batch
-
-    assert "(packed: try data.packing false)" in refusal(check, model, Shifted(0))
 
 
 def test_the_tolerance_follows_what_the_model_computes_in(model, monkeypatch):

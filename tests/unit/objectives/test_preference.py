@@ -1,9 +1,8 @@
-"""Losses of pairs beside their written-out formulas and TRL's values; batches of pairs. By encoder-decoders: beside plain
+"""Losses of pairs beside those that `verify` writes out and TRL's values; batches of pairs. By encoder-decoders: beside plain
 code, a row at a time; rows and models that do not fit."""
 
 import dataclasses
 import json
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,43 +18,21 @@ from toolkit.config.schema import ModelConfig, OptimConfig, PreferenceLossConfig
 from toolkit.loss import IGNORED_LABEL
 from toolkit.models.patches import chunked_loss, masks
 from toolkit.objectives.preference import PairCollator, Preference, Seq2SeqPreference
-from toolkit.objectives.preference_losses import LOSSES, SMOOTHED, Answers
+from toolkit.objectives.preference_losses import LOSSES, Answers
 from toolkit.objectives.reference import Reference, _load
 from toolkit.tools.verify.plain import pair_loss
 
 LOGPS, REFERENCE, LENGTHS = ((-4.0, -5.0), (-9.0, -2.0)), ((-4.5, -4.0), (-8.0, -3.0)), ((3, 5), (6, 1))
 
 
-def softplus(value: float) -> float:
-    return math.log1p(math.exp(value))
-
-
-def by_hand(loss: str, place: int, share: float) -> float:
-    """The formula of the paper, for one pair."""
-    (chosen, rejected), (of_chosen, of_rejected), (long, other) = LOGPS[place], REFERENCE[place], LENGTHS[place]
-    margin = BETA * ((chosen - of_chosen) - (rejected - of_rejected))
-    if loss == "sigmoid":
-        return (1 - share) * softplus(-margin) + share * softplus(margin)
-    if loss == "robust":
-        return ((1 - share) * softplus(-margin) - share * softplus(margin)) / (1 - 2 * share)
-    if loss == "ipo":
-        return ((chosen - of_chosen) / long - (rejected - of_rejected) / other - 1 / (2 * BETA)) ** 2
-    if loss == "simpo":
-        gap = BETA * (chosen / long - rejected / other) - MARGIN
-        return (1 - share) * softplus(-gap) + share * softplus(gap)
-    odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (chosen / long, rejected / other)]
-    return -chosen / long + BETA * softplus(-math.log(odds[0] / odds[1]))
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_a_loss_is_its_formula(loss, share):
+    """As it is written out for `verify`, by which it compares."""
     answers = Answers(*(torch.tensor(values, dtype=torch.float64) for values in (LOGPS, REFERENCE, LENGTHS)))
     settings = PreferenceLossConfig(loss=loss, beta=BETA, label_smoothing=share, margin=MARGIN)
-    expected = pytest.approx([by_hand(loss, place, share) for place in (0, 1)], rel=1e-9)
-    assert LOSSES[loss](answers, settings).tolist() == expected
-    if not share or loss in SMOOTHED:  # what `verify` compares with
-        assert [pair_loss(settings, *parts).item() for parts in zip(*answers, strict=True)] == expected
+    expected = [pair_loss(settings, *parts).item() for parts in zip(*answers, strict=True)]
+    assert LOSSES[loss](answers, settings).tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def rows() -> list[dict]:
@@ -76,22 +53,14 @@ def objective_of(loss: str, share: float = 0.0) -> Preference:
 
 @torch.no_grad()
 def compute(objective: Preference, packs: list) -> tuple[float, list[float]]:
-    """The loss of pairs in these packs, with the second model as reference."""
-    values = []
-    collator = PairCollator(0)
-    for seed in (1, 0):
-        chunked_loss.install(model := build_model(seed))
-        batch = collator.collate(packs)
-        if seed:
-            pairs = [row for pack in packs for row in pack]
-            known = objective.answers_of(model, batch).logps_P2.numpy()
-            order = np.argsort([row["row_id"] for row in pairs])
-            ids = np.array([row["row_id"] for row in pairs])[order]
-            collator = PairCollator(0, reference=Reference(ids, known[order]))
-        else:
-            loss_sum, sums = objective.loss(model, batch)
-            values = [loss_sum.item(), sums.tolist()]
-    return values[0], values[1]
+    """The loss of pairs in these packs and its other sums, with the second model as reference."""
+    trained, of_reference = map(build_model, (0, 1))
+    for model in (trained, of_reference):
+        chunked_loss.install(model)
+    known = objective.answers_of(of_reference, PairCollator(0).collate(packs)).logps_P2.numpy()
+    ids = np.array([row["row_id"] for pack in packs for row in pack])
+    loss_sum, sums = objective.loss(trained, PairCollator(0, reference=Reference(ids, known)).collate(packs))
+    return loss_sum.item(), sums.tolist()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -115,26 +84,29 @@ def test_a_dummy_has_no_loss_but_gradients_of_every_parameter():
         assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (
-            {"optim": OptimConfig(router_aux_loss="document")},
-            "optim.router_aux_loss knows no pairs, whose answers are documents of their own: leave it out",
-        ),
+def config_of(optim: OptimConfig | None = None, **preference) -> SimpleNamespace:
+    model = ModelConfig(name_or_path="m")
+    return SimpleNamespace(model=model, optim=optim or OptimConfig(), preference=PreferenceLossConfig(**preference))
+
+
+def test_settings_and_models_that_do_not_fit_are_refused():
+    for preference, expected in (
         ({"loss": "kto"}, "preference.loss is kto: choose one of sigmoid, robust, ipo, simpo, orpo"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "preference.label_smoothing is 0.1, but ipo has none: leave it out"),
         ({"margin": 2.0}, "preference.margin is 2.0, but sigmoid has none: leave it out"),
         ({"loss": "orpo", "reference": "m"}, "preference.reference is m, but orpo has none: leave it out"),
         ({"label_smoothing": 0.5}, "preference.label_smoothing is 0.5, so most pairs would be wrong: give less than 0.5"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings, expected):
-    class Config:
-        optim = settings.pop("optim", None)
-        preference = PreferenceLossConfig(**settings)
-
-    assert refusal(Preference, Config()) == expected
+    ):
+        assert refusal(Preference, config_of(**preference)) == expected
+    expected = "optim.router_aux_loss knows no pairs, whose answers are documents of their own: leave it out"
+    assert refusal(Preference, config_of(OptimConfig(router_aux_loss="document"))) == expected
+    t5, llama = (SimpleNamespace(model_type=kind, is_encoder_decoder=kind == "t5") for kind in ("t5", "llama"))
+    expected = "model.name_or_path m is a t5 model, an encoder-decoder: start recipes/dpo_t5.py, or write recipe: dpo_t5"
+    assert refusal(Preference().check_model_config, t5, config_of().model) == expected
+    expected = "model.name_or_path m is a llama model, not an encoder-decoder: start recipes/dpo.py, or write recipe: dpo"
+    assert refusal(Seq2SeqPreference().check_model_config, llama, config_of().model) == expected
+    expected = "preference.reference /gone is not a folder here: give an existing folder or a hub id"
+    assert refusal(_load, config_of(reference="/gone"), Preference(), None, None) == expected
 
 
 SOURCE_PAIRS = [
@@ -218,18 +190,3 @@ def test_rows_hold_both_targets_and_what_is_cut_or_equal_is_said(tmp_path):
     assert refusal(Seq2SeqPreference().tokenize, rows, tokenizer, config, [("a.jsonl", 2)]) == expected
     of_chat = SimpleNamespace(train=Dataset.from_dict({"prompt": [None, "read"], "completion": [None, "a"]}))
     assert Seq2SeqPreference().describe(tokenizer, of_chat) == []  # comes before
-
-
-def test_a_model_of_the_other_kind_is_refused_with_the_recipe_that_takes_it():
-    name = ModelConfig(name_or_path="m")
-    t5, llama = (SimpleNamespace(model_type=kind, is_encoder_decoder=kind == "t5") for kind in ("t5", "llama"))
-    sentence = "model.name_or_path m is a t5 model, an encoder-decoder: start recipes/dpo_t5.py, or write recipe: dpo_t5"
-    assert refusal(Preference().check_model_config, t5, name) == sentence
-    sentence = "model.name_or_path m is a llama model, not an encoder-decoder: start recipes/dpo.py, or write recipe: dpo"
-    assert refusal(Seq2SeqPreference().check_model_config, llama, name) == sentence
-
-
-def test_a_reference_that_is_not_there_is_named_by_its_setting():
-    model, preference = ModelConfig(name_or_path="m"), PreferenceLossConfig(reference="/gone")
-    sentence = "preference.reference /gone is not a folder here: give an existing folder or a hub id"
-    assert refusal(_load, SimpleNamespace(model=model, preference=preference), Preference(), None, None) == sentence

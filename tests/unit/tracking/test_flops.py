@@ -54,18 +54,6 @@ def per_term_of(model) -> list[float]:
     return count_per_term(objective_of(model), copy_on_meta(model), collator_of(model)).tolist()
 
 
-def test_llama_by_hand():
-    attention = 2 * D * D + 2 * D * (D // 2)  # keys and values of 2 heads in place of 4
-    weights = LAYERS * (attention + 3 * D * FORWARD)
-    expected = [0, 6 * weights, 6 * D * V, LAYERS * 3 * 4 * D / 2]
-    model = build("llama")
-    assert per_term_of(model) == pytest.approx(expected, rel=1e-9, abs=1e-6)
-    padded = CausalCollator(0, multiples=(24,), longest=(8192,))
-    assert count_per_term(objective_of(model), copy_on_meta(model), padded).tolist() == per_term_of(model), (
-        "padding of a run's batches does not count"
-    )
-
-
 def test_each_kind_of_block_runs_once_for_each_length(monkeypatch):
     """Gemma 2 has two kinds of layers in turn. A frozen layer, and one before which nothing trains, are other kinds."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
@@ -90,33 +78,31 @@ def test_each_kind_of_block_runs_once_for_each_length(monkeypatch):
     assert frozen[1] == pytest.approx(two[1] / 3 + 2 * two[1])
 
 
-def test_a_frozen_base_costs_two_thirds_and_its_adapter_all():
+def test_llama_by_hand_and_a_frozen_base_costs_two_thirds_and_its_adapter_all():
     import peft
 
     model = build("llama")
-    whole = per_term_of(model)
-    rank, few = 4, D // 2  # outputs of keys and values
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear")).base_model.model
+    rank, few = 4, D // 2  # outputs of keys and values: 2 heads in place of 4
     shapes = [(D, D), (D, few), (D, few), (D, D), (D, FORWARD), (D, FORWARD), (FORWARD, D)]
     frozen = LAYERS * sum(inputs * outputs for inputs, outputs in shapes)
+    whole = [0, 6 * frozen, 6 * D * V, LAYERS * 3 * 4 * D / 2]
+    assert per_term_of(model) == pytest.approx(whole, rel=1e-9, abs=1e-6)
+    padded = CausalCollator(0, multiples=(24,), longest=(8192,))
+    padded_too = count_per_term(objective_of(model), copy_on_meta(model), padded).tolist()
+    assert padded_too == per_term_of(model), "padding of a run's batches does not count"
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear")).base_model.model
     adapter = LAYERS * rank * sum(inputs + outputs for inputs, outputs in shapes)
     # Before the first layer's queries, keys and values nothing trains, so their inputs need no gradient.
     first_inputs = D * (D + 2 * few) + 3 * rank * D
     per_term = per_term_of(adapted)
     assert per_term[1] == pytest.approx(4 * frozen + 6 * adapter - 2 * first_inputs)
     assert per_term[2] == pytest.approx(whole[2] * 2 / 3) and per_term[3] == pytest.approx(whole[3])
-
-
-def test_a_base_in_codes_costs_what_a_plain_frozen_one_does():
-    import peft
-
-    def adapt():
-        model = copy_on_meta(build("llama", hidden_size=64, intermediate_size=128))
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")).base_model.model
-
-    quantized = adapt()
+    # Codes cost what a plain frozen base does.
+    wide, quantized = (copy_on_meta(build("llama", hidden_size=64, intermediate_size=128)) for _ in range(2))
+    adapt = peft.LoraConfig(r=4, target_modules="all-linear")
+    wide, quantized = (peft.get_peft_model(each, adapt).base_model.model for each in (wide, quantized))
     quantize_layers(quantized, "nf4")
-    assert per_term_of(quantized) == pytest.approx(per_term_of(adapt()))
+    assert per_term_of(quantized) == pytest.approx(per_term_of(wide))
 
 
 @pytest.mark.usefixtures("a100")

@@ -13,7 +13,6 @@ from tests.support.refusals import refusal
 from toolkit.checkpoint.manifest import Checkpoint
 from toolkit.config.data import DataConfig
 from toolkit.config.schema import ModelConfig, RunConfig, SummarizationConfig, TrackingConfig
-from toolkit.errors import UserError
 from toolkit.tracking.metrics_log import MetricsLog
 from toolkit.tracking.trackers import Trackers, _name_for_mlflow, check_trackers, close_trackers, log_to_trackers, start_trackers
 
@@ -37,7 +36,7 @@ def seen(monkeypatch) -> list:
 
             def log(self, values: dict, step: int | None = None, **_) -> None:
                 if values.get("train/loss") == 13:
-                    raise OSError("the disk\nis full")
+                    raise OSError("the disk\nis full" + "!" * 400)
                 seen.append((own_name, step, values))
 
             def finish(self) -> None:
@@ -97,22 +96,10 @@ def test_one_that_fails_is_reported_once_and_the_others_go_on(seen, tmp_path, ca
     assert [entry[:2] for entry in seen[4:]] == [("second", 1), ("second", 2)]
     close_trackers(trackers)
     assert capsys.readouterr().err.splitlines() == [
-        "WARNING: first failed at step 1 (the disk is full): it gets no more figures of this run; metrics.jsonl has all of them",
+        f"WARNING: first failed at step 1 (the disk is full{'!' * 284} …): it gets no more figures of this run; metrics.jsonl "
+        "has all of them",
         "WARNING: second could not be closed (ConnectionError): it may lack the last figures",
     ]
-
-
-def test_one_that_cannot_start_is_one_sentence(seen, tmp_path, monkeypatch):
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    def start(self) -> None:
-        raise RuntimeError("nobody\n  answers" + "!" * 400)
-
-    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["second"], "start", start)
-    sentence = r"^tracking.log_with: second could not start \(nobody answers!{286} …\): fix that, or leave it out"
-    with pytest.raises(UserError, match=sentence):
-        start_trackers(Trackers(), config_with(tmp_path, "first", "second"), tmp_path, None)
-    assert not (tmp_path / "trackers.json").exists()
 
 
 def test_a_resume_sends_nothing_twice(seen, tmp_path, monkeypatch, capsys):
@@ -148,9 +135,8 @@ def test_names_that_mlflow_refuses_are_rewritten_and_said_once(capsys):
     names = ["eval/loss/a b.c:d-é", "eval/loss/a@b", "eval/loss/a@b", "eval/loss/a#b", "eval/loss//x/../y"]
     rewritten = [_name_for_mlflow(name, renamed) for name in names]
     assert rewritten == [names[0], "eval/loss/a_40_b", "eval/loss/a_40_b", "eval/loss/a_23_b", "eval/loss/y"]
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 3
-    assert printed[0] == "mlflow gets 'eval/loss/a@b' as 'eval/loss/a_40_b': it refuses other names"
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "mlflow gets 'eval/loss/a@b' as 'eval/loss/a_40_b': it refuses other names" and len(others) == 2
 
 
 def close_slowly(uploaded: str) -> bool:

@@ -1,9 +1,8 @@
 """The order of what the loop does: train, evaluate, save, stop; the updates themselves are those of `tests/distributed/`. What
 a run says of its start and does at its end, and what is due after a step."""
 
-import gc
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -15,9 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.checkpoint_files import LOSS
-from tests.support.rows import load_rows
 from toolkit.checkpoint.state import TrainState
-from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
+from toolkit.config.data import DataConfig
 from toolkit.config.schema import CheckpointConfig, EvalConfig, OptimConfig, ProfileConfig, TrainConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.distributed import device
@@ -30,7 +28,8 @@ from toolkit.training.model import _note_needless_shards
 from toolkit.training.run import _describe_data
 from toolkit.training.user_functions import UserHooks
 
-EVALUATION, SIGNAL = {"loss": 0.4}, "SIGTERM"
+EVALUATION = {"loss": 0.4}
+AT_THE_END = [("evaluate", 6), ("save", 6, EVALUATION, True), "finish"]
 
 
 def train(state: TrainState, num_steps: int, monkeypatch: pytest.MonkeyPatch, signals: dict[int, str] | None = None) -> list:
@@ -58,21 +57,21 @@ def train(state: TrainState, num_steps: int, monkeypatch: pytest.MonkeyPatch, si
     config = SimpleNamespace(**sections, optim=OptimConfig(), profile=ProfileConfig(), log_every_steps=1)
     run = MagicMock(config=config, state=state, num_steps=num_steps, hooks=UserHooks())
     run.sharded.model = nn.Linear(2, 2)
-    try:
+    with suppress(Stopped):
         loop.train(run)
-    except Stopped:
-        calls.append("stopped")
     return calls
 
 
-def test_garbage_is_collected_after_steps_that_all_ranks_share_and_in_none(monkeypatch):
-    enabled = []
+@pytest.mark.parametrize("num_frozen", [0, 5])
+def test_garbage_is_collected_after_steps_that_all_ranks_share_and_in_none(num_frozen, monkeypatch):
+    """What a caller froze stays frozen: Python's collector, here a stand-in, can only unfreeze all of this process."""
+    collector = MagicMock(**{"get_freeze_count.return_value": num_frozen, "isenabled.return_value": True})
+    monkeypatch.setattr(loop, "gc", collector)
     monkeypatch.setattr(loop, "COLLECT_EVERY_STEPS", 2)
-    monkeypatch.setattr(gc, "collect", lambda *_: enabled.append(gc.isenabled()))
-    gc.unfreeze()
     train(TrainState(1), 3, monkeypatch)
-    assert enabled == [True, False], "at the start, and after step 2"
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+    called = [name for name, _, _ in collector.mock_calls if name not in ("isenabled", "get_freeze_count")]
+    of_freezing = [] if num_frozen else ["freeze", "unfreeze"]
+    assert called == ["collect", *of_freezing[:1], "disable", "collect", *of_freezing[1:], "enable"], "at the start, after step 2"
 
 
 @pytest.mark.parametrize(("device", "setting", "expected"), [("cuda", None, 1), ("cpu", None, 0), ("cuda", 0, 0), ("cpu", 3, 3)])
@@ -103,34 +102,20 @@ def test_gradients_of_ddp_stay_the_views_of_its_buckets(kind, monkeypatch):
     assert names.index("guard.should_skip") < names.index("writer.copier.make_device_wait") < names.index("optimizer.step")
 
 
-@pytest.mark.parametrize("is_due", [True, False])
-def test_a_checkpoint_gets_the_figures_of_an_interrupted_evaluation(is_due, monkeypatch):
-    """Without them it could not be the best: `export.weights best` took a worse one of those that stood."""
-    first = [("evaluate", 4), ("save", 4, EVALUATION, False)] if is_due else []
-    rest = [("train", 5), ("train", 6), ("evaluate", 6), ("save", 6, EVALUATION, True), "finish"]
-    assert train(TrainState(4, evaluation_due=is_due), 6, monkeypatch) == first + rest
-
-
-def test_a_complete_run_whose_last_evaluation_a_signal_ended_trains_no_more(monkeypatch):
-    expected = [("evaluate", 6), ("save", 6, EVALUATION, True), "finish"]
-    assert train(TrainState(6, evaluation_due=True), 6, monkeypatch) == expected
-
-
-def test_a_signal_comes_before_an_evaluation_that_is_due(monkeypatch):
-    state = TrainState(5)
-    calls = train(state, 6, monkeypatch, signals={6: SIGNAL})
-    assert calls == [("train", 6), ("save", 6, {}, True), ("stop", SIGNAL), "stopped"]
-    assert state.evaluation_due  # so that the checkpoint says so
-
-
-@pytest.mark.parametrize("num_frozen", [0, 5])
-def test_what_a_caller_froze_stays_frozen(num_frozen, monkeypatch):
-    """With a stand-in for Python's collector, which can only unfreeze all that this process has frozen."""
-    collector = MagicMock(**{"get_freeze_count.return_value": num_frozen, "isenabled.return_value": True})
-    monkeypatch.setattr(loop, "gc", collector)
-    with loop._garbage_kept():
-        assert collector.disable.called and not collector.enable.called
-    assert collector.freeze.called == collector.unfreeze.called == (num_frozen == 0) and collector.enable.called
+@pytest.mark.parametrize(
+    ("step", "is_due", "signals", "expected"),
+    [
+        # Without the figures of an interrupted evaluation a checkpoint could not be the best.
+        (4, True, {}, [("evaluate", 4), ("save", 4, EVALUATION, False), ("train", 5), ("train", 6), *AT_THE_END]),
+        (4, False, {}, [("train", 5), ("train", 6), *AT_THE_END]),
+        (6, True, {}, AT_THE_END),  # a complete run trains no more
+        (5, False, {6: "SIGTERM"}, [("train", 6), ("save", 6, {}, True), ("stop", "SIGTERM")]),
+    ],
+)
+def test_an_evaluation_comes_before_the_checkpoint_of_its_step_and_after_a_signal(step, is_due, signals, expected, monkeypatch):
+    state = TrainState(step, evaluation_due=is_due)
+    assert train(state, 6, monkeypatch, signals) == expected
+    assert state.evaluation_due == bool(signals), "a checkpoint says that its evaluation is still due"
 
 
 HOLDS = 4 * 16 * 80 * 2**20
@@ -156,21 +141,12 @@ def test_shards_that_one_gpu_does_not_need_are_a_line(gpu_bytes, version, precis
     assert capsys.readouterr().out.strip() == (preset and f"{line}{preset} gathers nothing")
 
 
-def describe(**settings) -> str:
-    texts = load_rows(LLMDataConfig(cache_dir="cache", **settings))
+def test_an_evaluation_file_is_not_named_as_training_data():
+    a, b, held_out = (SimpleNamespace(label=f"of/{n}.csv", is_eval_file=n == "held_out") for n in ("a", "b", "held_out"))
     plan = SimpleNamespace(pack_length_tokens=None, num_tokens=np.array([1234]))
-    run = SimpleNamespace(rows=SimpleNamespace(train=texts.train, texts=texts), plan=plan)
-    return _describe_data(run)
-
-
-def test_an_evaluation_file_is_not_named_as_training_data(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a", "b", "held_out"):
-        Path(f"{name}.csv").write_text(f"text\n{name}\n")
-    mix = [MixEntry(source="csv", files="a.csv"), MixEntry(source="csv", files="b.csv")]
-    assert describe(mix=mix, eval_files="held_out.csv") == "a.csv and 1 more: 2 training rows of 1,234 tokens"
-    assert describe(files="a.csv", eval_files="held_out.csv") == "a.csv: 1 training rows of 1,234 tokens"
-    assert describe(files="a.csv", eval_fraction=0.0) == "a.csv: 1 training rows of 1,234 tokens"
+    for inputs, named in (([a, b, held_out], "a.csv and 1 more"), ([a, held_out], "a.csv"), ([b], "b.csv")):
+        rows = SimpleNamespace(train=range(2), texts=SimpleNamespace(inputs=inputs))
+        assert _describe_data(SimpleNamespace(rows=rows, plan=plan)) == f"{named}: 2 training rows of 1,234 tokens"
 
 
 @pytest.mark.parametrize(
