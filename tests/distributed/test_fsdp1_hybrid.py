@@ -58,7 +58,7 @@ def check_shards(report: Callable, preset: str, where: dict) -> None:
 
 
 def test_it_trains_as_one_process(tmp_path):
-    """A resume under FSDP1: `tests/recipes/test_llm_resume.py`; from other strategies: `tests/faults/test_elastic.py`."""
+    """A resume under FSDP1: `tests/recipes/test_resume.py`; from other strategies: `tests/faults/test_elastic.py`."""
     (hybrid, gradients), (single, expected) = train_both(tmp_path, with_two_devices, PRESET, AS_TWO_MACHINES)
     check_curve(hybrid, single)
     check_gradients(gradients, expected[0])

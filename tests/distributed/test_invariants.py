@@ -71,7 +71,7 @@ CAUSAL_RUNS: Runs = {
     "fsdp1-packed-chunked": ("fsdp1_full_shard", FSDP1, [*PACKED, *rows_at_once(1)]),
 }
 IN_FULL = ("fsdp2-compiled-checkpointing", "fsdp1-packed-chunked")
-"""An adapter's blocks are compiled on a base in codes; `tests/recipes/test_llm_resume.py` has one under FSDP1."""
+"""An adapter's blocks are compiled on a base in codes; `tests/recipes/test_resume.py` has one under FSDP1."""
 Kinds = dict[str, tuple[str, str, list[str], Runs]]
 IN_CODES: Kinds = {
     "nf4": (

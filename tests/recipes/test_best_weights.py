@@ -29,16 +29,12 @@ WORSENING = {
 """Steps so large that every one of them makes the model worse than it was at the start."""
 
 
-@pytest.fixture(scope="module")
-def worse(bench) -> str:
-    return bench.run("worse", **WORSENING)
-
-
 def losses(bench: Workbench, name: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in bench.lines(name, "eval")}
 
 
-def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench, worse):
+def test_best_is_the_best_of_what_was_saved_and_not_the_start(bench):
+    worse = bench.run("worse", **WORSENING)
     start, *after = losses(bench, "worse").values()
     best = after.index(min(after)) + 1
     assert start < min(after) and best == 1, "the run is to be better at its start, and not best at its end"

@@ -1,6 +1,6 @@
-"""Every model family trains, generates, saves and exports under FSDP2, and some resume; plain transformers reads the export.
+"""Every model family trains, generates, saves and exports under FSDP2; plain transformers reads the export.
 
-Adapters are in `test_adapter_runs.py`.
+Adapters are in `test_adapter_runs.py`, resumes in `test_resume.py`.
 """
 
 from pathlib import Path
@@ -14,10 +14,9 @@ from tests.support.seq2seq_families import IN_PROCESS, build_collator, build_mod
 from tests.support.workbench import FP32, RELOAD, Workbench, run_without_toolkit, step_name
 from toolkit.files.json_lines import load_json_lines
 
+NUM_STEPS = 2
 LOGIT_TOLERANCE = {"no": 1e-4, "bf16": 5e-2}
 """Largest difference of the plain model's logits from those of the sharded one, as a share of the largest, by precision."""
-RESUMED = ("t5", "bart", "m2m_100")
-"""Families that train their last two steps by a second launch."""
 UNUSED = {"encoder-decoder": [r"encoder\.pooler\..*"], "led": [r".*_global\..*"]}
 """Parameters that a text's loss does not reach: a run names them, and asks to freeze them."""
 
@@ -43,24 +42,17 @@ def precision(family: str) -> str:
     return "bf16" if family in (*LANGUAGES, *IN_PROCESS) else "no"
 
 
-def num_steps(family: str) -> int:
-    return 3 if family in CAUSAL_FAMILIES else 5 if family in RESUMED else 2
-
-
 @pytest.fixture(scope="module")
-def trained(bench, llm_bench) -> dict:
-    """Every family trained: what the last launch printed, and the lines of the launch before."""
+def trained(bench, llm_bench) -> dict[str, str]:
+    """What the run of each family printed."""
     settings = {family: {"model": family} for family in FAMILIES}
     for family, (source, target) in LANGUAGES.items():
         settings[family] |= {"data__source_language": source, "data__target_language": target}
     run_on_ranks(save_models, preset="single", overrides=FP32, args=(bench.runs / "models",))
     for family in IN_PROCESS:
         settings[family] = {"model": bench.runs / "models" / family, "model__freeze": UNUSED.get(family, [])}
-    run_all(bench, {family: settings[family] for family in RESUMED})
-    first_lines = {family: bench.lines(family, "train") for family in RESUMED}
-    printed = run_all(bench, {family: how | {"train__max_steps": num_steps(family)} for family, how in settings.items()})
-    printed |= llm_bench.run_all({family: {"model": family} for family in CAUSAL_FAMILIES})
-    return {"first_lines": first_lines, "printed": printed}
+    printed = run_all(bench, {family: how | {"train__max_steps": NUM_STEPS} for family, how in settings.items()})
+    return printed | llm_bench.run_all({family: {"model": family, "train__max_steps": NUM_STEPS} for family in CAUSAL_FAMILIES})
 
 
 def save_models(parent: Path) -> None:
@@ -79,19 +71,14 @@ def run_all(bench: Workbench, settings: dict[str, dict]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *IN_PROCESS, *CAUSAL_FAMILIES])
-def test_family_trains_generates_saves_and_resumes(bench, trained, family):
-    lines, printed = bench.lines(family, "train"), trained["printed"][family]
-    last = num_steps(family)
-    assert [line["step"] for line in lines] == list(range(1, last + 1))
-    if family in RESUMED:
-        assert lines[:3] == trained["first_lines"][family], "steps before the checkpoint ran again: their times differ"
-        assert "step-00000003, after step 3" in printed
-    assert ("every rank loads all of" in printed) == (family == "marian")  # whose positions are in no file, but computed
-    saved = [3, 5] if family in RESUMED else [last]
-    assert bench.checkpoints(family) == list(map(step_name, saved))
-    evaluations = bench.lines(family, "eval")
-    assert [(line["step"], line["rouge_tokenizer"]) for line in evaluations] == [(step, "rouge_score") for step in saved]
-    assert len(load_json_lines(bench.runs / family / f"predictions-{last}.jsonl")) == 3
+def test_family_trains_generates_and_saves(bench, trained, family):
+    assert [line["step"] for line in bench.lines(family, "train")] == [1, NUM_STEPS]
+    # The positions of this one are in no file, but computed.
+    assert ("every rank loads all of" in trained[family]) == (family == "marian")
+    assert bench.checkpoints(family) == [step_name(NUM_STEPS)]
+    (evaluation,) = bench.lines(family, "eval")
+    assert (evaluation["step"], evaluation["rouge_tokenizer"]) == (NUM_STEPS, "rouge_score")
+    assert len(load_json_lines(bench.runs / family / f"predictions-{NUM_STEPS}.jsonl")) == 3
     assert (bench.runs / family / "export" / "model.safetensors").is_file()
 
 

@@ -18,10 +18,6 @@ CHATML = REPOSITORY / "recipes" / "chat_templates" / "chatml_generation.jinja"
 GENERATES = {"eval__max_new_tokens": 6, "eval__num_beams": 2, "eval__no_repeat_ngram_size": 2}
 
 
-def predictions(run: Path) -> list[str]:
-    return [line["prediction"] for line in load_json_lines(run / "predictions-3.jsonl")]
-
-
 def texts(output: Path) -> list[str]:
     lines = load_json_lines(output)
     assert [line["row"] for line in lines] == list(range(1, len(lines) + 1))
@@ -34,7 +30,7 @@ def test_summaries_are_those_of_the_evaluation(workbench, tmp_path):
     options = {"data__prefix": "sum: ", "data__max_source_length_tokens": 16, "eval__num_rows": None, "eval__batch_size_rows": 4}
     printed_by_run = workbench.run("run", data__eval_files=held_out, **options, **GENERATES)
     run = tmp_path / "run"
-    expected = predictions(run)
+    expected = [line["prediction"] for line in load_json_lines(run / "predictions-3.jsonl")]
     assert len(expected) == 7 and len(set(expected)) > 1
 
     # One process, batches of other sizes; the labels beside the sources are not read.
@@ -60,14 +56,12 @@ def test_summaries_are_those_of_the_evaluation(workbench, tmp_path):
 
 @pytest.mark.parametrize("form", ["chat", "prompt"])
 def test_answers_are_those_of_the_evaluation(llm_workbench, tmp_path, monkeypatch, capsys, form):
-    pairs = load_json_lines(llm_workbench.data / "prompts.jsonl")
-    rows = pairs
+    rows = pairs = load_json_lines(llm_workbench.data / "prompts.jsonl")
     if form == "chat":
         roles = ("user", "prompt"), ("assistant", "completion")
         rows = [{"messages": [{"role": role, "content": pair[side].strip()} for role, side in roles]} for pair in pairs]
     train, held_out = save_jsonl(tmp_path / "train.jsonl", rows[7:]), save_jsonl(tmp_path / "held_out.jsonl", rows[:7])
-    options = {"data__max_length_tokens": 256, "eval__num_rows": None, "eval__batch_size_rows": 4}
-    options |= {"data__chat_template": CHATML}
+    options = {"data__max_length_tokens": 256, "eval__num_rows": None, "eval__batch_size_rows": 4, "data__chat_template": CHATML}
     if form == "prompt":
         options |= {"adapter__method": "lora", "adapter__rank": 4, "optim__lr": 1e-2}
     printed_by_run = llm_workbench.run("run", data__files=train, data__eval_files=held_out, **options, **GENERATES)
@@ -77,10 +71,11 @@ def test_answers_are_those_of_the_evaluation(llm_workbench, tmp_path, monkeypatc
     assert f"use it: python -m toolkit generate {run}/export {use}\n" in printed_by_run
     flags = ("--batch-size-rows", 3, *plain)
     assert call_toolkit("generate", run, "--file", held_out, "--output", tmp_path / "out.jsonl", *flags) == 0
-    assert [text.strip() for text in texts(tmp_path / "out.jsonl")] == [text.strip() for text in predictions(run)]
+    expected = [line["prediction"] for line in load_json_lines(run / "predictions-3.jsonl")]
+    assert [text.strip() for text in texts(tmp_path / "out.jsonl")] == [text.strip() for text in expected]
     prompts = [pair["prompt"].strip() if form == "chat" else pair["prompt"] for pair in pairs[:7]]
-    assert texts_of_python(python_in_card(run / "export"), run / "export", prompts) == predictions(run)
-    # From the command line, only the answer is on stdout; what cannot be used is one sentence.
+    assert texts_of_python(python_in_card(run / "export"), run / "export", prompts) == expected
+    # From the command line, only the answer is on stdout.
     capsys.readouterr()
     assert call_toolkit("generate", run, "--text", "hello\n", "--max-new-tokens", 2) == 0
     printed = capsys.readouterr()
@@ -96,5 +91,3 @@ def test_answers_are_those_of_the_evaluation(llm_workbench, tmp_path, monkeypatc
         within.setattr(sys, "stdout", closed_pipe)
         assert call_toolkit("generate", run, "--file", held_out, "--batch-size-rows", 3, "--max-new-tokens", 1) == 0
     assert generated == [3]
-    assert call_toolkit("generate", run / "checkpoints", "--text", "hello") == 2
-    assert call_toolkit("generate", run, "--text", "hello " * 400) == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.chats import say
 from tests.support.launch import REPOSITORY
 from tests.support.model_folders import make_rows, save_jsonl, save_resized
 from tests.support.python_in_card import python_in_card, texts_of_python
@@ -41,27 +42,16 @@ LOOK_AT_TOKENS = """
 
 
 @pytest.fixture(scope="module")
-def chats(llm_bench, tmp_path_factory) -> Workbench:
-    """A bench with chats, and models with as many rows as their tokenizers have tokens."""
+def trained(llm_bench, tmp_path_factory) -> Workbench:
+    """A bench with chats, models with as many rows as their tokenizers have tokens, and the finished `RUNS`."""
     folder = tmp_path_factory.mktemp("chats")
     small = {f"small_{name}": save_resized(llm_bench.models[name], folder / name) for name in ("t5", "llama", "llama_tied")}
     rows = make_rows(NUM_ROWS)
-    turns = [[("user", row["source"]), ("assistant", row["target"])] for row in rows]
-    save_jsonl(folder / "chats.jsonl", [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in turns])
+    save_jsonl(folder / "chats.jsonl", [{"messages": say(row["source"], row["target"])} for row in rows])
     save_jsonl(folder / "rows.jsonl", [{"source": f"<|im_start|> {r['source']}", "target": r["target"]} for r in rows])
-    return replace(llm_bench, models=llm_bench.models | small, data=folder, rows="chats.jsonl", changes=CHATS)
-
-
-@pytest.fixture(scope="module")
-def trained(chats) -> Workbench:
-    run_each(chats)
-    return chats
-
-
-def run_each(chats: Workbench, end: str = "", num_processes: int = 2, names: tuple[str, ...] = tuple(RUNS)) -> None:
-    """Some of `RUNS` in one launch, with `end` behind their names."""
-    runs = {f"{name}{end}": {"model": RUNS[name][0]} | RUNS[name][1] for name in names}
-    chats.run_all(runs, overrides=FP32 | {"num_processes": num_processes})
+    bench = replace(llm_bench, models=llm_bench.models | small, data=folder, rows="chats.jsonl", changes=CHATS)
+    bench.run_all({name: {"model": model} | settings for name, (model, settings) in RUNS.items()})
+    return bench
 
 
 def train_plain(folder: Path, rows: list[dict], *, has_adapter: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -145,7 +135,8 @@ def test_a_resume_is_the_same_run(trained, num_processes, tolerance, names):
     for name in names:
         later = shutil.ignore_patterns(f"step-{NUM_STEPS:08d}", "export", "merged")
         shutil.copytree(trained.runs / name, trained.runs / f"{name}{end}", ignore=later)
-    run_each(trained, end, num_processes, names)
+    runs = {f"{name}{end}": {"model": RUNS[name][0]} | RUNS[name][1] for name in names}
+    trained.run_all(runs, overrides=FP32 | {"num_processes": num_processes})
     for name in names:
         expected, found = (trained.lines(run, "train") for run in (name, f"{name}{end}"))
         assert [line["step"] for line in trained.lines(f"{name}{end}", "resume")] == [2]

@@ -1,6 +1,7 @@
 """Every preset of the repository trains a tiny T5 to its export, every run YAML its own kind of model."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.support.launch import (
     run_on_ranks,
     write_accelerate_yaml,
 )
-from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES, make_rows, save_jsonl, save_wikihow_csv
+from tests.support.model_folders import make_rows, save_jsonl, save_wikihow_csv
 from tests.support.rank import PAGES
 from tests.support.workbench import FP32, RECIPES, Workbench
 from toolkit.files.json_lines import load_json_lines
@@ -40,7 +41,7 @@ ELSEWHERE = GPU_CHECKS | {
     "fsdp2_cpu": "tests/distributed/test_absolute.py",
     "single_cpu": "tests/recipes/test_bf16.py",
     "fsdp2_hsdp": "tests/recipes/test_bf16.py",
-    "fsdp1_full_shard": "tests/recipes/test_llm_resume.py",
+    "fsdp1_full_shard": "tests/recipes/test_resume.py",
 }
 """Presets that another test trains to an export, or a check on GPUs."""
 FOR_100B = "fsdp2_100b"
@@ -53,24 +54,6 @@ SAME_ON_CPU = {
 }
 """Presets that a CPU runs as another one, which trains for both; the last as a run of `tests/distributed/test_invariants.py`."""
 
-RUN_CONFIGS = [
-    "t5_functions",
-    "t5_csv",
-    "t5_wikihow",
-    "llm_stdlib",
-    "llm_moe",
-    "llm_functions",
-    "llm_chat_lora",
-    "llm_chat_qlora",
-    "llm_moe_lora",
-    "llm_100b",
-    "dpo",
-    "dpo_functions",
-    "dpo_t5",
-    "mnist_digits",
-]
-"""Each has a test below that runs it, made small by flags, or `test_readme.py` does."""
-
 
 def test_every_preset_is_here_or_elsewhere():
     files = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -79,10 +62,6 @@ def test_every_preset_is_here_or_elsewhere():
         assert f'"{preset}"' in (REPOSITORY / test).read_text()
     for preset in GPU_CHECKS:
         assert "GPUs only" in preset_header(REPOSITORY / "accelerate_configs" / f"{preset}.yaml")["Needs"]
-
-
-def test_every_run_config_is_here():
-    assert sorted(RUN_CONFIGS) == sorted(path.stem for path in RUN_CONFIG_FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", SAME_ON_CPU)
@@ -125,6 +104,12 @@ CONFIGS = {
 }  # fmt: skip
 """Recipe, model ("": that of the config), form of the rows, flags, what is printed, and what is exported."""
 WITHOUT_TEXTS = ("llm_moe", "llm_100b", "dpo")
+OF_README = ("t5_functions", "t5_csv", "llm_stdlib", "llm_chat_lora")
+"""Those that `test_readme.py` runs."""
+
+
+def test_every_run_config_is_here():
+    assert sorted([*CONFIGS, *OF_README, "mnist_digits"]) == sorted(path.stem for path in RUN_CONFIG_FOLDER.glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -190,19 +175,18 @@ def test_digits_config_trains_the_convnet_and_saves_it_whole(tmp_path):
     assert "Linear fc1" in page and ">Accuracy</h3>" in page and "no evaluation has generated texts" in page
 
 
-def build_chat_models(parent: Path) -> dict[str, Path]:
+def build_chat_models(parent: Path, families: Sequence[str] = ("llama", "qwen3_moe"), **settings) -> dict[str, Path]:
     """Tiny models whose tokenizer has a chat template; on one process."""
     import transformers
 
+    from tests.support.tiny_models import causal_config
+
     tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
-    folders = {}
-    for family in ("llama", "qwen3_moe"):
-        class_name, settings = {**CAUSAL_FAMILIES, **MIXTURES}[family]
-        config = getattr(transformers, class_name)(**settings, vocab_size=len(tokenizer))
-        folders[f"chat-{family}"] = parent / family
+    for family in families:
+        config = causal_config(family, vocab_size=len(tokenizer), **settings)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(parent / family)
         tokenizer.save_pretrained(parent / family)
-    return folders
+    return {f"chat-{family}": parent / family for family in families}
 
 
 def check_whole_run(bench: Workbench, name: str, *, generates: bool = True, exports: str = WHOLE) -> None:

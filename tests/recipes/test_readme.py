@@ -16,15 +16,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.support.chats import CHATML, build_chat_tokenizer
+from tests.recipes.test_presets import build_chat_models
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, start_on_ranks
-from tests.support.model_folders import MORE_CAUSAL, build_model_folders, make_rows, save_jsonl
+from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 from tests.support.workbench import FP32, leave_launch, save_rows
 from toolkit.files.json_lines import load_json_lines
 
@@ -50,12 +50,8 @@ RUN_ELSEWHERE = {
 }
 """Rows of the table that the blocks have too, or that take long; `tests/unit/test_docs.py` parses all of them."""
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-BLOCKS = {
-    section.partition("\n")[0]: "".join(re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
-    for section in README.split("\n## ")
-    if "\n```sh\n" in section
-}
-"""By section, what a reader types."""
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+"""What a reader types."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +61,6 @@ class Clone:
     folder: Path
     stand_ins: Path
     """Folders `t5` and `llm` of tiny models, the rows of the demos, and the cache."""
-    typed: list[str] = field(default_factory=list)
-
-    def type_until(self, section: str) -> None:
-        """Type the blocks of the sections up to this one, those before it if no test has."""
-        for name in list(BLOCKS)[len(self.typed) : list(BLOCKS).index(section) + 1]:
-            for line in BLOCKS[name].replace("\\\n", " ").splitlines():
-                self.type(line)
-            self.typed.append(name)
 
     def type(self, line: str) -> None:
         """Do what a shell would do with a line of README; AssertionError with the line and its output if it fails."""
@@ -147,29 +135,25 @@ class Clone:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Clone:
+    """In which all blocks have run in their order."""
     made = Clone(tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("stand_ins"))
     for name in IN_A_CLONE:
         (made.folder / name).symlink_to(REPOSITORY / name)
     made.run(build_models, made.stand_ins)
     save_rows(made.stand_ins)
     save_jsonl(made.stand_ins / "texts.jsonl", [{"text": row["source"]} for row in make_rows(60)])
+    for line in "".join(BLOCKS).replace("\\\n", " ").splitlines():
+        made.type(line)
     return made
 
 
-@pytest.mark.parametrize("section", BLOCKS)
-def test_the_blocks_run_in_their_order(clone, section):
-    clone.type_until(section)
-
-
 def test_the_blocks_write_what_they_say_and_over_no_file_of_the_readers(clone):
-    clone.type_until(list(BLOCKS)[-1])
     written = {path.name for path in clone.folder.iterdir()} - {*IN_A_CLONE}
     assert written == {"rehearsal_articles.csv", "rehearsal_chats.jsonl", "runs", "summaries.jsonl"}
     articles = list(csv.DictReader((clone.folder / "rehearsal_articles.csv").open()))
     assert len(articles) == 400 and articles[6] == {"article": "A long article about the number 7.", "summary": "About 7"}
-    chats = [json.loads(line) for line in (clone.folder / "rehearsal_chats.jsonl").open()]
+    chats, summaries = (load_json_lines(clone.folder / name) for name in ("rehearsal_chats.jsonl", "summaries.jsonl"))
     assert len(chats) == 200 and chats[6]["messages"][1] == {"role": "assistant", "content": "def add(x): return x + 7"}
-    summaries = [json.loads(line) for line in (clone.folder / "summaries.jsonl").open()]
     assert [summary["row"] for summary in summaries] == list(range(1, 401))
     for run in ("t5_csv", "rehearsal", "my_run", "chat_rehearsal", "llm_chat_lora"):
         assert (clone.folder / "runs" / run / "export" / "README.md").is_file(), run
@@ -177,7 +161,6 @@ def test_the_blocks_write_what_they_say_and_over_no_file_of_the_readers(clone):
 
 
 def test_the_rows_of_the_table_run(clone):
-    clone.type_until(list(BLOCKS)[-1])
     rows = re.findall(r"^\| `(python -m toolkit (\w+)[^`]*)` \|", README, re.MULTILINE)
     assert {job for _, job in rows} > {*RUN_ELSEWHERE}
     for line, job in rows:
@@ -219,14 +202,8 @@ def test_the_listings_of_a_script_of_ones_own_run(clone):
 
 def build_models(_: Path, parent: Path) -> None:
     """`t5`, and `llm`: a chat model with a template of its own and positions for long rows."""
-    import transformers
-
     build_model_folders(parent, ("t5",))
-    tokenizer = build_chat_tokenizer("<|im_start|>", "<|im_end|>", template=CHATML)
-    class_name, settings = MORE_CAUSAL["qwen2"]
-    config = getattr(transformers, class_name)(**settings | {"max_position_embeddings": 4096}, vocab_size=len(tokenizer))
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(parent / "llm")
-    tokenizer.save_pretrained(parent / "llm")
+    build_chat_models(parent, ("qwen2",), max_position_embeddings=4096)["chat-qwen2"].rename(parent / "llm")
 
 
 def run_script(folder: Path, script: str, flags: list[str]) -> None:

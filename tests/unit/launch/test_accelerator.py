@@ -43,13 +43,15 @@ MESH = [
         ([*MESH, "--parallelism_config_dp_replicate_size", "2"], r"their product must be num_processes \(2\), and dp_shard_size"),
         ([*MESH, "--parallelism_config_tp_size", "2"], "parallelism_config_tp_size is 2: set it to 1, accelerate imports a part"),
         (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision is 'fp16': write bf16"),
+        (["--multi_gpu", "--gradient_accumulation_steps", "4"], "launch: gradient_accumulation_steps is 4: leave it out"),
     ],
 )
 def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch, flags, sentence):
     command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
-    for name, value in {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": "2"}.items():  # as the launcher sets it
+    accumulation = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(arguments.gradient_accumulation_steps or 1)}
+    for name, value in {**prepare_multi_gpu_env(arguments), **accumulation, "WORLD_SIZE": "2"}.items():  # as the launcher sets it
         monkeypatch.setenv(name, value)
     assert re.search(sentence, refusal(build_accelerator))
 
