@@ -95,20 +95,13 @@ def full_from(kind: str, step: int) -> None:
 
     write = MetricsLog.write
 
-    class Full:
-        def write(self, text: bytes) -> int:
-            refuse(errno.ENOSPC)
-
-        def fileno(self) -> int:
-            refuse(errno.ENOSPC)
-
-        def close(self) -> None:
-            pass
-
     def write_in_no_room(log, of: str, at: int, **figures) -> None:
-        if log._file is not None and of == kind and at >= step:
-            log._file = Full()
+        is_full = log._file is not None and of == kind and at >= step
+        if is_full:
+            limit_files(log.path.stat().st_size)
         write(log, of, at, **figures)
+        if is_full:
+            limit_files(resource.RLIM_INFINITY)
 
     MetricsLog.write = write_in_no_room
 
@@ -137,10 +130,6 @@ def fill(disk: Path, spare_pages: int) -> None:
         while True:
             file.write(bytes(PAGE_BYTES))
     os.truncate(filler, filler.stat().st_size - spare_pages * PAGE_BYTES)
-
-
-def fill_before(event: str, path: str, disk: Path, spare_pages: int) -> None:
-    on_rank(0, event, path, partial(fill, disk, spare_pages), standing="/")
 
 
 def lose(*numbers: int, is_terminal: bool) -> None:

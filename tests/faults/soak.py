@@ -17,22 +17,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.faults.harness import complete_checkpoints, run_with, start_with
+from tests.faults.harness import TRAINED, complete_checkpoints, run_with, start_with
 from tests.support.launch import Running, run_on_ranks
 from tests.support.model_folders import build_model_folders, make_rows, save_jsonl
 from tests.support.same_runs import check_same
 from tests.support.workbench import FP32, Workbench
 from toolkit.errors import EXIT_STOPPED
 
-CHANGES = {
-    "model__dropout": 0.1,
-    "train__micro_batch_size_rows": 2,  # two micro-batches a step on each of two processes
+CHANGES = TRAINED | {
     "checkpoint__every_steps": 5,
     "checkpoint__keep_last": 2,
     "checkpoint__keep_best": 1,
     "eval__every_steps": 8,
+    "eval__generate": True,
     "log_every_steps": 3,
-    "log_row_ids": True,
 }
 STEPS_PER_KILL = 12
 """More than the run gets on by from kill to kill: it must not be over before the last one."""

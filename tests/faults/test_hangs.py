@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from tests.faults.harness import SCRIPT, Fault, arguments, start_with
 from tests.faults.workers.faulty_recipe import in_phase, this_rank, wrap
-from tests.support.launch import LaunchResult, Running
+from tests.support.launch import LaunchResult
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import Workbench
 from toolkit.checkpoint import load as checkpoint
@@ -25,17 +26,17 @@ from toolkit.data.tokens import prepare
 from toolkit.distributed.rank_status import hang_file
 from toolkit.errors import EXIT_HANG
 from toolkit.export.model_files import ModelFiles
+from toolkit.tools import forks
 from toolkit.training import setup
 
 TIMEOUT_S = 4
 """Of the watchdog."""
 BUSY_S = 1.5 * TIMEOUT_S
 """How long what moves goes on."""
-FOREVER_S = 600.0
 STEP = 3
-
-END_S = 300.0
+END_S = 600.0
 """Until when a run must have ended."""
+NO_PROGRESS = f"error: no progress for {TIMEOUT_S} s (run.timeout_s): "
 
 PLACES = {
     "connecting the devices": (setup, "connect_devices"),  # which rank 1 never calls
@@ -48,7 +49,7 @@ PLACES = {
 
 
 def sleep() -> None:
-    time.sleep(FOREVER_S)
+    time.sleep(END_S)
 
 
 def stop() -> None:
@@ -97,28 +98,16 @@ def error_lines(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
-def check_hang(result: LaunchResult, folder: Path, sentence: str) -> None:
-    """Both ranks said the sentence (`…` stands for anything) and left their stacks."""
-    assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
-    start, end = f"error: no progress for {TIMEOUT_S} s (run.timeout_s): ", f". Stacks are in {folder}/hang-rank-*.txt."
-    pattern = ".+".join(re.escape(part) for part in f"{start}{sentence}{end}".split("…"))
-    sentences = error_lines(result.stderr)
-    assert len(sentences) == 2 and sentences[0] == sentences[1]
-    assert re.fullmatch(pattern, sentences[0]), f"{sentences[0]}\nis not\n{start}{sentence}{end}"
-    for rank in range(2):
-        text = hang_file(folder, rank).read_text()
-        assert sentences[0] in text and "most recent call first" in text
-
-
 @pytest.fixture(scope="module")
 def bench(bench) -> Workbench:
     often = {"eval__every_steps": 3, "checkpoint__every_steps": 3}
     return replace(bench, changes={"train__max_steps": 5, "run__timeout_s": TIMEOUT_S, **often})
 
 
-def hold_up(bench: Workbench, name: str, *faults: Fault, **changes) -> Running:
-    """Start a run whose ranks are held up."""
-    return start_with(bench, name, *faults, exports=True, **changes)
+def attempt(bench: Workbench, name: str, *faults: Fault, **changes) -> LaunchResult:
+    """How a run ends whose ranks are held up; one that is still stopped when the others have ended is killed."""
+    with patch.object(forks, "TERM_TO_KILL_S", 1), start_with(bench, name, *faults, exports=True, **changes) as running:
+        return running.wait(END_S)
 
 
 def test_every_rank_shows_its_stacks_under_the_real_launcher(bench):
@@ -129,8 +118,7 @@ def test_every_rank_shows_its_stacks_under_the_real_launcher(bench):
     assert launcher.returncode != 0
     assert f"exitcode  : {EXIT_HANG}" in printed, printed[-3000:]
     # Of each rank, in one write; it may stand within a line of the other rank's stacks, which are written in pieces.
-    said = f"error: no progress for {TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: in step {STEP}"
-    assert printed.count(said) == 2, printed[-3000:]
+    assert printed.count(f"{NO_PROGRESS}rank 1 did not arrive: in step {STEP}") == 2, printed[-3000:]
     assert all("most recent call first" in hang_file(bench.runs / "launched", rank).read_text() for rank in range(2))
 
 
@@ -139,8 +127,7 @@ def slow_run(bench) -> Path:
     """A run that its ranks waited for much longer than the patience, while rank 0 computed and, later, wrote slowly."""
     ways = {"tokenizing": compute, "saving": compute, "export": write_slowly}
     faults = [partial(hold, place, 0, way) for place, way in ways.items()]
-    with hold_up(bench, "slow", *faults, data__cache_dir=bench.runs / "slow cache") as running:
-        result = running.wait(2 * END_S)
+    result = attempt(bench, "slow", *faults, data__cache_dir=bench.runs / "slow cache")
     assert result.returncodes == [0, 0], result.stderr[-3000:]
     return bench.runs / "slow"
 
@@ -149,13 +136,14 @@ def test_long_work_that_moves_is_never_ended(slow_run):
     assert (slow_run / "export" / "config.json").exists() and list(slow_run.glob("hang-rank-*")) == []
 
 
+IN_SLEEP = ", for … s, at test_hangs.py:… in sleep"
 SLEEPS = {
     "saving": (1, "step 5, saving, for … s, at …"),  # the thread that writes sleeps while training goes on, up to the last save
-    "tokenizing": (0, "tokenizing, for … s, at test_hangs.py:… in sleep"),
-    "loading the checkpoint": (1, "loading the checkpoint, for … s, at test_hangs.py:… in sleep"),
-    "export": (0, "export, for … s, at test_hangs.py:… in sleep"),
+    "tokenizing": (0, f"tokenizing{IN_SLEEP}"),
+    "loading the checkpoint": (1, f"loading the checkpoint{IN_SLEEP}"),
+    "export": (0, f"export{IN_SLEEP}"),
 }
-"""By where a rank sleeps: which one, and what is said of it."""
+"""By where a rank sleeps: which one, and what is said of it, where `…` stands for anything."""
 
 
 @pytest.mark.parametrize("place", SLEEPS)
@@ -164,66 +152,54 @@ def test_a_rank_that_sleeps_is_named_with_its_place(place, bench, request):
     changes = {"data__cache_dir": bench.runs / f"{name} cache"} if place == "tokenizing" else {}  # not done yet
     if place == "loading the checkpoint":
         request.getfixturevalue("slow_run").rename(bench.runs / name)
-    with hold_up(bench, name, partial(hold, place, rank, sleep), **changes) as running:
-        result = running.wait(2 * END_S)
-    check_hang(result, bench.runs / name, f"rank {rank} did not arrive: in {where}")
-    assert "in sleep" in hang_file(bench.runs / name, rank).read_text()
+    result = attempt(bench, name, partial(hold, place, rank, sleep), **changes)
+    assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
+    first, second = error_lines(result.stderr)
+    sentence = f"{NO_PROGRESS}rank {rank} did not arrive: in {where}. Stacks are in {bench.runs / name}/hang-rank-*.txt."
+    assert first == second and re.fullmatch(".+".join(map(re.escape, sentence.split("…"))), first), first
+    stacks = [hang_file(bench.runs / name, number).read_text() for number in range(2)]
+    assert all(first in text and "most recent call first" in text for text in stacks) and "in sleep" in stacks[rank]
 
 
 def test_a_rank_that_does_not_come_to_the_first_connection_of_the_devices(bench):
-    with hold_up(bench, "unconnected", partial(hold, "connecting the devices", 1, sleep)) as running:
-        result = running.wait(END_S)
+    result = attempt(bench, "unconnected", partial(hold, "connecting the devices", 1, sleep))
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
-    where = "in building the accelerator, for "
-    head = f"error: no progress for {TIMEOUT_S} s (run.timeout_s): rank 1 did not arrive: {where}"
+    head = f"{NO_PROGRESS}rank 1 did not arrive: in building the accelerator, for "
     assert [line.startswith(head) for line in error_lines(result.stderr)] == [True, True], result.stderr[-3000:]
     assert result.stderr.count("in connect_devices") == 1, "rank 0 waits there"
 
 
-def test_a_rank_that_is_stopped_while_another_tokenizes(bench):
-    """The rank that works is not ended before it waits itself."""
-    faults = [partial(hold, "after tokenizing", 1, stop), partial(hold, "tokenizing", 0, compute)]
-    with hold_up(bench, "stopped", *faults, data__cache_dir=bench.runs / "stopped cache") as running:
-        wait_until(lambda: not is_alive(running.pids[0]), running)
-        os.kill(running.pids[1], signal.SIGKILL)
-        result = running.wait(END_S)
-    assert result.returncodes == [EXIT_HANG, -signal.SIGKILL]
-    (said_once,) = error_lines(result.stderr)
-    assert "rank 1 did not arrive: no answer, last heard of in tokenizing. Stacks" in said_once
-    assert "in raise_together" in hang_file(bench.runs / "stopped", 0).read_text()
+STOPPED = {
+    # The rank that works is not ended before it waits itself.
+    "while another tokenizes": (
+        1,
+        [partial(hold, "after tokenizing", 1, stop), partial(hold, "tokenizing", 0, compute)],
+        ["rank 1 did not arrive: no answer, last heard of in tokenizing. Stacks"],
+        "in raise_together",
+    ),
+    # Without torch elastic that is rank 0, and nobody can be asked.
+    "host of the store": (
+        0,
+        [partial(hold, "forward and backward", 0, stop)],
+        [f"rank 1 stopped moving: in step {STEP}, ", "cannot be asked"],
+        "most recent call first",
+    ),
+}
+"""Which rank is stopped, by what, what the other one says, and what is in its stacks."""
 
 
-def test_where_the_host_of_the_store_is_stopped_nobody_can_be_asked(bench):
-    """Without torch elastic that is rank 0."""
-    with hold_up(bench, "host", partial(hold, "forward and backward", 0, stop)) as running:
-        wait_until(lambda: not is_alive(running.pids[1]), running)
-        os.kill(running.pids[0], signal.SIGKILL)
-        result = running.wait(END_S)
-    assert result.returncodes == [-signal.SIGKILL, EXIT_HANG]
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_rank_that_is_stopped_is_named_by_the_other(bench, name):
+    stopped, faults, words, in_stacks = STOPPED[name]
+    result = attempt(bench, name, *faults, data__cache_dir=bench.runs / f"cache, {name}")
+    assert result.returncodes[stopped] == -signal.SIGKILL and result.returncodes[1 - stopped] == EXIT_HANG
     (said_once,) = error_lines(result.stderr)
-    assert f"rank 1 stopped moving: in step {STEP}, " in said_once and "cannot be asked" in said_once
-    folder = bench.runs / "host"
-    assert hang_file(folder, 1).exists() and not hang_file(folder, 0).exists()
+    assert all(part in said_once for part in words), said_once
+    assert in_stacks in hang_file(bench.runs / name, 1 - stopped).read_text()
+    assert not hang_file(bench.runs / name, stopped).exists()
 
 
 def test_a_job_that_is_suspended_and_goes_on_does_not_hang(bench):
-    with hold_up(bench, "suspended", partial(hold, "forward and backward", 0, suspend), preset="single") as running:
-        result = running.wait(END_S)
+    result = attempt(bench, "suspended", partial(hold, "forward and backward", 0, suspend), preset="single")
     assert result.returncodes == [0], result.stderr[-3000:]
     assert list((bench.runs / "suspended").glob("hang-rank-*")) == []
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs or is stopped; not where it has ended and nobody has asked how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], running: Running) -> None:
-    """Wait for it; AssertionError after `END_S`."""
-    deadline = time.monotonic() + END_S
-    while not condition():
-        assert time.monotonic() < deadline, running.last_words()
-        time.sleep(0.1)

@@ -12,19 +12,18 @@ from functools import partial
 
 import pytest
 
-from tests.faults import signals
 from tests.faults.harness import (
-    PATIENCE_S,
     SCRIPT,
     Fault,
     arguments,
     attempt_with,
-    check_survivors_ended_by_themselves,
+    check_killed,
     run_with,
     start_with,
 )
 from tests.faults.refusals import on_rank
-from tests.faults.workers.faulty_recipe import at_step, kill, this_rank, this_run, wrap
+from tests.faults.workers import faulty_recipe as faulty
+from tests.faults.workers.faulty_recipe import at_step, kill, this_rank, this_run
 from tests.support.checkpoint_files import newest_folder
 from tests.support.launch import LaunchResult
 from tests.support.ports import free_port
@@ -64,20 +63,20 @@ def bench(bench) -> Workbench:
 
 
 def phase(phase: str, step: int, ranks: list[int], *names: str, **more) -> Fault:
-    return partial(signals.signal_in_phase, phase, step, ranks, names, **more)
+    return partial(faulty.signal_in_phase, phase, step, ranks, names, **more)
 
 
 # Name: fault, steps it may end after, whether it then owes an evaluation, settings.
 LOADERS = {"data__num_loader_workers": 2}
 MOMENTS = {
     "update": (phase("update", 2, [0, 1], "SIGHUP"), {3}, True, {}),
-    "evaluation, last batch": (partial(signals.signal_in_generation, 3, [0, 1], ["SIGUSR1"]), {5}, False, {}),
+    "evaluation, last batch": (partial(faulty.signal_in_generation, 3, [0, 1], ["SIGUSR1"]), {5}, False, {}),
     "before a save": (phase("saving", 2, [1], "SIGQUIT"), {3}, True, {}),
     "save under way": (
-        partial(on_rank, 1, "open", r"{4}.tmp/state/__1_0\.distcp w ", partial(signals.signal_and_hold, "SIGTERM")),
+        partial(on_rank, 1, "open", r"{4}.tmp/state/__1_0\.distcp w ", partial(faulty.signal_and_hold, "SIGTERM")),
         {5, 6}, False, {},
     ),
-    "signals until the end": (partial(signals.signals_until_the_end, ["SIGTERM", "SIGINT"], every_s=0.01), {0, 1, 2}, False, {}),
+    "signals until the end": (partial(faulty.signals_until_the_end, ["SIGTERM", "SIGINT"], every_s=0.01), {0, 1, 2}, False, {}),
     # Loader workers get the signal of a terminal too.
     "loader workers": (phase("forward and backward", 1, [0, 1], "SIGINT", "SIGINT", to_group=True), {2}, False, LOADERS),
     "single": (phase("forward and backward", 1, [0], "SIGINT", nth=2), {2}, False, {"preset": "single"}),
@@ -154,7 +153,7 @@ def test_evaluation_done_after_a_stop_is_logged_once_though_the_run_dies_after_i
 def test_rank_that_is_ended_as_its_peer_died_saves_nothing(bench, where, dead):
     """As torch elastic does it: the peer has gone, then comes the signal. Rank 0 would begin a checkpoint."""
     name = f"orphan-{dead}"
-    with start_with(bench, name, phase(where, 3, [dead], "SIGSTOP", nth=2), signals.tell_saves, **WAITED_FOR) as running:
+    with start_with(bench, name, phase(where, 3, [dead], "SIGSTOP", nth=2), faulty.tell_saves, **WAITED_FOR) as running:
         running.wait_for_output("got SIGSTOP")
         before = bench.checkpoints(name)
         os.kill(running.pids[dead], signal.SIGKILL)
@@ -172,8 +171,7 @@ def test_the_survivor_of_a_killed_rank_names_it(bench, dead):
     """Without a launcher, rank 0 hosts the store."""
     name, survivor = f"killed-{dead}", 1 - dead
     outcome = attempt_with(bench, name, partial(at_step, 4, partial(kill, dead)), **WAITED_FOR)
-    assert (outcome.returncodes[dead], outcome.returncodes[survivor]) == (-signal.SIGKILL, 1)
-    check_survivors_ended_by_themselves(outcome)
+    check_killed(outcome, [dead])
     sentence = LOST.format(who="rank 1" if dead else "rank 0 or the launcher of its machine")
     assert [line for line in outcome.stderr.splitlines() if line.startswith("error:")] == [sentence], outcome.stderr[-6000:]
     assert "Traceback" not in outcome.stderr, outcome.stderr[-6000:]
@@ -233,53 +231,26 @@ def test_killed_rank_restarts_the_run_from_the_last_checkpoint(bench, num_machin
 
 
 # --- The launcher goes.
-ENDS: dict[str, tuple[str, int, str]] = {
-    "terminated": ("fsdp2_cpu", signal.SIGTERM, "SIGTERM"),
-    "what started it, killed": ("single", 0, "the end of its launcher"),
+ENDS = {
+    "terminated": ("fsdp2_cpu", partial(faulty.end_in_step, 4, signal.SIGTERM), "SIGTERM", 5),
+    "what started it, killed": ("single", partial(faulty.end_in_step, 4, 0), "the end of its launcher", 5),
+    "terminated as the run begins": ("single", faulty.outlive_launcher, "the end of its launcher", 2),
 }
-"""Preset, signal to `accelerate launch`, and what the run says of it. 0: the process dies that `TOOLKIT_STARTED_BY` names, as
-`compare` does. A launcher that is killed is in `test_two_machines.py`."""
+"""Preset, what ends it, what the run says of it, and after which step. A launcher that is killed is in `test_two_machines.py`."""
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench, tmp_path, end):
+def test_what_ends_the_launcher_stops_every_rank_with_a_checkpoint(bench, end):
     """torch elastic passes signals on and would kill after 30 s; accelerate's launcher of one process passes on none."""
-    (preset, number, said), name = ENDS[end], f"launched-{len(end)}"
+    (preset, fault, said, step), name = ENDS[end], f"launched-{len(end)}"
     with subprocess.Popen(["sleep", "1000"]) as caller:
-        fault = partial(signals.wait_for_signal, 4, str(tmp_path / "waits"))
         launcher = launch(bench, name, fault, preset=preset, env={"TOOLKIT_STARTED_BY": str(caller.pid)})
-        give_up_at, num_ranks = time.monotonic() + PATIENCE_S, 1 if preset == "single" else 2
-        while len(list(tmp_path.glob("waits-*"))) < num_ranks:
-            assert launcher.poll() is None and time.monotonic() < give_up_at, finish(launcher)
-            time.sleep(0.05)
-        launcher.send_signal(number)
-        if not number:
-            caller.kill()
         printed = finish(launcher)  # until the last rank has closed its output
         caller.kill()
     assert launcher.returncode != 0 and "terminate called" not in printed, printed
-    sentence = f"stopped by {said} after step 5, with a checkpoint: the same command goes on from there\n"
+    sentence = f"stopped by {said} after step {step}, with a checkpoint: the same command goes on from there\n"
     assert printed.count(sentence) == 1, printed
-    newest, refused = newest_folder(bench.runs / name)
-    assert (newest, refused) == (bench.runs / name / "checkpoints" / "step-00000005", [])
-
-
-def outlive_launcher() -> None:
-    """It is terminated before the ranks of a run meet, after the seconds in which libraries are imported."""
-    from toolkit.launch import accelerator
-
-    def end() -> None:
-        launcher = os.getppid()
-        os.kill(launcher, signal.SIGTERM)
-        while os.getppid() == launcher:
-            time.sleep(0.02)
-
-    wrap(accelerator, "read_launch", end)
-
-
-def test_a_run_whose_launcher_ends_as_it_begins_stops_too(bench):
-    printed = finish(launch(bench, "early", outlive_launcher, preset="single"))
-    assert "stopped by the end of its launcher after step 2, with a checkpoint: " in printed, printed
+    assert newest_folder(bench.runs / name) == (bench.checkpoint(name, step), [])
 
 
 def launch(bench: Workbench, name: str, *faults: Fault, **more) -> subprocess.Popen[str]:

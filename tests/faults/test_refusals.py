@@ -6,6 +6,7 @@ without what it lost. Most rows go on from the checkpoint of step 2, and what ca
 
 import errno
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,16 +20,16 @@ from tests.faults import refusals as fault
 from tests.faults.harness import (
     SAVED,
     Fault,
-    Outcome,
     attempt_with,
     check_like_whole,
-    check_one_sentence,
     complete_checkpoints,
+    num_strikes,
     resume,
     stopped_after,
 )
 from tests.faults.refusals import on_rank, save_by_step_4
 from tests.faults.workers.faulty_recipe import refuse
+from tests.support.launch import LaunchResult
 from tests.support.workbench import step_name
 from toolkit.errors import EXIT_STOPPED
 
@@ -65,7 +66,7 @@ REFUSED = {
     "last but one, late": (partial(fault.fail_when_next_is_asked, SHARD % 4), UNSAVED % 4, 2, {}),
     "at a stop": (partial(fault.stop_and_refuse, SHARD % 34), UNSAVED % 34, 2, {"checkpoint__every_steps": 6}),
     # The figures: no checkpoint is newer than its lines.
-    "lines of training": (partial(fault.full_from, "train", 5), rf".*/metrics\.jsonl cannot .* \({NO_SPACE}\): fix.*", 4, {}),
+    "lines of training": (partial(fault.full_from, "train", 5), rf".*/metrics\.jsonl cannot .* \({FULL}\): fix.*", 4, {}),
     "rows": (partial(on_rank, 1, "open", r"rows-00001\.jsonl a ", NO_ROOM), r".*/rows-00001\.jsonl cannot be written .*", 2, {}),
     # Anything else, of one rank.
     "opening tokens": (fault.refuse_to_open_tokens, IO, 0, {}),
@@ -80,8 +81,7 @@ def test_what_is_refused_ends_the_run_which_goes_on_from_the_last_checkpoint(fau
     else:
         changes = {"data__cache_dir": bench.runs / f"cache for {name}"}
     outcome = attempt_with(bench, name, what, log_every_steps=50, **changes)
-    assert outcome.injected
-    check_one_sentence(outcome, sentence)
+    check_refused(outcome, sentence)
     assert "CheckpointException" not in outcome.stderr and "with a checkpoint" not in outcome.stdout, outcome.stderr
     if EVERY_3.items() <= changes.items():
         assert bench.lines(name, "train")[-1]["step"] <= 5, "ended later than after the step that follows"
@@ -92,12 +92,18 @@ def test_what_is_refused_ends_the_run_which_goes_on_from_the_last_checkpoint(fau
         check_like_whole(bench, name, SAVED)
 
 
+def check_refused(outcome: LaunchResult, sentence: str) -> None:
+    """Something struck, and `LaunchResult.refusal` is what the regular expression `sentence` says."""
+    assert num_strikes(outcome), outcome.stderr[-3000:]
+    assert re.fullmatch(sentence, outcome.refusal()), outcome.refusal()
+
+
 def test_a_writer_that_dies_of_its_own_error_ends_the_run(faulty_bench):
     """Which no system is the cause of: the error is named."""
     run = stopped_after(faulty_bench, "dead writer", step=2)
     dies = partial(on_rank, 1, "open", r"{3}.tmp/rng-00001\.safetensors r ", partial(fault.die, SystemExit))
     outcome = attempt_with(faulty_bench, run.name, partial(save_by_step_4, dies), **EVERY_3)
-    assert outcome.injected and all(code > 0 for code in outcome.returncodes), outcome.stderr[-6000:]
+    assert num_strikes(outcome) and all(code > 0 for code in outcome.returncodes), outcome.stderr[-6000:]
     said = f"checkpoint {run / 'checkpoints' / step_name(3)} could not be written: SystemExit"
     assert said in outcome.stderr and complete_checkpoints(run) == [2], outcome.stderr[-6000:]
 
@@ -106,7 +112,7 @@ def test_later_steps_do_not_change_what_a_save_beside_them_writes(faulty_bench):
     """Two updates are done meanwhile, and a save that is asked for waits for the one before."""
     outcome = attempt_with(faulty_bench, "held", fault.hold_until_next_save)
     assert outcome.returncodes == [0, 0], outcome.stderr[-6000:]
-    assert len(outcome.injected) == 4, "not two saves on each of two ranks that found the one before under way"
+    assert num_strikes(outcome) == 4, "not two saves on each of two ranks that found the one before under way"
     check_like_whole(faulty_bench, "held", SAVED)
     assert [line["step"] for line in faulty_bench.lines("held", "checkpoint")] == list(SAVED)
 
@@ -117,7 +123,7 @@ def test_later_steps_do_not_change_what_a_save_beside_them_writes(faulty_bench):
 def test_a_run_whose_terminal_is_closed_comes_to_its_end(faulty_bench):
     short = {"train__max_steps": 3, "eval__at_start": True, "exports": True}
     outcome = attempt_with(faulty_bench, "terminal", partial(fault.lose, 1, 2, is_terminal=True), **short)
-    assert outcome.injected and outcome.returncodes == [0, 0], outcome.stderr[-4000:]
+    assert num_strikes(outcome) and outcome.returncodes == [0, 0], outcome.stderr[-4000:]
     run = faulty_bench.runs / "terminal"
     assert (run / "report.html").exists() and (run / "export" / "model.safetensors").exists()
     lost = [(line["name"], line["reason"]) for line in faulty_bench.lines("terminal", "lost_output")]
@@ -154,7 +160,7 @@ def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench, 
     cache, run = disk / "cache", disk / "runs" / "full"
     bench = replace(faulty_bench, runs=disk / "runs")
 
-    def attempt(*faults: Fault) -> Outcome:
+    def attempt(*faults: Fault) -> LaunchResult:
         settings = {"data__cache_dir": cache, "eval__generate": True, "eval__every_steps": None}
         outcome = attempt_with(bench, "full", *faults, exports=True, **settings)
         (disk / "filler").unlink(missing_ok=True)
@@ -162,10 +168,9 @@ def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench, 
         assert [path for path in left if "checkpoints" not in path.parts] == []
         return outcome
 
-    def is_refused(event: str, path: str, spare_pages: int, sentence: str) -> Outcome:
-        outcome = attempt(partial(fault.fill_before, event, path, disk, spare_pages))
-        assert outcome.injected, outcome.stderr[-3000:]
-        check_one_sentence(outcome, sentence)
+    def is_refused(event: str, path: str, spare_pages: int, sentence: str) -> LaunchResult:
+        outcome = attempt(partial(on_rank, 0, event, path, partial(fault.fill, disk, spare_pages), standing="/"))
+        check_refused(outcome, sentence)
         return outcome
 
     room = rf"\({NO_SPACE}\): make room there, or set data\.cache_dir"

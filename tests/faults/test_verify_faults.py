@@ -122,12 +122,13 @@ def test_command(benches, tmp_path):
     """Through `accelerate launch`, from another folder, up to the end of the first run; a wrong flag is refused."""
     bench, output = benches["t5"], tmp_path / "verify"
     command = [sys.executable, "-m", "toolkit", "verify", "--use-cpu", "--output", str(output), "--model", model_of(bench)]
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": take_signals, "text": True}
-    with subprocess.Popen([*command, *flags_of(bench)], cwd=tmp_path, env=environment(), **how) as run:
+    where = {"cwd": tmp_path, "env": os.environ | SERVER_ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}, "text": True}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "preexec_fn": take_signals}
+    with subprocess.Popen([*command, *flags_of(bench)], **where, **how) as run:
         printed = [run.stdout.readline() for _ in range(2)]
         run.send_signal(signal.SIGINT)
     assert printed[1].startswith("run 1 of 8: one process ") and printed[1].endswith(" s\n"), printed
-    refused = subprocess.run([*command, "--optim.lrr", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    refused = subprocess.run([*command, "--optim.lrr", "1"], **where, capture_output=True)
     assert (refused.returncode, refused.stderr.startswith("error: "), "Traceback" in refused.stderr) == (2, True, False)
 
 
@@ -152,7 +153,3 @@ def run_part(
 
 
 HERE = {"use_cpu": True, "num_processes": 2, "launch": launch_logged}
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}

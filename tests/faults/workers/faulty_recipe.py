@@ -13,11 +13,17 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from tests.support.workbench import RECIPES, step_name
+
+STRIKES = "a fault strikes"
+"""The line of `tell`."""
 
 
 def wrap(owner, name: str, before: Callable[..., None]) -> None:
@@ -31,25 +37,23 @@ def wrap(owner, name: str, before: Callable[..., None]) -> None:
     setattr(owner, name, both)
 
 
-def before(event: str, path: str, act: Callable[[], None], *, standing: str = "", times: int = 1) -> None:
-    """Call `act` in place of (or before, if it returns) the next file operations of this process that fit.
+def before(event: str, path: str, act: Callable[[], None], *, standing: str = "") -> None:
+    """Call `act` in place of (or before, if it returns) the next file operation of this process that fits.
 
     Args:
         event: name of a Python audit event: `open`, `os.mkdir`, `os.rename`, `os.remove`, `os.rmdir`, `shutil.rmtree`.
         path: regular expression that is searched for in the event's arguments, as in `FROM TO` of a rename, `PATH MODE` of an
             open. `{4}` stands for the name of the checkpoint of step 4.
         standing: the entry of the checkpoints folder that must be there for it.
-        times: of so many operations.
     """
     pattern = re.compile(re.sub(r"\{(\d)\}", lambda number: step_name(int(number[1])), path))
     condition = this_run() / "checkpoints" / standing
-    left = [times]
+    is_done: list[bool] = []
 
     def hook(name: str, args: tuple) -> None:
-        if name != event or not left[0] or not pattern.search(" ".join(map(str, args))) or not os.path.lexists(condition):
-            return
-        left[0] -= 1
-        act()
+        if name == event and not is_done and pattern.search(" ".join(map(str, args))) and os.path.lexists(condition):
+            is_done.append(True)
+            act()
 
     sys.addaudithook(hook)
 
@@ -98,7 +102,7 @@ def refuse(number: int) -> NoReturn:
 
 def tell() -> None:
     """Say that a fault strikes now."""
-    os.write(2, f"\ninjected at {time.time()}\n".encode())
+    os.write(2, f"\n{STRIKES}\n".encode())
 
 
 def no_export() -> None:
@@ -119,6 +123,108 @@ def this_run() -> Path:
 
 def pid_file(rank: int) -> Path:
     return this_run().with_name(f"{this_run().name}.pid-{rank}")
+
+
+# --- Signals.
+
+
+def send(ranks: list[int], signals: Sequence[str], to_group: bool = False) -> None:
+    """Signals to this process, or to its group with its loader workers in it, where it is one of `ranks`."""
+    if this_rank() in ranks:
+        for name in signals:
+            print(f"got {name}", flush=True)
+            (os.killpg if to_group else os.kill)(os.getpid(), getattr(signal, name))
+
+
+def signal_in_phase(
+    phase: str, step: int, ranks: list[int], signals: Sequence[str], nth: int = 1, to_group: bool = False
+) -> None:
+    """At the n-th time that the training thread enters a phase of a step."""
+    in_phase(phase, step, partial(send, ranks, signals, to_group), nth)
+
+
+def signal_in_generation(call: int, ranks: list[int], signals: Sequence[str]) -> None:
+    """Inside the n-th `generate` of this rank."""
+    from transformers import GenerationMixin
+
+    calls = Counter[str]()
+
+    def look(*_, **__) -> None:
+        calls["generate"] += 1
+        if calls["generate"] == call + 1:  # the first tries the evaluation before training
+            send(ranks, signals)
+
+    wrap(GenerationMixin, "_prepare_generation_config", look)
+
+
+def signal_and_hold(name: str) -> None:
+    """This process gets it, and what it was about to do waits, so that training goes on beside it."""
+    send([this_rank()], [name])
+    time.sleep(0.4)
+
+
+def tell_saves() -> None:
+    """Each rank says when it begins to save."""
+    from toolkit.checkpoint.save import CheckpointWriter
+
+    wrap(CheckpointWriter, "save", lambda _, state, **__: print(f"saving step {state.step}", flush=True))
+
+
+def signals_until_the_end(signals: Sequence[str], every_s: float) -> None:
+    """Every rank gets them again and again, from the first step on, until it has gone. A process of its own sends them."""
+    from toolkit.distributed.signals import StopRequests
+
+    def start() -> None:
+        pid = os.getpid()
+        if os.fork() == 0:
+            with suppress(ProcessLookupError):
+                while os.getppid() == pid:
+                    for name in signals:
+                        time.sleep(every_s)
+                        os.kill(pid, getattr(signal, name))
+            os._exit(0)
+
+    entered = StopRequests.__enter__
+
+    def enter(self: StopRequests) -> StopRequests:
+        start()
+        return entered(self)
+
+    StopRequests.__enter__ = enter
+
+
+def end_in_step(step: int, number: int) -> None:
+    """Where all ranks have begun a step, rank 0 sends its launcher this signal, or, for 0, kills the process that
+    `TOOLKIT_STARTED_BY` names, as `compare` does. All wait there until a signal is noted, or the launcher is gone (two minutes
+    at most)."""
+    from toolkit.distributed.comm import gather_objects
+    from toolkit.distributed.signals import StopRequests, launcher_is_gone
+
+    stops: list[StopRequests] = []
+    wrap(StopRequests, "__enter__", stops.append)
+
+    def end_and_wait() -> None:
+        gather_objects(None)
+        if this_rank() == 0:
+            os.kill(os.getppid() if number else int(os.environ["TOOLKIT_STARTED_BY"]), number or signal.SIGKILL)
+        give_up_at = time.monotonic() + 120
+        while not stops[0].noted and not launcher_is_gone() and time.monotonic() < give_up_at:
+            time.sleep(0.02)
+
+    at_step(step, end_and_wait)
+
+
+def outlive_launcher() -> None:
+    """It is terminated before the ranks of a run meet, after the seconds in which libraries are imported."""
+    from toolkit.launch import accelerator
+
+    def end() -> None:
+        launcher = os.getppid()
+        os.kill(launcher, signal.SIGTERM)
+        while os.getppid() == launcher:
+            time.sleep(0.02)
+
+    wrap(accelerator, "read_launch", end)
 
 
 def main() -> None:
