@@ -13,26 +13,17 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.planting.plant import NO_FAULT
-from tests.support.absolute_runs import (
-    BATCH_ROWS,
-    FP32,
-    KINDS,
-    LABEL_SMOOTHING,
-    NUM_EVAL_ROWS,
-    NUM_ROWS,
-    inputs,
-    run_ranks,
-    run_recipe,
-)
+from tests.support import absolute_runs
+from tests.support.absolute_runs import BATCH_ROWS, KINDS, NUM_EVAL_ROWS, NUM_ROWS, inputs, run_ranks, run_recipe
 from tests.support.launch import run_on_ranks
 from tests.support.own_models import loaded_by_transformers, own_class
 from tests.support.plain_pytorch import MAX_GRAD_NORM, NUM_STEPS, Figures, train_plain
 from tests.support.same_runs import rows_by_step
-from tests.support.small_run import figures, run_in_this_process
+from tests.support.small_run import check_arrays, figures, run_in_this_process
+from tests.support.workbench import FP32
 from toolkit.files.json_lines import load_json_lines
 
 FIGURE_TOLERANCE = 1e-6
-WEIGHT_TOLERANCE = 1e-5
 STEPS_AN_EPOCH = -(-NUM_ROWS // BATCH_ROWS)
 TRAINING_ROWS = range(NUM_EVAL_ROWS, NUM_EVAL_ROWS + NUM_ROWS)
 """Row ids count through the files, that with the evaluation rows first."""
@@ -66,7 +57,8 @@ def check_run(run: Path, expected: Figures) -> None:
     )
     for figure, values in (("learning_rate", expected.lrs), ("loss", expected.losses), ("grad_norm", expected.grad_norms)):
         np.testing.assert_allclose(train[figure], values, rtol=FIGURE_TOLERANCE, err_msg=f"{figure} of a step")
-    check_weights(run / "export", expected.weights)
+    exported = {rename(name): array for file in (run / "export").glob("*.safetensors") for name, array in load_file(file).items()}
+    check_arrays(exported, {name: weight.numpy() for name, weight in expected.weights.items()})
     np.testing.assert_allclose(evaluated["loss"], expected.eval_losses, rtol=FIGURE_TOLERANCE, err_msg="evaluation loss")
     assert expected.eval_accuracies[-1] > 0
     np.testing.assert_allclose(evaluated["token_accuracy"], expected.eval_accuracies, err_msg="token accuracy")
@@ -79,7 +71,7 @@ def check_run(run: Path, expected: Figures) -> None:
 def follow(kind: str, steps: tuple[tuple[int, ...], ...], adapter: bytes | None) -> Figures:
     """The reference for these rows of the steps, on one process, which no planted fault reaches."""
     recipe, family, _ = KINDS[kind]
-    args = (inputs() / family, *rows_of(recipe, steps), adapter, LABEL_SMOOTHING if kind == "llama" else 0.0)
+    args = (inputs() / family, *rows_of(recipe, steps), adapter, absolute_runs.LABEL_SMOOTHING if kind == "llama" else 0.0)
     return run_on_ranks(train_plain, preset="single", overrides=FP32, args=args, env=NO_FAULT)[0]
 
 
@@ -111,15 +103,6 @@ def check_rows(steps: dict[int, list[int]]) -> None:
     epochs = [taken[first : first + NUM_ROWS] for first in range(0, len(taken), NUM_ROWS)]
     assert all(sorted(epoch) == list(TRAINING_ROWS) for epoch in epochs[:-1]), "rows of an epoch"
     assert len(epochs) == 4 and len(set(epochs[-1])) == len(epochs[-1]) and set(epochs[-1]) < set(TRAINING_ROWS)
-
-
-def check_weights(export: Path, expected: dict) -> None:
-    files = list(export.glob("*.safetensors"))
-    weights = {rename(name): weight for file in files for name, weight in load_file(file).items()}
-    assert weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        difference = np.linalg.norm(weights[name] - weight.numpy()) / np.linalg.norm(weight.numpy())
-        assert difference <= WEIGHT_TOLERANCE, f"exported {name}: {difference:.1e}"
 
 
 def rename(exported: str) -> str:

@@ -6,32 +6,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from tests.distributed.test_invariants import CHECKPOINTING, COMPILED
 from tests.planting.plant import NO_FAULT
 from tests.support import plain_mixture as plain
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import MIXTURES, build_model_folders, make_rows, save_jsonl
-from tests.support.small_run import figures, train_and_record_gradients
+from tests.support.small_run import RELATIVE_TOLERANCE, Finished, check_arrays, check_gradients, figures, run_recipes
 from tests.support.workbench import FP32, as_flags
-from toolkit.files.json_lines import load_json_lines
 
 Case = dict[str, Any]
-NUM_ROWS, TOLERANCE = 12, 1e-5
+NUM_ROWS = 12
 ROUTERS = r".*\.(gate|router)\.(weight|bias)"
 TRAINED: dict[str, str] = {"full": "", "frozen-routers": ROUTERS, "attention": "", "experts": ""}
 """What a run trains, and what it freezes, as a regular expression. The last two are adapters on that, or on that too."""
 ADAPTED = ("attention", "experts")
 BLOCKS = {"plain": {}, "checkpointed": CHECKPOINTING, "compiled": COMPILED}
 PRESETS = {
-    1: ("single", 1, {}),
-    2: ("fsdp2_cpu", 2, {}),
-    4: ("fsdp2_cpu", 4, {}),
-    "hsdp": ("fsdp2_hsdp", 4, GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]),
-    "fsdp1": ("fsdp1_full_shard", 2, GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]),
+    1: ("single", {}),
+    2: ("fsdp2_cpu", {}),
+    4: ("fsdp2_cpu", {"num_processes": 4}),
+    "hsdp": ("fsdp2_hsdp", GPU_PRESET_OVERRIDES_ON_CPU["fsdp2_hsdp"]),
+    "fsdp1": ("fsdp1_full_shard", GPU_PRESET_OVERRIDES_ON_CPU["fsdp1_full_shard"]),
 }
-"""By ranks: preset, number of processes, overrides."""
+"""By ranks: preset, overrides."""
 FACTORS = {
     "family": tuple(MIXTURES),
     "trained": tuple(TRAINED),
@@ -103,38 +102,20 @@ def train_all_plainly(folder: Path) -> dict[tuple[str, ...], plain.Expected]:
 
 
 @pytest.fixture(scope="module")
-def gradients(folder, expected) -> dict[str, list[dict[str, np.ndarray]]]:
-    """Of the first step, by case, on every rank. All cases of a number of ranks and a preset run one after another."""
+def finished(folder, expected) -> dict[str, Finished]:
     assert expected  # has written the adapters
-    found: dict[str, list[dict[str, np.ndarray]]] = {}
-    for ranks, blocks in {(case["ranks"], case["blocks"]): None for case in CASES.values()}:
-        names = [name for name, case in CASES.items() if (case["ranks"], case["blocks"]) == (ranks, blocks)]
-        preset, num_processes, overrides = PRESETS[ranks]
-        where = {"preset": preset, "overrides": FP32 | overrides | BLOCKS[blocks]}
-        of_ranks = run_on_ranks(train_cases, num_processes=num_processes, args=(folder, names), **where)
-        found |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
-    return found
+    return run_recipes(folder, {name: how(folder, case) for name, case in CASES.items()})
 
 
-def train_cases(folder: Path, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    found = {}
-    for name in names:
-        found[name] = train_and_record_gradients("llm", flags(folder, name, CASES[name]), 2**26)
-    return found
-
-
-def flags(folder: Path, name: str, case: Case) -> list[str]:
+def how(folder: Path, case: Case) -> dict:
     if case["trained"] in ADAPTED:  # the merge takes as long as a run
         adapter = folder / f"{case['family']}-{case['trained']}"
         own = {"adapter.method": "lora", "adapter.name_or_path": adapter, "export.merge": case["trained"] == "experts"}
     else:
         freeze = [TRAINED[case["trained"]]] if TRAINED[case["trained"]] else []
-        own = {"model.dropout": 0, "model.freeze": freeze, "optim.router_aux_loss": case["auxiliary"]}
+        own = {"model.freeze": freeze, "optim.router_aux_loss": case["auxiliary"]}
     values = {
         "model.name_or_path": folder / case["family"],
-        "data.source": "jsonl",
-        "data.files": folder / "rows.jsonl",
-        "data.cache_dir": folder / "cache",
         "data.max_length_tokens": 96,
         "data.packing": case["packing"],
         "data.eval_fraction": 0,
@@ -148,34 +129,21 @@ def flags(folder: Path, name: str, case: Case) -> list[str]:
         "optim.weight_decay": plain.WEIGHT_DECAY,
         "optim.max_grad_norm": None,
         "eval.generate": False,
-        "log_every_steps": 1,
-        "run.output_dir": folder / "runs",
-        "run.name": name,
     }
-    return as_flags(values | own)
+    preset, overrides = PRESETS[case["ranks"]]
+    return {"preset": preset, "overrides": overrides | BLOCKS[case["blocks"]], "recipe": "llm", "flags": as_flags(values | own)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_that_of_one_plain_process(folder, expected, gradients, name):
-    case = CASES[name]
+def test_a_run_is_that_of_one_plain_process(folder, expected, finished, name):
+    case, (lines, gradients) = CASES[name], finished[name]
     wanted, run = expected[case["family"], case["trained"], case["auxiliary"]], folder / "runs" / name
-    for of_rank in gradients[name]:
-        assert of_rank.keys() == wanted.gradients.keys()
-        for parameter, gradient in wanted.gradients.items():
-            assert_close(of_rank[parameter], gradient, f"gradient of {parameter}")
-    logged = figures(load_json_lines(run / "metrics.jsonl"), "train")
-    np.testing.assert_allclose(logged["loss"], wanted.losses, rtol=TOLERANCE)
+    check_gradients(gradients, wanted.gradients)
+    logged = figures(lines, "train")
+    np.testing.assert_allclose(logged["loss"], wanted.losses, rtol=RELATIVE_TOLERANCE)
     for figure, of_plain in (("router_aux_loss", wanted.auxiliary_losses), ("router_busiest_share", wanted.busiest_shares)):
-        np.testing.assert_allclose(logged.get(figure, []), of_plain, rtol=TOLERANCE, err_msg=figure)
+        np.testing.assert_allclose(logged.get(figure, []), of_plain, rtol=RELATIVE_TOLERANCE, err_msg=figure)
     files = [file for file in wanted.files if (run / f"{file}.safetensors").exists()]
     assert files == list(wanted.files)[: 2 if case["trained"] == "experts" else 1]
     for file in files:
-        weights = load_file(run / f"{file}.safetensors")
-        assert weights.keys() == wanted.files[file].keys()
-        for parameter, weight in wanted.files[file].items():
-            assert_close(weights[parameter].numpy(), weight.numpy(), f"{file} {parameter}")
-
-
-def assert_close(actual: np.ndarray, wanted: np.ndarray, what: str) -> None:
-    difference = np.linalg.norm(actual - wanted) / max(np.linalg.norm(wanted), 1e-12)
-    assert difference <= TOLERANCE, f"{what}: {difference:.1e}"
+        check_arrays(load_file(run / f"{file}.safetensors"), wanted.files[file])

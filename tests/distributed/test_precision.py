@@ -4,7 +4,6 @@ stochastically: such a run learns as fp32 does, and resumes bit for bit.
 
 import shutil
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +12,8 @@ from safetensors.torch import load_file
 
 from tests.support.absolute_runs import run_ranks
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU
-from tests.support.small_run import NUM_STEPS, figures, run_in_this_process, run_recipes, write_inputs
+from tests.support.small_run import NUM_STEPS, before_clipping, figures, run_in_this_process, run_recipes, write_inputs
+from toolkit.parallel.units import local_tensor
 
 LARGEST_SHARE = 0.6
 """Of values that bf16 can hold. Half of the sums of two ranks' gradients need more bits, and nearly all weights do."""
@@ -32,22 +32,18 @@ def test_in_bf16_what_trains_and_sums_of_gradients_are_fp32(tmp_path, kind, pres
 
 def train_and_measure(recipe: str, argv: list[str], folder: Path) -> dict[str, float]:
     """On every rank: the share of a step's gradients, and of the weights after an update, that bf16 can hold."""
-    from toolkit.parallel.units import local_tensor
-    from toolkit.training import loop
-
-    clip, shares = loop.clip_gradients, {}
+    shares: dict[str, float] = {}
 
     def share(tensors: list) -> float:
         values = torch.cat([local_tensor(tensor).detach().float().flatten() for tensor in tensors])
         values = values[values != 0]
         return (values == values.bfloat16()).float().mean().item()
 
-    def look_and_clip(model, *rest):
+    def look(model) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         shares.update(weights=share(trained), gradients=share([p.grad for p in trained if p.grad is not None]))
-        return clip(model, *rest)
 
-    with patch.object(loop, "clip_gradients", look_and_clip):
+    with before_clipping(look):
         run_in_this_process(recipe, argv)
     return shares
 
@@ -60,16 +56,8 @@ WEIGHTS = ["--model.trained_dtype", "bfloat16_stochastic", "--optim.name", "adam
 
 def train_and_note_dtypes(recipe: str, argv: list[str], _: int) -> list[str]:
     """On every rank: the dtypes of weights and of the gradients that are clipped, in any step."""
-    from toolkit.training import loop
-
     noted: set[str] = set()
-    clip = loop.clip_gradients
-
-    def note_and_clip(model, *rest):
-        noted.update(f"{p.dtype} {p.grad.dtype}" for p in model.parameters())
-        return clip(model, *rest)
-
-    with patch.object(loop, "clip_gradients", note_and_clip):
+    with before_clipping(lambda model: noted.update(f"{p.dtype} {p.grad.dtype}" for p in model.parameters())):
         run_in_this_process(recipe, argv)
     return sorted(noted)
 

@@ -13,12 +13,11 @@ from tests.support import plain_pytorch as plain
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, build_model_folders, make_rows, save_jsonl
 from tests.support.small_run import run_in_this_process
-from tests.support.workbench import as_flags
+from tests.support.workbench import FP32, as_flags
 
 NUM_ROWS, NUM_EVAL_ROWS, BATCH_ROWS = 70, 7, 16
 """An epoch is four steps of 16 rows and one of 6; evaluation batches of 4 leave 3 rows over."""
 RANK, LABEL_SMOOTHING = 4, 0.2
-FP32 = {"mixed_precision": "no"}
 
 KINDS: dict[str, tuple[str, str, list[str]]] = {
     "t5": ("t5", "t5", ["--train.micro_batch_size_rows=3"]),

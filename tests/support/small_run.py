@@ -103,19 +103,27 @@ def _argv(folder: Path, name: str, how: dict) -> list[str]:
 def train_and_record_gradients(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
     """On every rank: the recipe as it stands, with a look at the gradients of step 1 before they are clipped."""
     from toolkit.models.patches import chunked_loss
-    from toolkit.training import loop
 
     recorded: dict[str, np.ndarray] = {}
+    look = before_clipping(lambda model: recorded or recorded.update(whole_gradients(model)))
+    with look, patch.object(chunked_loss, "MAX_LOGITS_AT_ONCE", max_logits):
+        run_in_this_process(recipe, argv)
+    return recorded
+
+
+@contextmanager
+def before_clipping(look: Callable[[Any], object]) -> Iterator[None]:
+    """Context in which a step's model is looked at before its gradients are clipped."""
+    from toolkit.training import loop
+
     clip = loop.clip_gradients
 
     def look_and_clip(model, *rest):
-        if not recorded:
-            recorded.update(whole_gradients(model))
+        look(model)
         return clip(model, *rest)
 
-    with patch.object(loop, "clip_gradients", look_and_clip), patch.object(chunked_loss, "MAX_LOGITS_AT_ONCE", max_logits):
-        run_in_this_process(recipe, argv)
-    return recorded
+    with patch.object(loop, "clip_gradients", look_and_clip):
+        yield
 
 
 def train_without_export(recipe: str, argv: list[str], max_logits: int) -> dict[str, np.ndarray]:
@@ -155,12 +163,17 @@ def check_curve(lines: list[dict], expected: list[dict], names: Sequence[str] = 
 
 
 def check_gradients(of_ranks: list[dict[str, np.ndarray]], expected: dict[str, np.ndarray]) -> None:
-    """Each rank recorded the gradients of another run, each compared relative to its norm."""
+    """Each rank recorded the gradients of another run."""
     for gradients in of_ranks:
-        assert gradients.keys() == expected.keys()
-        for name, gradient in expected.items():
-            difference = np.linalg.norm(gradients[name] - gradient) / max(np.linalg.norm(gradient), 1e-12)
-            assert difference <= RELATIVE_TOLERANCE, f"{name}: {difference:.1e}"
+        check_arrays(gradients, expected)
+
+
+def check_arrays(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """These and no others were found, each compared relative to its norm."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        difference = np.linalg.norm(found[name] - array) / max(np.linalg.norm(array), 1e-12)
+        assert difference <= RELATIVE_TOLERANCE, f"{name}: {difference:.1e}"
 
 
 def whole_gradients(model) -> dict[str, np.ndarray]:
