@@ -1,10 +1,33 @@
 """What is done to each block of a model: its activations computed again with the same dropout, its forward compiled."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
+import torch
+import transformers
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_invariants import COMPILED
+from tests.families.kinds import tiny_config
+from tests.support.adapter_models import with_adapter
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
+from tests.support.model_folders import CAUSAL_FAMILIES
+from tests.support.small_run import T5_CONFIG, whole_gradients
+from tests.support.workbench import FP32
+from toolkit.config.schema import AdapterConfig
+from toolkit.data.collate import CausalCollator, SummarizationCollator
+from toolkit.distributed.comm import rank
+from toolkit.distributed.rng import seed_all
+from toolkit.launch.accelerator import build_accelerator
+from toolkit.models.patches import chunked_loss
+from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.objectives.model_checks import check_causal_model
+from toolkit.parallel.gather import evaluation_model, generation_ready
+from toolkit.parallel.wrap import shard_model
+from toolkit.training.run import release
 
 FAMILIES = ("gpt2", "t5", "llama-lora")
 
@@ -20,7 +43,8 @@ FAMILIES = ("gpt2", "t5", "llama-lora")
 )
 def test_checkpointing_keeps_gradients_with_dropout(preset, overrides, families):
     modes = [(0, "none"), (1, "none"), (0, "full"), (0, "selective")]
-    taken = take_steps(preset, overrides, [(family, *mode) for family in families for mode in modes])
+    steps = [(family, *mode) for family in families for mode in modes]
+    taken = run_on_ranks(step_each, preset=preset, overrides=FP32 | overrides, args=(steps,))[0]
     for family in families:
         plain, other, *recomputed = (taken[family, *mode] for mode in modes)
         for checkpointed in recomputed:
@@ -39,51 +63,37 @@ def test_checkpointing_keeps_gradients_with_dropout(preset, overrides, families)
 
 
 def test_blocks_are_compiled_and_nothing_else():
-    compiled = take_steps("fsdp2_cpu", COMPILED, [("gpt2", 0, "none")])["gpt2", 0, "none"]
+    case = ("gpt2", 0, "none")
+    compiled = run_on_ranks(step_each, preset="fsdp2_cpu", overrides=FP32 | COMPILED, args=([case],))[0][case]
     assert compiled["num_compiled_frames"] > 0
     assert compiled["frames_in_generation"] == 0, "its recompilations would use up the limit that training shares"
 
 
-Case = tuple[str, int, str]
-
-
-def take_steps(preset: str, overrides: dict, steps: list[Case]) -> dict[Case, dict]:
-    """By family, seed and `train.activation_checkpointing`, what rank 0 reports of a forward and backward of a tiny model
-    with dropout 0.5."""
-    reports = run_on_ranks(step_each, preset=preset, overrides={"mixed_precision": "no", **overrides}, args=(steps,))
-    return dict(reports[0])
-
-
-def step_each(steps: list[Case]) -> dict[Case, dict]:
-    """On every rank, with an accelerator each, which keeps the blocks of the first model that it wraps."""
-    from toolkit.launch.accelerator import build_accelerator
-    from toolkit.training.run import release
-
+def step_each(cases: list[tuple[str, int, str]]) -> dict[tuple[str, int, str], dict]:
+    """On every rank, by family, seed and `train.activation_checkpointing`; each with an accelerator of its own, which keeps the
+    blocks of the first model that it wraps."""
     found = {}
-    for case in steps:
+    for case in cases:
         found[case] = forward_and_backward(build_accelerator(), *case)
         release()
     return found
 
 
+class Calls(TorchDispatchMode):
+    """Counts operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name().split("::")[1].split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def forward_and_backward(accelerator, family: str, seed: int, checkpointing) -> dict:
-    """On every rank: loss, gradients, how often an attention ran, the backward's products of linear layers and dropout masks, how
-    many frames were compiled."""
-    import torch
-    import transformers
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from tests.support.adapter_models import with_adapter
-    from tests.support.model_folders import CAUSAL_FAMILIES
-    from tests.support.small_run import T5_CONFIG, whole_gradients
-    from toolkit.config.schema import AdapterConfig
-    from toolkit.data.collate import CausalCollator, SummarizationCollator
-    from toolkit.distributed.comm import rank
-    from toolkit.distributed.rng import seed_all
-    from toolkit.models.patches.chunked_loss import summed_loss
-    from toolkit.parallel.gather import evaluation_model, generation_ready
-    from toolkit.parallel.wrap import shard_model
-
+    """Of a tiny model with dropout 0.5: loss, gradients, how often an attention ran, the backward's products of linear layers and
+    dropout masks, how many frames were compiled."""
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     if family == "t5":
@@ -112,20 +122,13 @@ def forward_and_backward(accelerator, family: str, seed: int, checkpointing) -> 
     sharded.model.train()
     seed_all("dropout", seed, rank())
     loss = summed_loss(sharded.model, collator.collate([[row] for row in rows]))[0]
-    seen: list[str] = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.name().split("::")[1].split(".")[0])
-            return func(*args, **(kwargs or {}))
-
-    with Seen():
+    with Calls() as seen:
         loss.backward()
     return {
         "loss": loss.item(),
         "gradients": whole_gradients(sharded.model),
-        "num_products": sum(name in ("mm", "addmm") for name in seen),
-        "num_masks": sum(name in ("bernoulli_", "native_dropout") for name in seen),
+        "num_products": seen.counts["mm"] + seen.counts["addmm"],
+        "num_masks": seen.counts["bernoulli_"] + seen.counts["native_dropout"],
         "num_attentions": len(calls),
         "frames_in_generation": frames_in_generation,
         "num_compiled_frames": torch._dynamo.utils.counters["frames"]["ok"],
@@ -134,44 +137,36 @@ def forward_and_backward(accelerator, family: str, seed: int, checkpointing) -> 
 
 def test_each_block_gathers_the_next_one_encoder_first():
     chain = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-    for forward, backward in run_on_ranks(report_both_orders, preset="fsdp2_cpu")[0]:
+    for forward, backward in run_on_ranks(report_prefetch, preset="fsdp2_cpu")[0]:
         assert forward == dict(zip(["", *chain], [*([name] for name in chain), []], strict=True))
         assert backward == {"": ["decoder.block.1"], **dict(zip(chain, [[""], *([name] for name in chain)], strict=False))}
 
 
-def report_both_orders() -> list[list[dict[str, list[str]]]]:
-    from toolkit.launch.accelerator import build_accelerator
-
-    accelerator = build_accelerator()
-    return [report_prefetch(accelerator, decoder_first) for decoder_first in (False, True)]
-
-
-def report_prefetch(accelerator, decoder_first: bool) -> list[dict[str, list[str]]]:
-    """On every rank: names of what each unit of a T5 gathers ahead, in the forward and in the backward."""
-    import transformers
-    from torch.distributed.fsdp import FSDPModule
-
-    from tests.support.small_run import T5_CONFIG
-    from toolkit.parallel.wrap import shard_model
-
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG))
-    if decoder_first:
-        model._modules["encoder"] = model._modules.pop("encoder")
-    shard_model(accelerator, model)
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    names = {id(module._get_fsdp_state()): name for name, module in units.items()}
-    ahead = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
-    return [
-        {name: [names[id(state)] for state in getattr(module._get_fsdp_state(), of)] for name, module in units.items()}
-        for of in ahead
-    ]
+def report_prefetch() -> list[list[dict[str, list[str]]]]:
+    """On every rank: names of what each unit of a T5 gathers ahead, in the forward and in the backward; with its encoder before
+    its decoder, and after it."""
+    accelerator, found = build_accelerator(), []
+    for decoder_first in (False, True):
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5_CONFIG))
+        if decoder_first:
+            model._modules["encoder"] = model._modules.pop("encoder")
+        shard_model(accelerator, model)
+        states = {name: module._get_fsdp_state() for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        names = {id(state): name for name, state in states.items()}
+        found.append(
+            [
+                {name: [names[id(other)] for other in getattr(state, ahead)] for name, state in states.items()}
+                for ahead in ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
+            ]
+        )
+    return found
 
 
 @pytest.mark.parametrize(("adapter", "has_images"), [("none", False), ("lora", False), ("none", True)])
 def test_untied_embedding_and_head_are_gathered_only_where_they_are_used(adapter, has_images):
     """The root holds the norm alone. The ranks have different numbers of chunks, and gather equally often all the same. A tower
     for images is never gathered."""
-    reports = run_on_ranks(report_gathers, preset="fsdp2_cpu", overrides={"mixed_precision": "no"}, args=(adapter, has_images))
+    reports = run_on_ranks(report_gathers, preset="fsdp2_cpu", overrides=FP32, args=(adapter, has_images))
     ends, blocks = ["model.embed_tokens", "lm_head"], ["model.layers.0", "model.layers.1"]
     forward = ["", ends[0], *blocks, ends[1]]
     backward = [*blocks[::-1], *(ends[:1] if adapter == "none" else [])]  # a frozen embedding has no backward
@@ -186,23 +181,6 @@ def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], list[str]
     """On every rank: the units that the checks of the model gather, in order; those that one micro-batch gathers after them;
     which of embedding and head are held where the first block's forward ends and where its backward begins; and the number of the
     loss's chunks."""
-    import torch
-    import transformers
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    from tests.families.kinds import tiny_config
-    from tests.support.adapter_models import with_adapter
-    from tests.support.model_folders import CAUSAL_FAMILIES
-    from toolkit.config.schema import AdapterConfig
-    from toolkit.data.collate import CausalCollator
-    from toolkit.distributed.comm import rank
-    from toolkit.launch.accelerator import build_accelerator
-    from toolkit.models.patches import chunked_loss
-    from toolkit.models.patches.chunked_loss import summed_loss
-    from toolkit.objectives.model_checks import check_causal_model
-    from toolkit.parallel.wrap import shard_model
-
     chunked_loss.MAX_LOGITS_AT_ONCE = 4 * 256
     accelerator = build_accelerator()
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))

@@ -13,18 +13,25 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_invariants import CHECKPOINTING
 from tests.recipes.test_resume import load_whole, on_one_process
+from tests.support import small_run
 from tests.support.launch import run_on_ranks
-from tests.support.small_run import (
-    NUM_STEPS,
-    T5_CONFIG,
-    figures,
-    run_recipes,
-    train_and_record_gradients,
-    write_inputs,
-)
+from tests.support.model_folders import CAUSAL_FAMILIES
+from tests.support.small_run import NUM_STEPS, figures, run_recipes, train_and_record_gradients, whole_gradients
+from toolkit.config.schema import OptimConfig
+from toolkit.data.collate import CausalCollator
+from toolkit.distributed.comm import rank
+from toolkit.launch.accelerator import build_accelerator
+from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.parallel import float8 as conversion
+from toolkit.parallel.wrap import shard_model
+from toolkit.training.optim import build_optimizer
 
 PRESET = "fsdp2_fp8"
 ON_CPU = {"use_cpu": True, "num_processes": 2, "dynamo_config": {"dynamo_backend": "NO"}}
@@ -43,9 +50,7 @@ FLOAT8_TOLERANCE = 0.4
 
 def emulated(function: Callable, *args):
     """On every rank: `function`, with the products emulated and nothing refused for the missing GPU."""
-    from toolkit.parallel import float8
-
-    convert = float8.convert
+    convert = conversion.convert
 
     def convert_emulated(model, linears, config) -> None:
         convert(model, linears, dataclasses.replace(config, emulate=True))
@@ -53,27 +58,13 @@ def emulated(function: Callable, *args):
     with (
         patch("toolkit.launch.environment.check_capability", lambda: None),
         patch("toolkit.launch.accelerate_rules._check_float8", lambda *_: None),
-        patch.object(float8, "convert", convert_emulated),
+        patch.object(conversion, "convert", convert_emulated),
     ):
         return function(*args)
 
 
 def take_step() -> dict:
     """On every rank: a step of a tiny Llama, the dtypes of weights while they are gathered, what each rank holds."""
-    import torch
-    import transformers
-    from torch.distributed.tensor import DTensor
-
-    from tests.support.model_folders import CAUSAL_FAMILIES
-    from tests.support.small_run import whole_gradients
-    from toolkit.config.schema import OptimConfig
-    from toolkit.data.collate import CausalCollator
-    from toolkit.distributed.comm import rank
-    from toolkit.launch.accelerator import build_accelerator
-    from toolkit.models.patches.chunked_loss import summed_loss
-    from toolkit.parallel.wrap import shard_model
-    from toolkit.training.optim import build_optimizer
-
     accelerator = build_accelerator()
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **CAUSAL_FAMILIES["llama"][1]))
@@ -134,7 +125,7 @@ def test_a_run_learns_as_in_bf16_resumes_exactly_and_exports_plain_weights(tmp_p
 
 def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: dict, resume_tolerance: float) -> None:
     """A recipe in bf16, in float8, and in float8 from the checkpoint in the middle; `where` are overrides of the preset."""
-    write_inputs(folder, T5_CONFIG | {"feed_forward_proj": "relu"})
+    small_run.write_inputs(folder, small_run.T5_CONFIG | {"feed_forward_proj": "relu"})
     flags = [
         *("--model.name_or_path", str(folder / "model"), "--model.from_scratch", "true", "--model.dropout", "0.1"),
         *("--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", str(SAVED_STEP), "--eval.generate", "false"),
@@ -165,9 +156,6 @@ def check_run(folder: Path, train: Callable[..., dict[str, np.ndarray]], where: 
 
 def compare_export(exported: Path, last: Path) -> dict:
     """On one process, without torchao: the exported model against the last checkpoint."""
-    import torch
-    from safetensors.torch import load_file
-
     ours = load_file(exported / "model.safetensors")
     theirs = {name.removeprefix("model."): t for name, t in load_whole(last).items() if name.startswith("model.")}
     unequal = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]

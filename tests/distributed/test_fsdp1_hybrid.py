@@ -11,17 +11,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.distributed.test_invariants import report_shards
+from tests.support import small_run
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.small_run import (
-    Finished,
-    check_curve,
-    check_gradients,
-    run_recipes,
-    train_and_record_gradients,
-    write_inputs,
-)
+from tests.support.small_run import Finished, check_curve, check_gradients, run_recipes
+from tests.support.workbench import FP32
 
 PRESET = "fsdp1_hybrid_shard"
 AS_TWO_MACHINES = {
@@ -32,8 +28,6 @@ AS_TWO_MACHINES = {
 
 def with_two_devices(function: Callable, *args):
     """On every rank: `function`, where torch sees two devices in a machine and the YAML is not refused."""
-    import torch
-
     with (
         patch.object(torch.cpu, "device_count", lambda: 2),
         patch("toolkit.launch.accelerate_rules._check_fsdp1", lambda *_, **__: None),
@@ -47,11 +41,10 @@ def test_each_machine_holds_the_whole_and_each_of_its_ranks_a_half():
 
 def check_shards(report: Callable, preset: str, where: dict) -> None:
     """What four ranks report that hold a T5."""
-    reports = run_on_ranks(report, preset=preset, overrides={"mixed_precision": "no", **where})
-    whole_bytes = reports[0]["whole_bytes"]
-    for machine in (reports[:2], reports[2:]):
-        assert sum(report["local_bytes"] for report in machine) == pytest.approx(whole_bytes, rel=0.02)
+    reports = run_on_ranks(report, preset=preset, overrides=FP32 | where)
+    assert len(reports) == 4
     for report in reports:
+        whole_bytes = report["whole_bytes"]
         assert report["local_bytes"] == pytest.approx(whole_bytes / 2, rel=0.02)
         assert report["moment_bytes"] == pytest.approx(whole_bytes, rel=0.02)
         assert report["whole_gathered_bytes"] == whole_bytes
@@ -66,8 +59,8 @@ def test_it_trains_as_one_process(tmp_path):
 
 def train_both(folder: Path, around: Callable, preset: str, where: dict) -> tuple[Finished, Finished]:
     """A T5 on four ranks, each with something around it, and on one process."""
-    write_inputs(folder)
-    function = partial(around, train_and_record_gradients)
+    small_run.write_inputs(folder)
+    function = partial(around, small_run.train_and_record_gradients)
     flags = [f"--model.name_or_path={folder / 'model'}", "--model.from_scratch=true", "--train.micro_batch_size_rows=2"]
     flags.append("--eval.generate=false")
     hybrid = {"preset": preset, "overrides": where, "function": function, "flags": flags}

@@ -5,10 +5,20 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.numpy import load_file
+from torch import nn
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
-from tests.support.small_run import RELATIVE_TOLERANCE, run_in_this_process
+from tests.support.small_run import RELATIVE_TOLERANCE, figures, run_in_this_process
+from toolkit.config.schema import TrainConfig
+from toolkit.data.batch_plan import BatchPlan
+from toolkit.distributed.comm import rank
+from toolkit.distributed.rng import seed_all
 from toolkit.files.json_lines import load_json_lines
+from toolkit.launch import rank_consistency
+from toolkit.tracking.metrics_log import StepMemory
 
 NUM_STEPS = 8
 # An epoch has 7 steps, the last of 1 row; the last evaluation batch has 1 of the 283 rows: a rank of 2 goes without.
@@ -29,8 +39,6 @@ RUNS = {
 
 
 def run(folder: Path, name: str, *flags: str) -> tuple[list[dict], dict[str, np.ndarray]]:
-    from safetensors.numpy import load_file
-
     preset, overrides, own_flags = RUNS[name]
     always = ["--run.output_dir", str(folder), "--run.name", name, "--log_every_steps", "3"]
     argv = [*always, *ROWS, *BATCHES, *SCHEDULE, *own_flags, *flags]
@@ -42,10 +50,6 @@ def run(folder: Path, name: str, *flags: str) -> tuple[list[dict], dict[str, np.
 
 def run_recipe(argv: list[str]) -> list[str]:
     """The recipe as it stands; rank r says that its peak memory is r + 1 GiB. Returns what the ranks compared."""
-    from toolkit.distributed.comm import rank
-    from toolkit.launch import rank_consistency
-    from toolkit.tracking.metrics_log import StepMemory
-
     compared: list[str] = []
     compare = rank_consistency.compare_ranks
 
@@ -66,15 +70,8 @@ def expected(tmp_path_factory) -> tuple[list[dict], dict[str, np.ndarray]]:
 
 def test_one_process_trains_as_the_tutorial_does(expected):
     """Against a plain loop of torch: mean loss, Adadelta, StepLR after each epoch."""
-    import torch
-    import torch.nn.functional as F
     from mnist_config import ImageDataConfig
     from mnist_images import load_images
-    from torch import nn
-
-    from toolkit.config.schema import TrainConfig
-    from toolkit.data.batch_plan import BatchPlan
-    from toolkit.distributed.rng import seed_all
 
     images = load_images(ImageDataConfig(num_rows=NUM_ROWS, eval_fraction=0.15), 6)
     seed_all("weights", 3)
@@ -105,24 +102,20 @@ def test_one_process_trains_as_the_tutorial_does(expected):
     assert last["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4), "not smoothed"
     assert last["accuracy"] == pytest.approx(accuracy) and last["num_rows"] == len(labels) == NUM_HELD_OUT
     assert [line["step"] for line in expected[0] if line["kind"] == "eval"] == [0, 4, STEPS_OF_EPOCH, NUM_STEPS]
-    for mine, saved in zip(model.parameters(), [expected[1][name] for name in in_order()], strict=True):
-        np.testing.assert_allclose(saved, mine.detach().numpy(), atol=1e-5)
-
-
-def in_order() -> list[str]:
-    return [f"{layer}.{kind}" for layer in ("conv1", "conv2", "fc1", "fc2") for kind in ("weight", "bias")]
+    in_order = [f"{layer}.{kind}" for layer in ("conv1", "conv2", "fc1", "fc2") for kind in ("weight", "bias")]
+    for mine, name in zip(model.parameters(), in_order, strict=True):
+        np.testing.assert_allclose(expected[1][name], mine.detach().numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "single"])
 def test_curve_accuracy_and_weights_are_those_of_one_process(tmp_path, expected, name):
     lines, weights = run(tmp_path, name, *WITHOUT_DROPOUT)
-    for kind, figures in (("train", ("step", "epoch", "loss", "grad_norm", "learning_rate")), ("eval", ("step", "loss"))):
-        for figure in figures:
-            actual, wanted = ([line[figure] for line in part if line["kind"] == kind] for part in (lines, expected[0]))
-            np.testing.assert_allclose(actual, wanted, rtol=RELATIVE_TOLERANCE, err_msg=f"{kind} {figure}")
-    accuracies = [[line["accuracy"] for line in part if line["kind"] == "eval"] for part in (lines, expected[0])]
-    assert accuracies[0] == accuracies[1]
-    assert {line["peak_memory_gib"] for line in lines if line["kind"] == "train"} == {2.0}, "that of the rank with most"
+    for kind, names in (("train", ("step", "epoch", "loss", "grad_norm", "learning_rate")), ("eval", ("step", "loss"))):
+        actual, wanted = figures(lines, kind), figures(expected[0], kind)
+        for figure in names:
+            np.testing.assert_allclose(actual[figure], wanted[figure], rtol=RELATIVE_TOLERANCE, err_msg=f"{kind} {figure}")
+    assert actual["accuracy"].tolist() == wanted["accuracy"].tolist()
+    assert set(figures(lines, "train")["peak_memory_gib"]) == {2.0}, "that of the rank with most"
     assert weights.keys() == expected[1].keys()
     for parameter, weight in expected[1].items():
         np.testing.assert_allclose(weights[parameter], weight, atol=1e-5, err_msg=parameter)
@@ -131,5 +124,5 @@ def test_curve_accuracy_and_weights_are_those_of_one_process(tmp_path, expected,
 def test_sharded_runs_draw_the_dropout_of_ddp(tmp_path):
     micro_batch = ("--train.micro_batch_size_rows", "25")
     ddp, sharded = (run(tmp_path, name, *micro_batch)[0] for name in ("ddp", "fsdp2, one unit"))
-    losses = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in (ddp, sharded)]
+    losses = [figures(lines, "train")["loss"] for lines in (ddp, sharded)]
     np.testing.assert_allclose(*losses, rtol=RELATIVE_TOLERANCE)

@@ -1,13 +1,13 @@
 """The plan of 2 processes against what real ones allocate, gathers and reductions over gloo included."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.adapter_models import with_adapter
-from tests.support.launch import run_on_ranks
+from tests.support.launch import run_on_ranks, write_accelerate_yaml
 from toolkit.launch.accelerator import build_accelerator, frozen_dtype
 from toolkit.loss import scale_to_global_mean
 from toolkit.models import load as models
@@ -21,7 +21,6 @@ from toolkit.tools.plan.strategy import Strategy
 from toolkit.tools.plan.subject import build_batch, build_subject
 from toolkit.training import optim
 
-PRESET = Path(__file__).parents[2] / "accelerate_configs" / "fsdp2_cpu.yaml"
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 2048,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
@@ -80,26 +79,12 @@ def allocated(model_folder: str, arguments: list[str]) -> tuple[int, int]:
     ids=["fp32-shard-grad-op", "lora-checkpointing", "selective"],
 )
 def test_a_rank_allocates_what_is_planned(changes, arguments, tmp_path):
-    import yaml
-
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with_weights = [*ARGUMENTS, *arguments]
-    if arguments == LORA:  # an adapter needs a base
-        models_folder = str(tmp_path)
-        _save_weights(models_folder)
-    else:
-        with_weights.append("--model.from_scratch=true")
-    preset = tmp_path / "preset.yaml"
-    mapping = yaml.safe_load(PRESET.read_text())
-    for key, value in changes.items():
-        mapping[key] = mapping[key] | value if isinstance(value, dict) else value
-    preset.write_text(yaml.safe_dump(mapping))
-    planned = build_plan(str(tmp_path), preset, 2, with_weights, None, 80.0, searches=False).total
-    for measured, unseen in run_on_ranks(allocated, preset=preset, args=(str(tmp_path), with_weights)):
+    has_base = arguments == LORA
+    if has_base:
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    arguments = [*ARGUMENTS, *arguments, f"--model.from_scratch={str(not has_base).lower()}"]
+    preset, _ = write_accelerate_yaml(tmp_path, "fsdp2_cpu", changes)
+    planned = build_plan(str(tmp_path), preset, 2, arguments, None, 80.0, searches=False).total
+    for measured, unseen in run_on_ranks(allocated, preset=preset, args=(str(tmp_path), arguments)):
         assert 0.99 * (measured - unseen) <= planned <= 1.01 * measured
-
-
-def _save_weights(folder: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
