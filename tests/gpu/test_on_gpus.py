@@ -15,18 +15,14 @@ from tests.support.launch import run_on_ranks
 from tests.support.small_run import train_and_record_gradients
 from toolkit.checkpoint.save import HostCopier
 
+GPU = torch.device("cuda", 0)
+
 
 @needs_gpus(1)
 def test_a_host_copy_is_pinned_and_keeps_its_values():
-    copied = check_host_copy(torch.device("cuda", 0))
-    # torch leaves copies below 5 bytes unpinned (checkpoint/_state_dict_stager.py:34, 169).
-    assert {name: tensor.is_pinned() for name, tensor in copied.items()} == {"weight": True, "step": False}
-
-
-def check_host_copy(device: torch.device) -> dict[str, torch.Tensor]:
     """Copy, change what was copied, look; twice, as the memory is used again."""
-    copier = HostCopier(device)
-    tensors = {"weight": torch.arange(1_000_000, dtype=torch.float32, device=device), "step": torch.ones((), device=device)}
+    copier = HostCopier(GPU)
+    tensors = {"weight": torch.arange(1_000_000, dtype=torch.float32, device=GPU), "step": torch.ones((), device=GPU)}
     for change in (0.0, 1.0):
         expected = {name: (tensor + change).cpu() for name, tensor in tensors.items()}
         for tensor in tensors.values():
@@ -38,16 +34,13 @@ def check_host_copy(device: torch.device) -> dict[str, torch.Tensor]:
         assert {tensor.device.type for tensor in copied.values()} == {"cpu"}
         for name, tensor in tensors.items():
             tensor.copy_(expected[name])
-    return copied
+    # torch leaves copies below 5 bytes unpinned (checkpoint/_state_dict_stager.py:34, 169).
+    assert {name: tensor.is_pinned() for name, tensor in copied.items()} == {"weight": True, "step": False}
 
 
 @needs_gpus(1)
-def test_experts_without_tokens_get_gradients_of_zeros():
-    for dtype in (torch.bfloat16, torch.float32):
-        check_empty_experts(torch.device("cuda", 0), dtype)
-
-
-def check_empty_experts(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_without_tokens_get_gradients_of_zeros(dtype):
     """Grouped products of experts without tokens, also the first and the last one, are those of each expert's own product.
 
     The allocator gives memory again that held NaN: a kernel that writes nothing for an empty group would leave it there.
@@ -56,9 +49,9 @@ def check_empty_experts(device: torch.device, dtype: torch.dtype) -> None:
 
     torch.manual_seed(0)
     tokens = [0, 5, 0, 0, 11, 16, 0, 0]
-    weights = torch.randn(len(tokens), 64, 128, device=device, dtype=dtype, requires_grad=True)
-    inputs = torch.randn(sum(tokens), 64, device=device, dtype=dtype, requires_grad=True)
-    ends = torch.tensor(tokens, device=device).cumsum(0).to(torch.int32)
+    weights = torch.randn(len(tokens), 64, 128, device=GPU, dtype=dtype, requires_grad=True)
+    inputs = torch.randn(sum(tokens), 64, device=GPU, dtype=dtype, requires_grad=True)
+    ends = torch.tensor(tokens, device=GPU).cumsum(0).to(torch.int32)
     by_expert = torch.cat([part @ weight for part, weight in zip(inputs.split(tokens), weights, strict=True)])
     of_output = torch.randn_like(by_expert)
     expected = (by_expert, *torch.autograd.grad(by_expert, (inputs, weights), of_output))
@@ -72,22 +65,18 @@ def check_empty_experts(device: torch.device, dtype: torch.dtype) -> None:
 
 @needs_gpus(1)
 def test_an_update_is_left_out_on_the_gpu():
-    check_update_left_out(torch.device("cuda", 0))
-
-
-def check_update_left_out(device: torch.device) -> None:
     """`found_inf` of 1 changes no weight, moment or step count; of 0 it changes all; the host waits for none of it."""
     from toolkit.config.schema import OptimConfig
     from toolkit.training.optim import build_optimizer
 
     torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8).to(device)
+    model = torch.nn.Linear(8, 8).to(GPU)
     optimizer = build_optimizer(OptimConfig(lr=0.1), model)
 
     def state_after(found_inf: float, gradient: float) -> list[torch.Tensor]:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        optimizer.found_inf = torch.full((), found_inf, device=device)
+        optimizer.found_inf = torch.full((), found_inf, device=GPU)
         optimizer.step()
         tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
         return [tensor.detach().clone() for tensor in tensors]
@@ -102,17 +91,13 @@ def check_update_left_out(device: torch.device) -> None:
 @needs_gpus(1)
 def test_nf4_is_dequantized_as_on_a_cpu():
     """By bitsandbytes' kernel, if it is installed."""
-    check_dequantized(torch.device("cuda", 0))
-
-
-def check_dequantized(device: torch.device) -> None:
     from toolkit.models.quantized import choose_kernel, dequantize, find_scales, quantize
 
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 96).unsqueeze(1)
     codes, scales = quantize(weight, "nf4"), find_scales(weight)
-    choose_kernel(device)
+    choose_kernel(GPU)
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(dequantize(codes.to(device), scales.to(device), dtype).cpu(), dequantize(codes, scales, dtype))
+        assert torch.equal(dequantize(codes.to(GPU), scales.to(GPU), dtype).cpu(), dequantize(codes, scales, dtype))
 
 
 @needs_gpus(2)
@@ -160,12 +145,12 @@ def test_the_varlen_kernel_computes_what_a_dense_mask_does(family):
     from toolkit.models.patches.chunked_loss import summed_loss
     from toolkit.models.patches.documents import BY_DOCUMENT
 
-    device, found = torch.device("cuda", 0), []
+    found = []
     rows = build_rows(LENGTHS)
     for attention in ("sdpa", BY_DOCUMENT):
-        model = build(family, attention).to(device, torch.bfloat16)
+        model = build(family, attention).to(GPU, torch.bfloat16)
         batch = CausalCollator(0, one_row=attention == BY_DOCUMENT).collate([rows[:3], rows[3:]])
-        loss, _ = summed_loss(model, move_to(device, batch))
+        loss, _ = summed_loss(model, move_to(GPU, batch))
         loss.backward()
         found.append((loss.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])))
     (expected, expected_gradients), (loss, gradients) = found

@@ -23,7 +23,7 @@ CONF = """
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/socket
 SlurmUser=root
 SlurmctldPort={controller_port}
 SlurmdPort={node_port}
@@ -48,16 +48,10 @@ def cluster(tmp_path_factory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("cluster")
     ports = {"controller_port": free_port(), "node_port": free_port()}
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=socket.gethostname().split(".")[0], **ports))
-    (folder / "munge.key").write_bytes(os.urandom(1024))
-    (folder / "munge.key").chmod(0o600)
-    files = {
-        "key-file": "munge.key",
-        "socket": "munge.socket",
-        "pid-file": "munged.pid",
-        "log-file": "munged.log",
-        "seed-file": "seed",
-    }
-    munged = ["munged", "--force", "--foreground", *(f"--{option}={folder / name}" for option, name in files.items())]
+    (folder / "key-file").write_bytes(os.urandom(1024))
+    (folder / "key-file").chmod(0o600)
+    files = [f"--{option}={folder / option}" for option in ("key-file", "socket", "pid-file", "log-file", "seed-file")]
+    munged = ["munged", "--force", "--foreground", *files]
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
     daemons = []
     try:
