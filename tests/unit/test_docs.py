@@ -22,8 +22,7 @@ from mnist_config import MnistConfig, check_mnist_config
 
 from tests.support.launch import REPOSITORY
 from toolkit.config.load import load_config
-from toolkit.config.schema import LLMConfig, PreferenceConfig, Seq2SeqPreferenceConfig, SummarizationConfig
-from toolkit.config.validate import check_config
+from toolkit.config.python import CONFIGS
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.models.lora import check_adapter_config
 from toolkit.tools import main as cli
@@ -42,13 +41,7 @@ FOLDERS = ("toolkit", "tests", "recipes", "benchmarks", "docs", "accelerate_conf
 MODULES = ("pytest", "venv", "pip", "build", "twine")  # of others, for `python -m`
 PROGRAMS = ("make", "sbatch", "shardtune", "python", "python3")
 SHELL = {"git", "cd", "source", "export", "head", "hf", "pip", ".venv/bin/pip", "wait", "trap", "launcher=$!"}  # or flags of srun
-RECIPES = {
-    "t5.py": (SummarizationConfig, check_config), "llm.py": (LLMConfig, check_config), "dpo.py": (PreferenceConfig, check_config),
-    "dpo_t5.py": (Seq2SeqPreferenceConfig, check_config), "mnist.py": (MnistConfig, check_mnist_config),
-}  # fmt: skip
-EXAMPLES = {  # RUN.yaml
-    "t5.py": "t5_functions", "llm.py": "llm_stdlib", "dpo.py": "dpo", "dpo_t5.py": "dpo_t5", "mnist.py": "mnist_digits",
-}  # fmt: skip
+EXAMPLES = {"t5": "t5_functions", "llm": "llm_stdlib", "dpo": "dpo", "dpo_t5": "dpo_t5", "mnist": "mnist_digits"}  # RUN.yaml
 
 
 @pytest.fixture(autouse=True)
@@ -150,16 +143,17 @@ def check_launch(words: list[str]) -> None:
 
 
 def check_recipe(script: str, flags: list[str]) -> None:
-    name = Path(script).name.replace("RECIPE", "t5")
-    assert name in RECIPES and Path("recipes", name).exists(), script
+    name = Path(script).stem.replace("RECIPE", "t5")
+    assert name in EXAMPLES and Path("recipes", f"{name}.py").exists(), script
     if flags == ["--help"]:
         return
-    config_class, check = RECIPES[name]
     flags = [flag.replace("RUN.yaml", f"recipes/configs/{EXAMPLES[name]}.yaml") for flag in flags]
-    config = load_config(config_class, flags, check=check)
-    if config_class is not MnistConfig:
-        check_adapter_config(config)
-        check_model(config.model.name_or_path)
+    if name == "mnist":
+        load_config(MnistConfig, flags, check=check_mnist_config)
+        return
+    config = load_config(CONFIGS[name], flags)
+    check_adapter_config(config)
+    check_model(config.model.name_or_path)
 
 
 def check_toolkit(words: list[str]) -> None:
@@ -199,13 +193,12 @@ def check_run_flags(flags: list[str], options: dict) -> None:
     model, files = options.get("model"), options["config"]
     check_model(model or "MODEL")
     named = [name for name in ("llm", "t5") if name in f"{options['recipe']} {files} {model}"]
-    recipe = "llm.py" if "llm" in named or (not named and "--data.max_length_tokens" in flags) else "t5.py"
+    recipe = "llm" if "llm" in named or (not named and "--data.max_length_tokens" in flags) else "t5"
     example = f"recipes/configs/{EXAMPLES[recipe]}.yaml"
     given = [f"--config={file.replace('RUN.yaml', example)}" for file in ([files] if isinstance(files, str) else files or [])]
     given = given or ["--data.source=not/read", "--train.max_steps=1"]
-    config_class, check = RECIPES[recipe]
     named_model = f"--model.name_or_path={model or f'recipes/models/{EXAMPLES[recipe]}'}"
-    check_adapter_config(load_config(config_class, [*given, named_model, *flags], check=check))
+    check_adapter_config(load_config(CONFIGS[recipe], [*given, named_model, *flags]))
 
 
 def check_model(name: str) -> None:

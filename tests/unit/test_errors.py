@@ -35,9 +35,8 @@ def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[s
     ],
 )
 def test_who_speaks(monkeypatch, capsys, rank, local_rank, agreed, speaks):
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, str(value))
+    launched = {} if rank is None else {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    monkeypatch.setattr(os, "environ", launched)
     error = UserError("a is 3: write 4", printed_by="run" if agreed else "node")
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         raise error
@@ -47,15 +46,13 @@ def test_who_speaks(monkeypatch, capsys, rank, local_rank, agreed, speaks):
 
 def test_under_torch_elastic_the_first_of_a_node_speaks(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this is pytest's process
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     printed = []
     for node, local_rank, agreed in ((0, 1, False), (0, 0, False), (1, 3, False), (1, 0, False), (2, 1, True), (3, 0, True)):
         folder = tmp_path / f"node_{node}" / "attempt_0" / str(local_rank)
         folder.mkdir(parents=True)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-        monkeypatch.setenv("GROUP_RANK", str(node))
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        monkeypatch.setenv("RANK", str(8 * node + local_rank))
+        ranks = {"GROUP_RANK": node, "LOCAL_RANK": local_rank, "RANK": 8 * node + local_rank, "LOCAL_WORLD_SIZE": 1}
+        launched = {"TORCHELASTIC_ERROR_FILE": folder / "error.json", **ranks}
+        monkeypatch.setattr(os, "environ", {name: str(value) for name, value in launched.items()})
         error = UserError("a is 3: write 4", printed_by="run" if agreed else "node")
         with pytest.raises(SystemExit), exit_on_user_error():
             raise error
@@ -111,8 +108,7 @@ HARMLESS = r"a\x1b]0;owned\x07b\x9b2J\x7f\r\u202ec\u2066\nerror: \ud800"
 
 
 def test_control_characters_of_a_row_do_not_reach_the_terminal(monkeypatch, capsys):
-    for name in ("TORCHELASTIC_ERROR_FILE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", {})
     with pytest.raises(SystemExit), exit_on_user_error():
         raise UserError(f"row 3 is {HOSTILE}:\n\twrite é, 还")
     logging.getLogger("toolkit").info(f"the template says {HOSTILE}")
@@ -177,8 +173,7 @@ def test_what_the_system_refuses_is_a_sentence_with_its_path(error, sentence):
 
 
 def test_what_the_system_refuses_ends_a_program_and_other_errors_pass(capsys, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "1")  # which may be the only rank that knows
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "1"})  # which may be the only rank that knows
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         raise raised([RuntimeError("unexpected pos 1024 vs 918"), FULL], "__context__")
     assert end.value.code == EXIT_USER_ERROR

@@ -158,10 +158,7 @@ def test_beside_the_main_thread_no_handler_is_set(terminal):
 
 
 def test_ranks_agree_at_the_same_boundary(terminal):
-    """Each rank gets other signals at other times, one's save fails, and another's fingerprint differs once."""
-    sent = {1: {3: signal.SIGUSR1}, 0: {5: signal.SIGTERM}}
-    failed = {0: {6}}
-    first, second = run_on_ranks(agree_often, preset="ddp_cpu", overrides={"mixed_precision": "no"}, args=(sent, failed))
+    first, second = run_on_ranks(agree_often, preset="ddp_cpu", overrides={"mixed_precision": "no"})
     assert first == second
     names = [agreement.signal_name for agreement in first]
     # Sent between the boundaries 2 and 3: exchanged at 3, read at 4.
@@ -170,8 +167,8 @@ def test_ranks_agree_at_the_same_boundary(terminal):
     assert [agreement.differ for agreement in first] == [False] * 3 + [True] + [False] * 5
 
 
-def agree_often(sent: dict[int, dict], failed: dict[int, set[int]]) -> list[Agreement]:
-    """Nine boundaries; before boundary n this rank gets `sent[rank][n]`."""
+def agree_often() -> list[Agreement]:
+    """Nine boundaries: each rank gets another signal before another one, one's save fails, another's fingerprint differs once."""
     from toolkit.distributed.comm import rank
     from toolkit.launch.accelerator import build_accelerator
 
@@ -179,10 +176,10 @@ def agree_often(sent: dict[int, dict], failed: dict[int, set[int]]) -> list[Agre
     agreements = []
     with StopRequests() as stops:
         for boundary in range(9):
-            if boundary in sent[rank()]:
-                send(sent[rank()][boundary])
-            fingerprint = 2**63 - 1 - (rank() == 1 and boundary == 2)
-            agreements.append(stops.agree(write_failed=boundary in failed.get(rank(), ()), fingerprint=fingerprint))
+            now = rank(), boundary
+            if now in ((1, 3), (0, 5)):
+                send(signal.SIGUSR1 if rank() == 1 else signal.SIGTERM)
+            agreements.append(stops.agree(write_failed=now == (0, 6), fingerprint=2**63 - 1 - (now == (1, 2))))
         stops.agree()  # its own collective is read too: none is under way when the group ends
         stops._read()
     return agreements

@@ -165,37 +165,25 @@ def test_every_preset_passes_and_has_its_header(path):
     assert usage.startswith(f"accelerate launch {quiet}--config_file accelerate_configs/{path.name} recipes/")
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        (["python", "/env/bin/accelerate", "launch", "--config_file", "a.yaml", "t5.py"], ["--config_file", "a.yaml", "t5.py"]),
-        (["python", "-m", "accelerate.commands.launch", "t5.py"], ["t5.py"]),
-        (["python", "/env/lib/accelerate/commands/launch.py", "t5.py"], ["t5.py"]),
-        (["python", "-m", "accelerate.commands.accelerate_cli", "launch", "t5.py"], ["t5.py"]),
-        (["python", "/env/bin/accelerate-launch", "t5.py"], ["t5.py"]),
-        (["python", "/env/bin/accelerate", "config"], None),
-        (["python", "t5.py", "--config_file", "a.yaml"], None),
-        ([], None),
-    ],
-)
-def test_the_launchers_arguments_are_read_from_its_command_line(command, arguments):
-    assert launch_arguments(command) == arguments
+FILES = {
+    "python /env/bin/accelerate launch --config_file sub/a.yaml t5.py --config_file other.yaml": "sub/a.yaml",
+    "python -m accelerate.commands.launch --mixed_precision no --config-file=a.yaml t5.py": "a.yaml",
+    "python /env/lib/accelerate/commands/launch.py t5.py --config_file other.yaml": "default_config.yaml",
+    "python -m accelerate.commands.accelerate_cli launch t5.py": "default_config.yaml",
+    "python /env/bin/accelerate-launch --cpu t5.py": None,
+    "python /env/bin/accelerate config --config_file a.yaml": None,
+    "python t5.py --config_file a.yaml": None,
+    "": None,
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--config_file", "sub/a.yaml", "t5.py", "--config_file", "other.yaml"], "sub/a.yaml"),
-        (["--mixed_precision", "no", "--config-file=a.yaml", "t5.py"], "a.yaml"),
-        (["t5.py", "--config_file", "other.yaml"], "default_config.yaml"),
-        (["--cpu", "t5.py"], None),
-    ],
-)
-def test_the_file_is_the_launchers_and_not_the_scripts(tmp_path, monkeypatch, arguments, expected):
+@pytest.mark.parametrize("command", FILES)
+def test_the_file_is_that_of_the_launchers_command_line_and_not_the_scripts(tmp_path, monkeypatch, command):
     """The whole way, with real processes, is in test_run_folder.py."""
-    default = tmp_path / "default_config.yaml"
+    default, expected = tmp_path / "default_config.yaml", FILES[command]
     default.touch()
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
-    assert _config_file(arguments, tmp_path) == (expected and tmp_path / expected)
+    arguments = launch_arguments(command.split())
+    assert (None if arguments is None else _config_file(arguments, tmp_path)) == (expected and tmp_path / expected)
     default.unlink()
     assert _config_file(["t5.py"], tmp_path) is None
