@@ -36,19 +36,20 @@ class Kind(NamedTuple):
 
 _ALPACA = Kind(("instruction", "output"), "alpaca, as chats for the chat template", ("input", "system", "history"))
 _ALPACA_TEXT = "alpaca, as prompts in Alpaca's own words with completions, because the tokenizer has no chat template"
+_OF_CHATS = ("system", TOOLS_COLUMN)
+_PREFERENCE = Kind(("prompt", "chosen", "rejected"), "pairs of answers", _OF_CHATS)
+_WITHOUT_PROMPT = Kind(("chosen", "rejected"), "pairs of answers that hold their prompt", _OF_CHATS)
 KINDS = {
     "prompt": Kind(("prompt",), "prompts", (TOOLS_COLUMN,)),
     "seq2seq": Kind(("source", "target"), "a source with its target"),
     "pair": Kind(("prompt", "completion"), "prompt_completion", (TOOLS_COLUMN,)),
-    "chat": Kind(("chat",), "messages", ("system", TOOLS_COLUMN)),
+    "chat": Kind(("chat",), "messages", _OF_CHATS),
     "text": Kind(("text",), "text"),
-    "preference": Kind(("prompt", "chosen", "rejected"), "pairs of answers", ("system", TOOLS_COLUMN)),
-    "preference_chat": Kind(
-        ("prompt", "chosen", "rejected"), "pairs of answers, as chats for the chat template", ("system", TOOLS_COLUMN)
-    ),
-    "preference_alone": Kind(("chosen", "rejected"), "pairs of answers that hold their prompt", ("system", TOOLS_COLUMN)),
-    "preference_beside": Kind(("chosen", "rejected"), "pairs of answers that hold their prompt", ("system", TOOLS_COLUMN)),
-    "sharegpt": Kind(("conversation",), "sharegpt", ("system", TOOLS_COLUMN)),
+    "preference": _PREFERENCE,
+    "preference_chat": _PREFERENCE._replace(how="pairs of answers, as chats for the chat template"),
+    "preference_alone": _WITHOUT_PROMPT,
+    "preference_beside": _WITHOUT_PROMPT,
+    "sharegpt": Kind(("conversation",), "sharegpt", _OF_CHATS),
     "alpaca": _ALPACA,
     "alpaca_text": _ALPACA._replace(how=_ALPACA_TEXT),
 }

@@ -15,7 +15,7 @@ from toolkit.config.paths import split_own_source
 from toolkit.config.validate import name_entries
 from toolkit.data.rows.columns import KINDS, Columns, configured_columns, describe_columns
 from toolkit.data.rows.example import Example, build_example
-from toolkit.data.sources.files import READERS, find_files, find_kind, hash_file, list_struct_fields
+from toolkit.data.sources.files import COLUMNAR, READERS, find_files, find_kind, hash_file, list_struct_fields
 from toolkit.data.sources.hub import check_hub_name, list_folder, load_hub_dataset, read_hub_rows
 from toolkit.data.sources.own_function import load_own_source, read_options
 from toolkit.data.sources.row import list_parts, show_names, take_part
@@ -205,7 +205,7 @@ def open_file(path: Path, kind: str, choose: Callable[..., Columns], form: Form,
 
     A file that is broken, or without usable columns, is a `UserError`.
     """
-    read, list_columns, is_text = READERS[kind]
+    (read, list_columns), is_text = READERS[kind], kind not in COLUMNAR
     digest = hash_file(path, is_text=is_text, encoding=form.encoding)  # first, because it reports unreadable files best
     form = find_quotes(path, form) if kind == "tsv" else form
     about = f"; double quotes are text, as in line {form.text_quote}" if form.text_quote else ""

@@ -183,10 +183,10 @@ def read_pair(
 
 def _find_fault(answers: list[Any], names: list[str], is_empty: Any) -> str:
     """Why two answers cannot be compared; empty if they can."""
-    for name, answer in zip(names, answers, strict=True):
-        if is_empty(answer):
-            return f"with an empty {name}" if not is_empty(answers[0]) or not is_empty(answers[1]) else "with two equal answers"
-    return "with two equal answers" if answers[0] == answers[1] else ""
+    empty = [name for name, answer in zip(names, answers, strict=True) if is_empty(answer)]
+    if len(empty) == 2 or answers[0] == answers[1]:
+        return "with two equal answers"
+    return f"with an empty {empty[0]}" if empty else ""
 
 
 def _common_beginning(first: str, second: str) -> str:

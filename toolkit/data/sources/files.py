@@ -16,7 +16,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from toolkit.data.sources.row import count_rows_at_once, list_parts, show_names
 from toolkit.data.sources.text_files import Cells, Form, list_keys, open_bytes, read_csv, read_header, read_json, read_txt
@@ -198,28 +198,20 @@ def _open(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Iterable[Any]
         raise UserError(f"{path} is not a complete parquet or Arrow file ({reason}): copy or write it again") from None
 
 
-class FileKind(NamedTuple):
-    """How a kind of file is read."""
-
-    read: Callable[[Path, Sequence[str], Form], Iterator[Cells]]
-    """Yields the cells of some columns, row by row."""
-    list_columns: Callable[[Path, Form], list[str]]
-    """From the header, the schema, or the keys of the first thousand objects."""
-    is_text: bool = True
-
-
-_DELIMITED, _JSON = FileKind(read_csv, read_header), FileKind(read_json, list_keys)
-_COLUMNAR = FileKind(read_columnar, list_names, is_text=False)
-READERS = {
+_DELIMITED, _JSON, _COLUMNAR = (read_csv, read_header), (read_json, list_keys), (read_columnar, list_names)
+COLUMNAR = ("parquet", "arrow")
+"""Kinds of file that are not text."""
+READERS: dict[str, tuple[Callable[[Path, Sequence[str], Form], Iterator[Cells]], Callable[[Path, Form], list[str]]]] = {
     "csv": _DELIMITED,
     "tsv": _DELIMITED,
     "json": _JSON,
     "jsonl": _JSON,
     "parquet": _COLUMNAR,
     "arrow": _COLUMNAR,
-    "txt": FileKind(read_txt, lambda path, form: ["text"]),
+    "txt": (read_txt, lambda path, form: ["text"]),
 }
-"""By the kind of file, which is a value of `data.source`."""
+"""By the kind of file, a value of `data.source`: what yields the cells of some columns, row by row; and what lists its columns,
+from the header, the schema, or the keys of the first thousand objects."""
 _ENDINGS = {"ndjson": "jsonl", "feather": "arrow"}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit")
 
-IDENTIFY = "identify"
-"""Name of a function, `(config) -> str`, that a file may have: it says what decides the rows, at less cost than reading them."""
 _MAX_REASON_CHARACTERS = 300
 
 
@@ -74,12 +71,12 @@ def load_own_source(config: DataConfig | LLMDataConfig, setting: str) -> tuple[C
     if not callable(function):
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise UserError(f"{label}: the file has no function {name}: name one that it defines ({', '.join(defined) or 'none'})")
-    identify = getattr(module, IDENTIFY, None)
+    identify = getattr(module, "identify", None)  # (config) -> str: what decides the rows, at less cost than reading them
     if identify is not None:
         with _errors_of(path, label):
             identity = identify(config)
-        check_text(identity, f"{label}: the result of {IDENTIFY}")
-        digests.append(f"{IDENTIFY} {identity}")
+        check_text(identity, f"{label}: the result of identify")
+        digests.append(f"identify {identity}")
     identity = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
     return partial(read_own_rows, function, config, path, label), identity, identify is not None
 
@@ -88,28 +85,21 @@ def read_own_rows(function: Callable[[Any], Any], config: Any, path: Path, label
     """Call the function and yield its rows, of which each must be a dict; an error in it is a `UserError`."""
     with _errors_of(path, label):
         rows = function(config)
-    if isinstance(rows, dict):  # a DatasetDict is one
-        raise UserError(
-            f"{label} returns a {type(rows).__name__} with the keys {', '.join(map(str, rows))}: return the rows of one of "
-            "them, or of all, with a column split (train or eval)"
-        )
-    datasets: Any = sys.modules.get("datasets")
-    if datasets and isinstance(rows, datasets.Dataset) and rows.format["type"] is None:
-        rows = read_hub_rows(rows, rows.column_names)  # without the null keys that it gives to structs
-    with _errors_of(path, label):
-        iterator = iter(rows) if hasattr(rows, "__iter__") else None
-    if iterator is None:
-        raise UserError(f"{label} returns {rows!r:.60}, which holds no rows: yield dicts, or return a list or a Dataset")
-    end = object()
-    for number in itertools.count(1):
-        with _errors_of(path, label):
-            row = next(iterator, end)
-        if row is end:
-            return
-        if not isinstance(row, dict):
-            trouble = f"{row!r:.60} is of type {type(row).__name__}, not a dict"
-            raise UserError(f"{label}, row {number}: {trouble}: yield {{column: value, ...}}")
-        yield row
+        if isinstance(rows, dict):  # a DatasetDict is one
+            raise UserError(
+                f"{label} returns a {type(rows).__name__} with the keys {', '.join(map(str, rows))}: return the rows of one of "
+                "them, or of all, with a column split (train or eval)"
+            )
+        datasets: Any = sys.modules.get("datasets")
+        if datasets and isinstance(rows, datasets.Dataset) and rows.format["type"] is None:
+            rows = read_hub_rows(rows, rows.column_names)  # without the null keys that it gives to structs
+        if not hasattr(rows, "__iter__"):
+            raise UserError(f"{label} returns {rows!r:.60}, which holds no rows: yield dicts, or return a list or a Dataset")
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row, dict):
+                trouble = f"{row!r:.60} is of type {type(row).__name__}, not a dict"
+                raise UserError(f"{label}, row {number}: {trouble}: yield {{column: value, ...}}")
+            yield row
 
 
 def read_options(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -156,6 +146,8 @@ def _errors_of(path: Path, label: str) -> Iterator[None]:
     """Turn an exception of the user's code into one sentence with the line of their file."""
     try:
         yield
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         message: object = error

@@ -227,17 +227,17 @@ def _split(item: Prepared, tokens: TokenizedText, num_prefix: int, max_length_to
     """The columns of the rows that a text is split into."""
     return [
         {
-            "input_ids": piece.input_ids,
-            "labels": piece.labels,
+            "input_ids": input_ids,
+            "labels": labels,
             # The first token has no label, so its text does not count either.
-            "target_bytes": len(item.text[tokens.ends[max(piece.begin - 1, 0)] : tokens.ends[piece.end - 1]].encode()),
+            "target_bytes": len(item.text[tokens.ends[max(begin - 1, 0)] : tokens.ends[end - 1]].encode()),
             "prompt_length": 0,
             "target": "",
             "lead_text": "",
-            "num_given_tokens": piece.end - piece.begin,
+            "num_given_tokens": end - begin,
             "num_lost_tokens": 0,
         }
-        for piece in split_text(tokens.input_ids, num_prefix, max_length_tokens)
+        for input_ids, labels, begin, end in split_text(tokens.input_ids, num_prefix, max_length_tokens)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,18 +29,11 @@ SIDES = {"train": "training", "evaluation": "evaluation"}
 """The name of each split in messages."""
 
 
-class Piece(NamedTuple):
-    """A part of a text that becomes a row."""
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    begin: int
-    """The piece adds the text's tokens from `begin` up to `end`, exclusive."""
-    end: int
-
-
-def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -> Iterator[Piece]:
+def split_text(
+    input_ids: np.ndarray, num_prefix: int, max_length_tokens: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, int, int]]:
     """Split a text into pieces of at most `max_length_tokens`; each token except the first is a label in exactly one piece.
+    Yields a piece's token ids, its labels, and from where up to where, exclusive, it adds the text's tokens.
 
     `input_ids` begin with the tokenizer's prefix of `num_prefix` tokens, at least two less than a piece. Each further piece
     begins with it too, and with the last token of the previous piece, which predicts the first new token. These do not count
@@ -51,7 +44,7 @@ def split_text(input_ids: np.ndarray, num_prefix: int, max_length_tokens: int) -
         row = np.concatenate([input_ids[:num_prefix], input_ids[begin - 1 : end]]) if begin else input_ids[:end]
         labels = row.copy()
         labels[: num_prefix + 1 if begin else 1] = IGNORED_LABEL
-        yield Piece(row, labels, begin, end)
+        yield row, labels, begin, end
         begin, end = end, min(end + max_length_tokens - num_prefix - 1, len(input_ids))
 
 

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.cache_folders import ABOUT, cache_folder, find_or_build, name_folder
@@ -24,7 +26,6 @@ from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens.causal import locate
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
 from toolkit.data.tokens.special_tokens import learn_spaces
-from toolkit.data.tokens.token_file import TokenFile
 from toolkit.data.tokens.tokenizer import (
     hash_tokenizer,
     keep_trained_tokenizer,
@@ -259,3 +260,59 @@ def _tokenize_block(dataset: Dataset, tokenize: Tokenize, block: slice) -> pa.Ta
     if hasattr(next(iter(tokenized.get("labels", ())), None), "dtype"):  # `datasets` reads numpy arrays 20 times as slowly
         return pa.table(tokenized)
     return Dataset.from_dict(tokenized).data.table
+
+
+class TokenFile:
+    """The file of a split's tokens, an Arrow stream. Its values are hashed as they are written, by column, so that the sizes of
+    blocks do not matter; the hash says whether two runs train on the same tokens."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._stream: Any = None
+        self._digests: dict[str, list[Any]] = {}
+        self.num_rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        """Write rows; the first ones decide the types of the columns."""
+        import pyarrow as pa
+
+        if self._stream is None:
+            self._schema = table.schema.remove_metadata()
+            self._stream = pa.ipc.new_stream(self._file, self._schema)
+            self._digests = {name: [] for name in sorted(table.column_names)}
+        table = table.cast(self._schema)
+        self.num_rows += len(table)
+        self._stream.write_table(table)
+        for name, digests in self._digests.items():
+            for chunk in filter(len, table[name].chunks):
+                values = _list_values(chunk)
+                digests += [hashlib.sha256() for _ in values[len(digests) :]]
+                for digest, array in zip(digests, values, strict=True):
+                    digest.update(np.ascontiguousarray(array).data)
+
+    def close(self) -> None:
+        """End the file."""
+        if self._stream is not None:
+            self._stream.close()
+        self._file.close()
+
+    def hash_values(self, part: str) -> bytes:
+        """What the fingerprint of tokens takes of the columns of `part`."""
+        hashed = b""
+        for name, digests in self._digests.items():
+            hashed += f"{part} {name} {self._schema.field(name).type} {self.num_rows}".encode()
+            hashed += b"".join(digest.digest() for digest in digests or [hashlib.sha256()])
+        return hashed
+
+
+def _list_values(chunk: pa.Array) -> list[np.ndarray]:
+    """The values of a part of a column; of texts and lists the lengths first."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
+        return [array.to_numpy(zero_copy_only=False) for array in (pc.list_value_length(chunk), chunk.flatten())]
+    if pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type):
+        lengths = pc.binary_length(chunk).to_numpy(zero_copy_only=False)
+        return [lengths, np.frombuffer("".join(chunk.to_pylist()).encode(), dtype=np.uint8)]
+    return [chunk.to_numpy(zero_copy_only=False)]

@@ -101,22 +101,15 @@ def prepare_chat(tokenizer: PreTrainedTokenizerBase, example: Example, loss_on: 
     return Prepared(text, turns, lead_texts, counts_whole=loss_on == "all", is_chat=True, omitted=", ".join(sorted(omitted)))
 
 
-class Omission(NamedTuple):
-    """Something that the template does not print."""
-
-    what: str
-    """One of `KINDS`."""
-    message: int | None
-    """The 0-based number of its message; None for tools."""
-    excerpt: str
-    """The text that is left out, or the first lost text of calls or tools, mostly a name."""
-
-
 def find_omissions(
     text: str, messages: list[dict[str, Any]], tools: list[Any] | None, turns: Sequence[Turn] = ()
-) -> Iterator[Omission]:
+) -> Iterator[tuple[str, int | None, str]]:
     """What does not occur in `text`, the rendering of a chat, in the order of the messages. Given the `turns` of all assistant
-    messages, each message's text and calls are looked for in its turn, else in all of `text`."""
+    messages, each message's text and calls are looked for in its turn, else in all of `text`.
+
+    Yields one of `KINDS`; the 0-based number of its message, None for tools; and the text that is left out, or the first lost
+    text of calls or tools, mostly a name.
+    """
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     own = dict(zip(spoken, (text[turn.start : turn.end] for turn in turns), strict=False))
     parts = [re.split("</?think>", m["content"]) if m["role"] == "assistant" else [m["content"]] for m in messages]
@@ -125,21 +118,21 @@ def find_omissions(
         thinking += [value for value in [message[key] for key in _THINKING_KEYS if key in message][:1] if isinstance(value, str)]
         place = own.get(i, text)
         if _is_rarer(said, text, every) if place is text else not _occurs(said, place):
-            yield Omission("system turn" if message["role"] == "system" else "text", i, said.strip())
+            yield "system turn" if message["role"] == "system" else "text", i, said.strip()
         for part in thinking:
             if not _occurs(part, text):
-                yield Omission("thinking", i, part.strip())
+                yield "thinking", i, part.strip()
         if calls := [call.get("function", call) for call in message.get("tool_calls") or []]:
             wanted = [call[key] for call in calls for key in ("name", "arguments", "parameters") if key in call]
             printed = {part.strip() for part in (*thinking, said) if _occurs(part, place)}
-            yield from (Omission("tool call", i, lost) for lost in _list_lost(wanted, place, printed)[:1])
+            yield from (("tool call", i, lost) for lost in _list_lost(wanted, place, printed)[:1])
     if tools:
         begins, ends = [turn.start for turn in turns], [turn.end for turn in turns]
         rest = "\n".join(text[begin:end] for begin, end in zip([0, *ends], [*begins, len(text)], strict=True))
         functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
         names = [function["name"] for function in functions if isinstance(function.get("name"), str)]
         printed = {m["content"].strip() for m in messages if m["role"] != "assistant" and _occurs(m["content"], rest)}
-        yield from (Omission("tools", None, lost) for lost in _list_lost(names, rest, printed)[:1])
+        yield from (("tools", None, lost) for lost in _list_lost(names, rest, printed)[:1])
 
 
 def _occurs(part: str, place: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 from toolkit.data.rows.columns import Columns, with_optional
 from toolkit.data.rows.example import Example
 from toolkit.data.rows.inputs import RowInput, open_file, read_rows
-from toolkit.data.sources.files import READERS, check_columns, find_kind, hash_file
+from toolkit.data.sources.files import COLUMNAR, check_columns, find_kind, hash_file
 from toolkit.data.sources.text_files import build_form
 from toolkit.errors import UserError, escape_controls, refusal_named
 from toolkit.export.usage import Usage
@@ -104,7 +104,7 @@ def _open_file(options: Options, usage: Usage, has_chat_template: bool) -> RowIn
     kind, how = find_kind(path, "--file"), ""
     form = build_form(options.csv_delimiter or usage.csv_delimiter, options.encoding)
     saved = build_form(None, usage.encoding).encoding
-    if options.encoding is None and saved != "utf-8" and READERS[kind].is_text:
+    if options.encoding is None and saved != "utf-8" and kind not in COLUMNAR:
         try:
             hash_file(path, is_text=True)
             how = ", read as utf-8"

@@ -107,7 +107,7 @@ class Generator:
             text = render_chat(self.tokenizer, messages, row.tools, for_generation=True)
         except RefusedChatError as error:
             raise UserError(f"{where}: the chat template refuses this chat ({error}): change the row") from None
-        self.omitted.update({omission.what for omission in find_omissions(show(self.tokenizer, text), messages, row.tools)})
+        self.omitted.update({what for what, _, _ in find_omissions(show(self.tokenizer, text), messages, row.tools)})
         return text
 
     @torch.no_grad()

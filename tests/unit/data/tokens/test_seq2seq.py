@@ -22,7 +22,7 @@ from tests.support.rows import prepare_rows
 from toolkit.config.data import DataConfig, LLMDataConfig, MixEntry
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens import prepare
-from toolkit.data.tokens.token_file import TokenFile
+from toolkit.data.tokens.prepare import TokenFile
 from toolkit.data.tokens.tokenizer import train_tokenizer
 from toolkit.errors import UserError
 from toolkit.objectives import seq2seq
