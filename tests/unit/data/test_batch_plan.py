@@ -1,16 +1,14 @@
 """The batch plan: which rows a step takes, how they are packed and cut, and the grid of lengths that they are padded to."""
 
-import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from benchmarks.plan.new_shapes import ROWS, measure
+from tests.support.refusals import refusal
 from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan, Mix, Step, cut, draw_mix, pack_best_fit
-from toolkit.data.collate import MOST_PADDING, choose_multiples
-from toolkit.errors import UserError
+from toolkit.data.collate import choose_multiples
 
 NUM_ROWS = 203
 KINDS = {
@@ -172,26 +170,12 @@ def test_a_rank_without_rows_stays_in_step_and_does_not_count():
     assert ranks[1][0].packs == (few.step(2).rows,) and ranks[1][0].rows == ()
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"world_size": 8, "global_batch_size_rows": 4}, "global_batch_size_rows is 4, smaller than the 8 processes"),
-        ({"global_batch_size_tokens": 100}, r"global_batch_size_tokens is 100, less than the longest row \(\d+ tokens\)"),
-    ],
-)
-def test_a_batch_that_is_too_small_is_refused(settings, sentence):
-    with pytest.raises(UserError, match=sentence):
-        build_plan(**settings)
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("num_rows", [1, 7, 300])
-def test_every_row_is_in_one_pack_that_holds_it(seed, num_rows):
-    lengths = np.random.Generator(np.random.PCG64(seed)).integers(1, 101, num_rows)
-    packs = pack_best_fit(lengths, 100)
-    assert sorted(place for pack in packs for place in pack) == list(range(num_rows))
-    assert all(lengths[pack].sum() <= 100 for pack in packs)
-    assert len(packs) <= 11 / 9 * math.ceil(lengths.sum() / 100) + 1
+def test_a_batch_that_is_too_small_is_refused():
+    few_rows, few_tokens = {"world_size": 8, "global_batch_size_rows": 4}, {"global_batch_size_tokens": 100}
+    assert "global_batch_size_rows is 4, smaller than the 8 processes" in refusal(build_plan, **few_rows)
+    longest = build_plan().num_tokens.max()
+    too_long = f"global_batch_size_tokens is 100, less than the longest row ({longest} tokens)"
+    assert too_long in refusal(build_plan, **few_tokens)
 
 
 def test_a_row_goes_where_it_fits_best():
@@ -199,13 +183,6 @@ def test_a_row_goes_where_it_fits_best():
     assert pack_best_fit(np.array([4, 6, 5]), 10) == [[1, 0], [2]]
     assert pack_best_fit(np.array([5, 5, 5, 5]), 10) == [[0, 1], [2, 3]]
     assert pack_best_fit(np.array([10, 10]), 10) == [[0], [1]]
-
-
-@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.name)
-def test_the_grid_adds_little_padding_and_few_shapes_are_new_after_a_quarter_of_an_epoch(rows):
-    _, before, after = measure(rows)
-    assert after.padding_share <= MOST_PADDING
-    assert sum(after.new_shares[1:]) / 3 <= 0.05 < sum(before.new_shares[1:]) / 3
 
 
 def test_the_grid_is_the_coarsest_within_the_bound():

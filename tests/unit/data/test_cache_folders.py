@@ -172,17 +172,6 @@ def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path, capsys):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_the_folder_that_this_process_builds_is_not_left_over(tmp_path):
-    """Rows are built while tokens are."""
-
-    def build(folder: Path) -> dict:
-        find_or_build("the rows", tmp_path / "rows", fill("rows"))
-        return fill("tokens")(folder)
-
-    assert find_or_build("the tokens", tmp_path / "tokens", build)["by"] == "tokens"
-    assert sorted(os.listdir(tmp_path)) == ["rows", "tokens"]
-
-
 def test_a_cache_that_may_not_be_listed_or_written_is_one_sentence(tmp_path):
     """Root may read everything, so a name that is too long stands in for a folder that may not be entered."""
     (tmp_path / "file").touch()

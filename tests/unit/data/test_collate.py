@@ -7,34 +7,27 @@ import pytest
 import torch
 
 from toolkit.data import workers
-from toolkit.data.collate import CausalCollator, SummarizationCollator, labels_at_positions, shift_right
+from toolkit.data.collate import CausalCollator, SummarizationCollator, labels_at_positions
 from toolkit.loss import IGNORED_LABEL
 
-ROWS = [{"input_ids": [5, 6, 7, 1], "labels": [8, 1]}, {"input_ids": [9, 1], "labels": [4, 3, 1]}]
-
-
-PACKS = [[row] for row in ROWS]
+PACKS = [[{"input_ids": [5, 6, 7, 1], "labels": [8, 1]}], [{"input_ids": [9, 1], "labels": [4, 3, 5, 1]}]]
 COLLATOR = SummarizationCollator(pad_token_id=0, decoder_start_token_id=2)
 
 
-def test_rows_are_padded_to_the_longest():
+def test_rows_are_padded_to_the_longest_and_labels_shifted_as_by_transformers():
+    from transformers.models.bart.modeling_bart import shift_tokens_right
+
     batch = COLLATOR.collate(PACKS)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [9, 1, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert batch["label_positions"].tolist() == [0, 1, 3, 4, 5]
-    assert batch["labels"].tolist() == [8, 1, 4, 3, 1]
-    assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
-    assert labels_at_positions(batch, batch["decoder_input_ids"]).tolist() == [[8, 1, IGNORED_LABEL], [4, 3, 1]]
+    assert batch["label_positions"].tolist() == [0, 1, 4, 5, 6, 7]
+    assert batch["labels"].tolist() == [8, 1, 4, 3, 5, 1]
+    labels_BT = labels_at_positions(batch, batch["decoder_input_ids"])
+    assert labels_BT.tolist() == [[8, 1, IGNORED_LABEL, IGNORED_LABEL], [4, 3, 5, 1]]
+    assert torch.equal(batch["decoder_input_ids"], shift_tokens_right(labels_BT, 0, 2))
 
     batch = COLLATOR.collate([[{"input_ids": [0, 0, 1], "labels": [1]}]])
     assert batch["attention_mask"].tolist() == [[1, 1, 1]], "a padding id inside a source counts"
-
-
-def test_shift_is_that_of_transformers():
-    from transformers.models.bart.modeling_bart import shift_tokens_right
-
-    labels_BT = torch.tensor([[5, 6, 1], [7, 1, IGNORED_LABEL]])
-    assert torch.equal(shift_right(labels_BT, 1, 2), shift_tokens_right(labels_BT, 1, 2))
 
 
 def test_a_model_s_own_shift_is_taken_and_labels_stay_as_they_are():
@@ -46,8 +39,8 @@ def test_a_model_s_own_shift_is_taken_and_labels_stay_as_they_are():
     with torch.device("meta"):
         model = FSMTForConditionalGeneration(config)
     batch = SummarizationCollator(0, 2, model.prepare_decoder_input_ids_from_labels).collate(PACKS)
-    assert batch["decoder_input_ids"].tolist() == [[1, 8, 1], [1, 4, 3]]
-    assert batch["labels"].tolist() == [8, 1, 4, 3, 1]
+    assert batch["decoder_input_ids"].tolist() == [[1, 8, 1, 0], [1, 4, 3, 5]]
+    assert batch["labels"].tolist() == [8, 1, 4, 3, 5, 1]
 
 
 def causal_row(token_ids: list[int], prompt_length: int) -> dict:
@@ -75,7 +68,7 @@ def test_packed_rows_start_again_at_position_0_and_predict_no_neighbour_and_unpa
 
 def test_rows_that_do_not_count_have_one_ignored_label():
     batch = COLLATOR.collate(PACKS, is_dummy=True)
-    assert batch["decoder_input_ids"].tolist() == [[2, 8, 1], [2, 4, 3]]
+    assert batch["decoder_input_ids"].tolist() == [[2, 8, 1, 0], [2, 4, 3, 5]]
     for dummy in (batch, CausalCollator(0).collate([CAUSAL_ROWS], is_dummy=True)):
         assert dummy["labels"].tolist() == [IGNORED_LABEL] and dummy["label_positions"].tolist() == [0]
 

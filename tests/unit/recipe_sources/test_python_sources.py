@@ -17,58 +17,6 @@ docstrings, functions, pairs, stdlib = (
     for name in ("docstrings", "functions", "pairs", "stdlib")
 )
 
-MODULE = '''
-"""Tools for boats."""
-
-
-class OarLocker:
-    """Keep oars where they belong.
-
-    An oar that is not in its place cannot be found in the dark.
-    """
-
-    def take_oar(self, number):
-        """Return the oar of that number."""
-
-
-def _generated(*args):
-    """_generated(a, b) -> int"""
-'''
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> list[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("packages")
-    (folder / "boats_for_tests").mkdir()
-    (folder / "boats_for_tests" / "__init__.py").write_text(MODULE)
-    sys.path.insert(0, str(folder))
-    try:
-        return docstrings.read_docstrings(("boats_for_tests", "no_such_package"))
-    finally:
-        sys.path.remove(str(folder))
-
-
-def test_packages_are_read_without_being_imported(rows):
-    boats = {row["target"]: row for row in rows if row["group"].startswith("boats_for_tests")}
-    assert "boats_for_tests" not in sys.modules
-    assert boats.keys() == {"Tools for boats.", "Keep oars where they belong.", "Return the oar of that number."}
-    locker = boats["Keep oars where they belong."]
-    assert locker["lead_text"] == "An oar that is not in its place cannot be found in the dark."
-    assert locker["source"].endswith(locker["lead_text"])
-    assert "oar locker" in locker["source"].lower()
-    assert "number" in boats["Return the oar of that number."]["source"]
-
-
-def test_whole_modules_of_the_standard_library_are_held_out_and_nothing_of_them_is_trained_on(rows):
-    held_out, trained = ([row for row in rows if row["split"] == split] for split in ("eval", "train"))
-    assert 100 < len(held_out) < 1000
-    assert {row["group"].split(".")[0] for row in held_out} <= sys.stdlib_module_names
-    assert all(len(row["lead_text"]) >= docstrings.MIN_EVAL_BODY_CHARACTERS for row in held_out)
-    for column in ("group", "lead_text", "source"):
-        words = [{" ".join(row[column].lower().split()) for row in part} for part in (held_out, trained)]
-        assert not words[0] & words[1], column
-
-
 BOATS = '''"""Tools for boats."""
 import os
 
@@ -92,6 +40,41 @@ class OarLocker:
     def put(self):
         self.take_oar(1)
 '''
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "boats_for_tests").mkdir()
+    signature = '\n\ndef _generated(*args):\n    """_generated(a, b) -> int"""\n'
+    (folder / "boats_for_tests" / "__init__.py").write_text(BOATS + signature)
+    sys.path.insert(0, str(folder))
+    try:
+        return docstrings.read_docstrings(("boats_for_tests", "no_such_package"))
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_packages_are_read_without_being_imported(rows):
+    boats = {row["target"]: row for row in rows if row["group"].startswith("boats_for_tests")}
+    assert "boats_for_tests" not in sys.modules
+    assert boats.keys() == {"Tools for boats.", "Keep oars where they belong.", "Return the oar of that number."}
+    row = boats["Return the oar of that number."]
+    assert row["lead_text"] == "It is taken out of the locker."
+    assert row["source"].endswith(row["lead_text"]) and "number" in row["source"]
+    assert "oar locker" in boats["Keep oars where they belong."]["source"].lower()
+
+
+def test_whole_modules_of_the_standard_library_are_held_out_and_nothing_of_them_is_trained_on(rows):
+    held_out, trained = ([row for row in rows if row["split"] == split] for split in ("eval", "train"))
+    assert 100 < len(held_out) < 1000
+    assert {row["group"].split(".")[0] for row in held_out} <= sys.stdlib_module_names
+    assert all(len(row["lead_text"]) >= docstrings.MIN_EVAL_BODY_CHARACTERS for row in held_out)
+    for column in ("group", "lead_text", "source"):
+        words = [{" ".join(row[column].lower().split()) for row in part} for part in (held_out, trained)]
+        assert not words[0] & words[1], column
+
+
 SUMMARY = "Takes number and from_left, returns oar."
 HARBOURS = [f"harbour{i}" for i in range(100)]
 HELD_OUT = [name for name in HARBOURS if docstrings.is_held_out(name)]

@@ -3,19 +3,16 @@ the turns and texts made of them, what is left out, and each mistake with its se
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from tests.support.chats import say
 from tests.support.refusals import refusal
 from toolkit.config.data import LLMDataConfig, PreferenceDataConfig
-from toolkit.data.rows.columns import Columns, choose_columns, choose_preference_columns
-from toolkit.data.rows.example import Example, build_example, list_cells, read_examples
+from toolkit.data.rows.columns import choose_columns, choose_preference_columns
+from toolkit.data.rows.example import Example, build_example
 
 CONFIG = LLMDataConfig(source="jsonl")
-
-
 ALPACA = ["id", "instruction", "input", "output", "history"]
 OF_ALPACA = ("instruction", "output", "input", "history")
 USUAL = "'messages', 'conversations', 'instruction' and 'output', 'prompt' and 'completion', 'text'"
@@ -72,21 +69,28 @@ def test_no_column_or_several_kinds_are_refused_with_what_there_is(existing, set
     assert refusal(choose_columns, "a.csv", existing, replace(CONFIG, **settings)).removeprefix("a.csv ").startswith(sentence)
 
 
-def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+def read(row, *, has_chat_template=True, **settings):
+    """The example in a row, or the reason to leave it out, by the columns that a run would choose."""
+    config, choose = CONFIG, choose_columns
+    if "chosen" in row:
+        config, choose = PreferenceDataConfig(files="rows.jsonl"), choose_preference_columns
+    columns = choose("a.json", list(row), replace(config, **settings), has_chat_template=has_chat_template)
+    return build_example(row, columns, "a.json, row 7")
+
+
+def turns(*pairs):
     return [{"from": who, "value": text} for who, text in pairs]
 
 
-def sharegpt(conversations, **cells):
-    row = {"conversations": conversations, **cells}
-    return build_example(row, Columns("sharegpt", tuple(row)), "a.json, row 7")
+def sharegpt(*pairs, **cells):
+    return {"conversations": turns(*pairs), **cells}
 
 
-def alpaca(kind: str = "alpaca", **cells):
-    row = {"instruction": "add", "output": "3", **cells}
-    return build_example(row, Columns(kind, tuple(row)), "a.json, row 7")
+def alpaca(**cells):
+    return {"instruction": "add", "output": "3", **cells}
 
 
-HELLO = turns(("human", "hello"), ("gpt", "one"))
+HELLO, ONE = ("human", "hello"), ("gpt", "one")
 
 
 @pytest.mark.parametrize("user", ["human", "user", "Human"])
@@ -94,76 +98,42 @@ HELLO = turns(("human", "hello"), ("gpt", "one"))
 def test_sharegpts_roles_are_users_and_assistants(user, assistant):
     expected = Example(messages=say("hello", "one", system="be brief"))
     for system in ("system", "developer"):
-        assert sharegpt(turns((system, "be brief"), (user, "hello"), (assistant, "one"))) == expected
-    assert sharegpt(json.dumps(turns((user, "hello"), (assistant, "one"))), system="be brief") == expected
-    unspoken = sharegpt([{"role": user, "content": "hello", "from": None}, *HELLO[1:]], system=" ")
-    assert unspoken == Example(messages=say("hello", "one"))
+        assert read(sharegpt((system, "be brief"), (user, "hello"), (assistant, "one"))) == expected
+    as_text = json.dumps(turns((user, "hello"), (assistant, "one")))
+    assert read({"conversations": as_text, "system": "be brief"}) == expected
+    unspoken = [{"role": user, "content": "hello", "from": None}, *turns(ONE)]
+    assert read({"conversations": unspoken, "system": " "}) == Example(messages=say("hello", "one"))
 
 
 def test_sharegpts_calls_and_answers_of_tools():
-    call = json.dumps({"name": "add", "arguments": {"a": 1}})
-    row = sharegpt(turns(("human", "1?"), ("function_call", call), ("observation", "2"), ("gpt", "2")), tools='[{"name": "add"}]')
+    call = json.dumps({"name": "add", "arguments": {"a": 1, "b": None, "c": [{"d": None}]}})
+    calling = [("human", "1?"), ("function_call", call), ("observation", "2"), ("gpt", "2")]
+    row = read(sharegpt(*calling, tools='[{"name": "add"}]'))
     assert [message["role"] for message in row.messages] == ["user", "assistant", "tool", "assistant"]
     assert row.messages[1] == {"role": "assistant", "tool_calls": [json.loads(call)], "content": ""}
     assert row.tools == [{"name": "add"}]
     # Hermes writes the call as text.
-    row = sharegpt(turns(("human", "1?"), ("gpt", "<tool_call>"), ("tool", "2"), ("gpt", "2")))
+    row = read(sharegpt(("human", "1?"), ("gpt", "<tool_call>"), ("tool", "2"), ("gpt", "2")))
     assert row.messages[2] == {"role": "tool", "content": "2"}
 
 
 def test_alpaca_is_a_chat_with_its_input_system_and_history():
-    assert alpaca(input=" ") == Example(messages=say("add", "3"))
-    row = alpaca(input="1 and 2", system="be brief", history=[["hello", "one"]])
+    assert read(alpaca(input=" ")) == Example(messages=say("add", "3"))
+    row = read(alpaca(input="1 and 2", system="be brief", history=[["hello", "one"]]))
     assert row == Example(messages=say("hello", "one", "add\n\n1 and 2", "3", system="be brief"))
-    assert alpaca(input="1 and 2", system="be brief", history='[["hello", "one"]]') == row
-    assert alpaca(input=None, system=None, history=[]) == alpaca(input="", history="") == alpaca()
+    assert read(alpaca(input="1 and 2", system="be brief", history='[["hello", "one"]]')) == row
+    assert read(alpaca(input=None, system=None, history=[])) == read(alpaca(input="", history="")) == read(alpaca())
 
 
 def test_alpaca_without_a_template_is_a_prompt_in_its_own_words():
-    assert alpaca("alpaca_text", input="1 and 2") == Example(
+    assert read(alpaca(input="1 and 2"), has_chat_template=False) == Example(
         prompt="Below is an instruction that describes a task, paired with an input that provides further context. Write a "
         "response that appropriately completes the request.\n\n### Instruction:\nadd\n\n### Input:\n1 and 2\n\n### Response:\n",
         completion="3",
         lead_text="add\n\n1 and 2",
     )
-    row = alpaca("alpaca_text", system="be brief", history=[["hello", "one"]])
+    row = read(alpaca(system="be brief", history=[["hello", "one"]]), has_chat_template=False)
     assert row.prompt == ("be brief\n\n### Instruction:\nhello\n\n### Response:\none\n\n### Instruction:\nadd\n\n### Response:\n")
-
-
-@pytest.mark.parametrize(
-    ("build", "given", "reason"),
-    [
-        (sharegpt, [], "with an empty conversation"),
-        (sharegpt, HELLO[1:] + HELLO, "in which the assistant speaks first"),
-        (sharegpt, HELLO[:1], "without an assistant turn"),
-        (alpaca, {"instruction": " "}, "with an empty instruction"),
-        (alpaca, {"output": None}, "with an empty output"),
-        (alpaca, {"output": float("nan")}, "with a missing output (NA, NaN, None)"),
-        (alpaca, {"history": [["a", " "]]}, "with an empty text in their history"),
-    ],
-)
-def test_rows_with_nothing_to_learn_are_left_out_with_their_reason(build, given, reason):
-    assert (build(given) if build is sharegpt else build(**given)) == reason
-
-
-@pytest.mark.parametrize(
-    ("build", "given", "sentence"),
-    [
-        (sharegpt, turns(("human", "a"), ("x", "b")), "turn 2: 'x' is not a role of ShareGPT: write one of human, "),
-        (sharegpt, {"from": "human"}, "column conversations: {'from': 'human'} is not a list of turns"),
-        (sharegpt, ["a"], "turn 1: 'a' is not a turn"),
-        (sharegpt, [{"from": "human"}], 'turn 1 has no text in "value" (its keys: from)'),
-        (sharegpt, [{"value": "a"}], 'turn 1 has no text in "from" (its keys: value)'),
-        (sharegpt, turns(("human", "a"), ("function_call", "b")), "turn 2: not JSON"),
-        (alpaca, {"input": ["a"]}, "column input: ['a'] is of type list, not text"),
-        (alpaca, {"history": "a"}, "column history: not JSON"),
-        (alpaca, {"history": {"a": "b"}}, "column history: {'a': 'b'} is not a list"),
-        (alpaca, {"history": [["a", "b", "c"]]}, "history 1: ['a', 'b', 'c'] is not a pair: write [instruction, answer]"),
-    ],
-)
-def test_what_is_wrong_with_a_row_is_one_sentence(build, given, sentence):
-    said = refusal(build, given) if build is sharegpt else refusal(build, **given)
-    assert said.startswith(f"a.json, row 7, {sentence}")
 
 
 USER, GOOD, BAD = (
@@ -172,21 +142,16 @@ USER, GOOD, BAD = (
 SYSTEM, AGAIN = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Again?"}
 
 
-def read(row: dict, *, has_chat_template: bool = False, **settings):
-    config = PreferenceDataConfig(files="rows.jsonl", **settings)
-    columns = choose_preference_columns("rows.jsonl", list(row), config, has_chat_template=has_chat_template)
-    return build_example(row, columns, "rows.jsonl, row 1")
-
-
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
         ({"prompt": "Why? ", "chosen": "So.", "rejected": "No."}, ("Why? ", "So.", "No.")),
         ({"chosen": "The sky is blue.", "rejected": "The sky is black."}, ("The sky is", " blue.", " black.")),
         (
-            {"chosen": "\n\nHuman: Why?\n\nAssistant: So it is.", "rejected": "\n\nHuman: Why?\n\nAssistant: So not."},
+            {"id": 1, "chosen": "\n\nHuman: Why?\n\nAssistant: So it is.", "rejected": "\n\nHuman: Why?\n\nAssistant: So not."},
             ("\n\nHuman: Why?\n\nAssistant:", " So it is.", " So not."),
         ),
+        ({"prompt": "Why?", "chosen": '[{"a": 1}]', "rejected": '{"role": "b"}'}, ("Why?", '[{"a": 1}]', '{"role": "b"}')),
     ],
 )
 def test_texts_with_a_prompt_of_their_own_or_in_both(row, expected):
@@ -205,25 +170,20 @@ def test_texts_with_a_prompt_of_their_own_or_in_both(row, expected):
         {"prompt": [USER], "chosen": "So.", "rejected": "No."},
         {"prompt": "Why?", "chosen": GOOD, "rejected": BAD},
         {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
-        {
-            "conversations": [{"from": "human", "value": "Why?"}],
-            "chosen": {"from": "gpt", "value": "So."},
-            "rejected": {"from": "gpt", "value": "No."},
-        },
+        {"conversations": turns(("human", "Why?")), "chosen": turns(("gpt", "So."))[0], "rejected": turns(("gpt", "No."))[0]},
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "system": ""},  # beside a column of system turns, texts are chats
     ],
 )
 def test_messages_with_a_prompt_of_their_own_or_in_both(row):
     example = read(row)
     assert (example.messages, example.rejected, example.first_trained) == ([USER, GOOD], [USER, BAD], 1)
-    cells = dict(zip(("prompt", "completion", "rejected", "text", "messages", "tools"), list_cells(example), strict=False))
-    others = {"first_trained": [1], "weight_0": [[]], "lead_text": [""]}
-    assert read_examples({name: [cell] for name, cell in cells.items()} | others) == [example]
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": "Why?"}, {"prompt": "Again?"}])
 def test_earlier_turns_a_system_turn_and_tools_are_the_prompt(prompt):
     turns, others = [USER, GOOD, AGAIN], {"system": "Be brief.", "tools": [{"name": "look"}]}
-    example = read({**prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD], **others})
+    row = {**prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD], **others}
+    example = read(row, has_chat_template=False)
     assert example.rejected == [SYSTEM, *turns, BAD] and example.tools == [{"name": "look"}]
     assert example.trained_turns == [4]
 
@@ -233,27 +193,21 @@ def test_an_answer_before_that_ends_the_prompt_does_not_count_beside_a_system_tu
     assert (example.messages, example.trained_turns) == ([SYSTEM, USER, GOOD, GOOD], [3])
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"prompt_column": "chosen"}, "data.prompt_column and data.chosen_column are both chosen: name two columns"),
-        ({}, "has no column 'rejected' (its columns: prompt, chosen): set data.chosen_column and data.rejected_column"),
-    ],
-)
-def test_columns_that_are_missing_or_the_same_are_named_with_their_settings(settings, expected):
-    assert expected in refusal(partial(read, **settings), {"prompt": "Why?", "chosen": "So."})
-
-
-@pytest.mark.parametrize("system", ["Be brief.", ""])
-def test_texts_beside_a_column_of_system_turns_are_chats(system):
-    example = read({"system": system, "prompt": "Why?", "chosen": "So.", "rejected": "No."}, has_chat_template=True)
-    turns = [SYSTEM, USER] if system else [USER]
-    assert (example.messages, example.rejected) == ([*turns, GOOD], [*turns, BAD])
+def test_texts_beside_a_system_turn_are_chats():
+    example = read({"system": "Be brief.", "prompt": "Why?", "chosen": "So.", "rejected": "No."})
+    assert (example.messages, example.rejected) == ([SYSTEM, USER, GOOD], [SYSTEM, USER, BAD])
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        (sharegpt(), "with an empty conversation"),
+        (sharegpt(ONE, HELLO, ONE), "in which the assistant speaks first"),
+        (sharegpt(HELLO), "without an assistant turn"),
+        (alpaca(instruction=" "), "with an empty instruction"),
+        (alpaca(output=None), "with an empty output"),
+        (alpaca(output=float("nan")), "with a missing output (NA, NaN, None)"),
+        (alpaca(history=[["a", " "]]), "with an empty text in their history"),
         ({"prompt": "Why?", "chosen": "So.", "rejected": "So."}, "with two equal answers"),
         ({"prompt": "Why?", "chosen": "So.", "rejected": " "}, "with an empty rejected"),
         ({"chosen": "So.", "rejected": "So."}, "with two equal answers"),
@@ -267,19 +221,41 @@ def test_texts_beside_a_column_of_system_turns_are_chats(system):
         ),
     ],
 )
-def test_rows_without_a_preference_are_left_out(row, reason):
+def test_rows_with_nothing_to_learn_are_left_out_with_their_reason(row, reason):
     assert read(row) == reason
 
 
-def test_a_weight_in_an_answer_is_refused():
-    row = {"chosen": [USER, GOOD | {"weight": 0}, AGAIN, GOOD], "rejected": [USER, BAD]}
-    assert refusal(read, row).startswith("rows.jsonl, row 1: a turn of an answer has weight 0")
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (sharegpt(("human", "a"), ("x", "b")), ", turn 2: 'x' is not a role of ShareGPT: write one of human, "),
+        ({"conversations": {"from": "human"}}, ", column conversations: {'from': 'human'} is not a list of turns"),
+        ({"conversations": ["a"]}, ", turn 1: 'a' is not a turn"),
+        ({"conversations": [{"from": "human"}]}, ', turn 1 has no text in "value" (its keys: from)'),
+        ({"conversations": [{"value": "a"}]}, ', turn 1 has no text in "from" (its keys: value)'),
+        (sharegpt(("human", "a"), ("function_call", "b")), ", turn 2: not JSON"),
+        (alpaca(input=["a"]), ", column input: ['a'] is of type list, not text"),
+        (alpaca(history="a"), ", column history: not JSON"),
+        (alpaca(history={"a": "b"}), ", column history: {'a': 'b'} is not a list"),
+        (alpaca(history=[["a", "b", "c"]]), ", history 1: ['a', 'b', 'c'] is not a pair: write [instruction, answer]"),
+        (
+            {"chosen": [USER, GOOD | {"weight": 0}, AGAIN, GOOD], "rejected": [USER, BAD]},
+            ": a turn of an answer has weight 0",
+        ),
+        (
+            {"question": "Which?", "chosen": "The sky is blue.", "rejected": "The sky is black."},
+            ": columns chosen and rejected do not begin with a prompt that ends in 'Assistant:': set data.prompt_column to the "
+            "column that has the prompt",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_one_sentence(row, sentence):
+    assert refusal(read, row).startswith(f"a.json, row 7{sentence}")
 
 
-def test_json_may_be_an_answer_and_a_prompt_is_not_guessed_beside_other_columns():
-    example = read({"prompt": "Why?", "chosen": '[{"a": 1}]', "rejected": '{"role": "b"}'})
-    assert (example.completion, example.rejected) == ('[{"a": 1}]', '{"role": "b"}')
-    row = {"question": "Which?", "chosen": "The sky is blue.", "rejected": "The sky is black."}
-    assert "set data.prompt_column to the column that has the prompt" in refusal(read, row)
-    example = read({"id": 1, "chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."})
-    assert example.completion == " So."
+def test_columns_of_pairs_that_are_missing_or_the_same_are_named_with_their_settings():
+    row = {"prompt": "Why?", "chosen": "So."}
+    both = "data.prompt_column and data.chosen_column are both chosen: name two columns"
+    assert refusal(read, row, prompt_column="chosen") == both
+    missing = "has no column 'rejected' (its columns: prompt, chosen): set data.chosen_column and data.rejected_column"
+    assert missing in refusal(read, row)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from datasets import Dataset, List, Value
+from datasets import Dataset, Features
 
 from tests.support.chats import say
 from tests.support.model_folders import save_jsonl
@@ -14,7 +14,7 @@ from tests.support.refusals import refusal
 from tests.support.rows import load_rows
 from toolkit.config.data import DataConfig, LLMDataConfig
 from toolkit.data.rows import load as loading
-from toolkit.data.rows.example import Example
+from toolkit.data.rows.example import Example, build_schema
 from toolkit.data.rows.load import Splitter
 
 
@@ -49,11 +49,7 @@ def test_split_is_near_the_fraction_keeps_groups_together_and_grows_with_it_in_a
 def test_a_fraction_that_holds_out_nothing(config):
     rows = load(config, eval_fraction=0.0)
     assert (len(rows.train), len(rows.evaluation), rows.remarks) == (400, 0, [])
-    for side in (rows.train, rows.evaluation):  # of no rows too
-        types = {name: feature.dtype for name, feature in side.features.items() if name != "weight_0"}
-        texts = dict.fromkeys(("prompt", "completion", "rejected", "text", "messages", "tools", "lead_text"), "string")
-        assert types == dict.fromkeys(("row_id", "mix_entry", "first_trained"), "int64") | texts
-        assert side.features["weight_0"] == List(Value("int64"))
+    assert rows.evaluation.features == rows.train.features == Features.from_arrow_schema(build_schema())
     remark = "data.eval_fraction 1e-09 holds out none of the 400 rows: there is nothing to evaluate on"
     assert load(config, eval_fraction=1e-9).remarks == [remark]
 
@@ -78,19 +74,6 @@ def test_eval_files_are_the_evaluation_rows_and_equal_rows_leave_training(config
     ]
 
 
-def test_questions_about_one_document_are_rows_of_their_own(config):
-    """With the document as system turn or first, and a question that is the same for all documents."""
-    chats = [say("what is it?", f"answer {i}", system=f"document {i}") for i in range(100)]
-    chats += [say(f"question {i}", "yes", system="the document") for i in range(100)]
-    save_jsonl(Path("rows.jsonl"), [{"messages": chat} for chat in chats])
-    save_jsonl(Path("eval.jsonl"), [{"messages": chats[number]} for number in (3, 103)])
-    config = LLMDataConfig(files="rows.jsonl", cache_dir="cache", eval_fraction=0.2)
-    assert 15 <= len(load_rows(config).evaluation) <= 65  # 40 expected of 200 groups, standard deviation 6
-    rows = load(config, eval_files="eval.jsonl")
-    skipped = "skipped 2 of 200 rows of rows.jsonl that equal a row of data.eval_files (first: rows 4, 104)"
-    assert (len(rows.train), len(rows.evaluation), rows.remarks) == (198, 2, [skipped])
-
-
 def test_rows_that_only_start_alike_are_neither_copies_nor_one_group(config):
     """As a long instruction before every text."""
     rows = [(f"{'the same instruction ' * 9}{i}", f"target {i}") for i in range(50)]
@@ -99,14 +82,6 @@ def test_rows_that_only_start_alike_are_neither_copies_nor_one_group(config):
     assert len(load(config, eval_files=["held_out.csv"]).train) == 45
     apart = load(config, eval_fraction=0.5)
     assert 10 < len(apart.evaluation) < 40 and apart.remarks == []
-
-
-def test_rows_that_repeat_earlier_ones_are_kept_and_counted(config):
-    Path("twice.csv").write_text(Path("rows.csv").read_text() + "text 3,target 3\ntext 4,another target\n")
-    for _ in range(2):  # the second time from the cache
-        rows = load(config, files=["rows.csv", "twice.csv"], eval_fraction=0.0)
-        assert rows.remarks == ["training rows that repeat an earlier row exactly: 401 of 802, which are kept"]
-        assert len(rows.train) == 802
 
 
 def test_a_row_is_remembered_in_8_bytes():
@@ -167,22 +142,23 @@ def test_fingerprint_is_of_contents_and_settings_and_not_of_paths_or_tokenizing(
         assert load(config, **changes).fingerprint == prints[0]
 
 
-def test_second_load_comes_from_the_cache(config, monkeypatch):
-    write("rows.csv", ("a", "b"), ("c", ""))
+def test_second_load_comes_from_the_cache_with_what_was_skipped_and_repeated(config, monkeypatch):
+    write("rows.csv", ("a", "b"), ("c", ""), ("a", "b"), ("a", "another"))
     first = load(config, eval_fraction=0.0)
     monkeypatch.setattr(loading, "write_rows", None)  # called again, it would raise
     Path("rows.csv").rename("renamed.csv")
     second = load(config, files="renamed.csv", eval_fraction=0.0)
-    assert second.train[:] == first.train[:]
-    assert second.remarks == ["skipped 1 of 2 rows of renamed.csv with an empty target (row 2)"]
+    assert second.train[:] == first.train[:] and second.train["completion"][:] == ["b", "b", "another"]
+    assert second.remarks == [
+        "skipped 1 of 4 rows of renamed.csv with an empty target (row 2)",
+        "training rows that repeat an earlier row exactly: 1 of 3, which are kept",
+    ]
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"files": None}, "data.source csv is a kind of file, not a dataset"),
         ({"source": "some/rows"}, "data.files is given, but data.source some/rows reads no files"),
-        ({"source_column": "target"}, "data.source_column and data.target_column are both target: name two columns"),
         ({"eval_fraction": 1.0}, "all rows are held out, none is left to train on: lower data.eval_fraction"),
         ({"eval_files": "broken.csv"}, "broken.csv, line 3002: "),
         ({"eval_files": "empty.csv"}, "none of the 1 rows can be used: skipped 1 of 1 rows of empty.csv with"),

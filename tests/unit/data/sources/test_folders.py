@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.support import row_files
@@ -126,32 +124,20 @@ def test_a_readme_chooses_subsets_and_splits():
 ARTICLES = {"source": "./dataset", "source_column": "article", "target_column": "summary"}
 
 
-def write_articles(name: str, texts: list[str], summaries: list[str | None]) -> None:
-    """A parquet file of a folder that is a dataset."""
-    Path("dataset").mkdir(exist_ok=True)
-    columns = {"article": texts, "summary": summaries, "id": list(range(len(texts)))}
-    pq.write_table(pa.table(columns), f"dataset/{name}-0.parquet")
-
-
 @pytest.fixture
 def articles() -> None:
-    """40 training rows, of which the first has no target, and three rows of a split `test`."""
-    write_articles("train", [f"text {i}" for i in range(40)], [f"t {i}" if i else None for i in range(40)])
-    write_articles("test", ["only", "text 7", "text 8"], ["one", "t 7", "other"])
-
-
-def test_a_dataset_is_read_split_and_reported(articles):
-    rows = load_t5(**ARTICLES)
-    assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 40)]
-    assert rows.remarks == ["skipped 1 of 40 rows of dataset/train-0.parquet with an empty target (row 1)"]
-    few = load_t5(**ARTICLES, num_rows=10, eval_fraction=0.5)
-    assert len(few.train) + len(few.evaluation) == 9 and len(few.evaluation)
+    """A dataset with 40 training rows, of which the first has no target, and three rows of a split `test`."""
+    Path("dataset").mkdir()
+    train = [{"article": f"text {i}", "summary": f"t {i}" if i else None, "id": i} for i in range(40)]
+    test = [train[7], train[8] | {"summary": "other"}, {"article": "only", "summary": "one", "id": 0}]
+    for split, rows in (("train", train), ("test", test)):
+        datasets.Dataset.from_list(rows).to_parquet(f"dataset/{split}-0.parquet")
 
 
 def test_a_split_of_its_own_is_evaluated(articles):
     own = {**ARTICLES, "eval_fraction": 0.5, "hub_eval_split": "test", "num_rows": 10}
     rows = load_t5(**own)
-    of_test = ["only", "text 7", "text 8"]
+    of_test = ["text 7", "text 8", "only"]
     assert rows.evaluation["prompt"][:] == of_test and [item.set_name for item in rows.inputs] == ["", ""]
     assert rows.train["prompt"][:] == [f"text {i}" for i in range(1, 10) if i != 7]
     assert "that equal a row of data.hub_eval_split (row 8)" in " ".join(rows.remarks)
@@ -164,36 +150,27 @@ def test_a_split_of_its_own_is_evaluated(articles):
         assert rows.evaluation["prompt"][:] == ["own text", *of_test]
 
 
-DAMAGED = {"rows.zip": "not a zip file", "rows.jsonl.xz": "Input format", "rows.tar": "truncated", "rows.h5": "be loaded: "}
+NO_DATASET = "not one of csv, tsv, json, jsonl, parquet, arrow, txt, not a local folder and not in the local cache, and the hub"
 
 
 @pytest.mark.parametrize(
-    ("settings", "fragments"),
+    ("settings", "sentence"),
     [
-        ({"hub_eval_split": "dev"}, ["has no split dev, but train (train-0.parquet) and test (test-0.parquet)"]),
-        (
-            {"source": "csv", "files": ["held_out.csv"], "hub_eval_split": "test"},
-            ["data.hub_eval_split is test, but csv has no splits: leave it out, or name evaluation files in"],
-        ),
-        ({"source_column": None}, ["has no column 'source' (its columns: article, summary, id)"]),
-        ({"source_column": "id", "target_column": "article"}, ["row 1, column id: 0 is of type int, not text"]),
-        ({"source": "./empty"}, ["data.source ./empty", "doesn't contain any data files"]),
-        (
-            {"source": "./dataset/train-0.parquet"},
-            ["data.source ./dataset/train-0.parquet is a file: give it in data.files, and leave data.source out"],
-        ),
-        ({"source": "./no_such_folder"}, ["data.source ./no_such_folder: there is no such folder"]),
-        ({"source": "some/dataset"}, ["data.source some/dataset is not one of csv", "the hub cannot be reached"]),
-        ({"source": "cvs"}, ["data.source cvs is not one of csv, tsv"]),
-        *(({"source": f"./{name}"}, [f"{name} (subset None, split train)", reason]) for name, reason in DAMAGED.items()),
-        ({"source": "./cut"}, ["cut/train-0.parquet is not a complete parquet or Arrow file"]),
+        ({"hub_eval_split": "dev"}, "./dataset has no split dev, but train (train-0.parquet) and test (test-0.parquet)"),
+        ({"source": "csv", "files": "a.csv", "hub_eval_split": "b"}, "data.hub_eval_split is b, but csv has no splits: leave it"),
+        ({"source_column": None}, "has no column 'source' (its columns: article, summary, id)"),
+        ({"source_column": "id", "target_column": "article"}, "row 1, column id: 0 is of type int, not text"),
+        ({"source": "./empty"}, "data.source ./empty (subset None, split train) could not be loaded: "),
+        ({"source": "./dataset/train-0.parquet"}, "data.source ./dataset/train-0.parquet is a file: give it in data.files, and"),
+        ({"source": "./no_such_folder"}, "data.source ./no_such_folder: there is no such folder"),
+        ({"source": "some/dataset"}, f"data.source some/dataset is {NO_DATASET} cannot be reached: check the name"),
+        ({"source": "./zip"}, "data.source ./zip (subset None, split train) could not be loaded: File is not a zip file"),
+        ({"source": "./cut"}, "cut/train-0.parquet is not a complete parquet or Arrow file"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(settings, fragments, articles):
-    for name in ("empty", "cut", *DAMAGED):
-        Path(name).mkdir()
-    for name in DAMAGED:
-        Path(name, name).write_bytes(b"PK\x03\x04, and no more")
+def test_what_cannot_be_read_is_one_sentence(settings, sentence, articles):
+    Path("empty").mkdir()
+    write("zip/rows.zip", "PK\x03\x04, and no more")
+    Path("cut").mkdir()
     Path("cut/train-0.parquet").write_bytes(Path("dataset/train-0.parquet").read_bytes()[:200])
-    sentence = refusal(load_t5, **ARTICLES | settings)
-    assert all(fragment in sentence for fragment in fragments)
+    assert sentence in refusal(load_t5, **ARTICLES | settings)

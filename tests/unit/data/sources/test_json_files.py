@@ -15,7 +15,6 @@ from datasets import Dataset
 
 from tests.support.refusals import refusal
 from tests.support.row_files import CHAT, TURNS, list_pairs, load_llm, load_t5, stored_call, with_call, write_objects
-from toolkit.data.rows.load import TextRows
 from toolkit.data.sources import files
 
 NULLS = {"x": None, "y": 1, "list": [None, {"z": None}], "deep": {"a": None}}
@@ -49,27 +48,14 @@ def test_names_of_columns_can_be_printed_whatever_they_hold():
     assert f"(its columns: {shown})" in refusal(load_llm, "none.jsonl")
 
 
-def test_nulls_in_json_are_the_users_own():
-    def check(rows: TextRows) -> None:
+@pytest.mark.parametrize("messages", [with_call(NULLS), with_call(json.dumps(NULLS)), json.dumps(with_call(NULLS))])
+def test_nulls_in_json_are_the_users_own(messages):
+    row = {"messages": messages, "tools": SCHEMA}
+    write_objects("lines.json", [row])
+    write_objects("array.json", [row], is_array=True)
+    Path("own.py").write_text(f"def load(config):\n    yield {row}\n")
+    for rows in (load_llm("lines.json"), load_llm("array.json"), load_llm(source="own.py:load")):
         assert stored_call(rows) == NULLS and json.loads(rows.train["tools"][0]) == SCHEMA
-
-    for is_array in (False, True):
-        for messages in (with_call(NULLS), with_call(json.dumps(NULLS)), json.dumps(with_call(NULLS))):
-            write_objects("rows.json", [{"messages": messages, "tools": SCHEMA}], is_array=is_array)
-            check(load_llm("rows.json"))
-    # The keys that a message or a call may lack are left out.
-    call = {"id": None, "function": {"name": "f", "arguments": NULLS, "strict": None}}
-    write_objects("rows.json", [{"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}])
-    assert json.loads(load_llm("rows.json").train["messages"][0])[1] == {
-        "role": "assistant",
-        "tool_calls": [{"function": {"name": "f", "arguments": NULLS}}],
-        "content": "",
-    }
-    function_call = {"from": "function_call", "value": json.dumps({"name": "f", "arguments": NULLS})}
-    write_objects("rows.json", [{"conversations": [TURNS[0], function_call]}])
-    assert json.loads(load_llm("rows.json").train["messages"][0])[1]["tool_calls"][0]["arguments"] == NULLS
-    Path("own.py").write_text(f"def load(config):\n    yield {{'messages': {with_call(NULLS)}, 'tools': {SCHEMA}}}\n")
-    check(load_llm(source="own.py:load"))
 
 
 @pytest.mark.parametrize(
@@ -172,21 +158,13 @@ def test_a_column_may_stand_inside_another(ending):
     assert list_pairs(load_t5(f"rows.{ending}", source_column="a.b.c.d", target_column="a.e")) == [("Say", "Dis")]
 
 
-def parquet(columns: dict[str, list]) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.table(columns), file)
-    return file.getvalue()
-
-
-def arrow(columns: dict[str, list]) -> bytes:
-    content, file = pa.table(columns), io.BytesIO()
-    with pa.ipc.new_file(file, content.schema) as writer:
-        writer.write_table(content)
-    return file.getvalue()
-
-
-MANY = {"source": [f"text {i}" for i in range(3000)], "target": [f"t {i}" for i in range(3000)]}
-PARQUET, ARROW, GZIP = parquet(MANY), arrow(MANY), gzip.compress(b"source,target\n" + b"text,the target\n" * 9)
+MANY = pa.table({"source": [f"text {i}" for i in range(3000)], "target": [f"t {i}" for i in range(3000)]})
+PARQUET_FILE, ARROW_FILE = io.BytesIO(), io.BytesIO()
+pq.write_table(MANY, PARQUET_FILE)
+with pa.ipc.new_file(ARROW_FILE, MANY.schema) as writer:
+    writer.write_table(MANY)
+PARQUET, ARROW = PARQUET_FILE.getvalue(), ARROW_FILE.getvalue()
+GZIP = gzip.compress(b"source,target\n" + b"text,the target\n" * 9)
 INCOMPLETE = " is not a complete parquet or Arrow file ("
 NO_TEXT = (
     " is not text, but an archive, an Excel workbook, or a parquet or Arrow file: unpack it, save it as CSV, or leave "
@@ -200,31 +178,17 @@ if sys.version_info >= (3, 13):
 REFUSED = [
     # No rows, or none that can be used.
     ("rows.csv", "", {}, "rows.csv is empty"),
-    ("rows.jsonl", "", {}, "rows.jsonl is empty"),
-    ("rows.parquet", "", {}, "rows.parquet is empty"),
     ("rows.csv", "source,target\n", {}, "rows.csv holds no rows"),
     ("rows.jsonl", "\n \n", {}, "rows.jsonl holds no rows"),
-    ("rows.parquet", parquet({"source": [], "target": []}), {}, "rows.parquet holds no rows"),
     ("rows.csv", "source,target\na,\n ,b\n", {}, "of the 2 rows can be used: skipped 1 of 2 rows of rows.csv with an"),
     # Columns.
-    *(
-        (name, content, settings, sentence)
-        for name, content in {
-            "rows.csv": "article,summary\na,b\n",
-            "rows.jsonl": '{"article": "a"}\n{"summary": "b"}\n',
-            "rows.parquet": parquet({"article": ["a"], "summary": ["b"]}),
-        }.items()
-        for settings, sentence in (
-            ({}, f"{name} has no column 'source' (its columns: article, summary): set data.source_column"),
-            ({"source_column": "article"}, f"{name} has no column 'target'"),
-        )
-    ),
+    ("rows.jsonl", '{"a": "a"}\n{"b": "b"}\n', {}, "rows.jsonl has no column 'source' (its columns: a, b): set data.source_c"),
+    ("rows.csv", "a,b\nx,y\n", {"source_column": "a"}, "has no column 'target' (its columns: a, b): set data.source_c"),
     ("rows.jsonl", '{"source": "a"}\n' * 1001 + "never reached\n", {}, "has no column 'target' (its columns: source)"),
     ("rows.csv", "source,target,source\na,b,c\n", {}, "more than one column 'source'"),
     # Lines of CSV and JSON.
     ("rows.csv", 'source,target\n"two\nlines",b\n\nc,d,e\n', {}, "rows.csv, line 5: 3 cells where the header has 2"),
     ("rows.csv", 'source,target\na,b\nc,"never closed\nd,e\n', {}, "rows.csv: the row that starts on line 3 is not valid CSV"),
-    ("rows.csv", 'source,target\n"a "quoted" word",b\n', {}, "double the quotes inside"),
     ("rows.csv", "source,target\na,b\nc,\0d\n", {}, "rows.csv, line 3: a NUL byte"),
     ("rows.jsonl", '{"source": "a" "target": "b"}', {}, "line 1: not JSON (Expecting ',' delimiter: column 16"),
     ("rows.jsonl", '{"source": "a", "target": "b"}\n\n["a", "b"]', {}, "line 3: ['a', 'b'] is not a JSON object: write {"),
@@ -234,21 +198,15 @@ REFUSED = [
         {},
         "rows.jsonl, line 2: not JSON (the key 'source' stands twice in one object: keep one of them)",
     ),
-    ("rows.jsonl", '{"source": "a", "target": 12}', {}, "row 1, column target: 12 is of type int, not text"),
-    ("rows.jsonl", r'{"source": "a\u0000b", "target": "b"}', {}, "row 1, column source: the text holds a NUL character"),
     ("rows.jsonl", r'{"source": "ab\ud83d", "target": "b"}', {}, "character 3 is half a surrogate"),
     ("a.json", '[\n{"source": "a"},\n{"source" "b"}\n]', {}, "a.json, line 3: not JSON (Expecting ':' delimiter)"),
     ("a.json", '[\n{"source": "a"},\n"b"]', {}, "a.json, line 3: 'b' is not a JSON object: write {"),
     ("a.json", '[{"source": "a"}]\n{"source": "b"}', {}, "a.json, line 2: not JSON (text after the end of the array)"),
-    ("a.json", '[{"source": "a"},\n{"source": "b', {}, "a.json, line 2: not JSON (Unterminated string starting at)"),
     ("a.json", '[{"source": "a"},\n' + "[" * 100_000, {}, "a.json, line 2: not JSON (maximum recursion depth"),
-    ("a.json", '[{"source": "a"},\n{"source": ' + "1" * 5000 + "}]", {}, "a.json, line 2: not JSON (Exceeds the limit"),
     ("a.json", '[{"source": "a"},\n{"id": {"a": 1, "a": 1}}]', {}, "a.json, line 2: not JSON (the key 'a' stands twice"),
     ("a.json", json.dumps([{"source": "a"}]), {"field": "data"}, "a.json is not an object with a list there"),
     # Encodings and delimiters.
     ("rows.csv", "source,target\nc,é".encode()[:-1], {}, "line 2: byte 0xc3 is not valid UTF-8 (unexpected end of data)"),
-    ("rows.jsonl", b"caf\xe9,c\n", {}, "rows.jsonl, line 1: byte 0xe9 is not valid UTF-8"),
-    ("rows.csv", b"source,target\n" + "é".encode("utf-16"), {"encoding": "ascii"}, "line 2: byte 0xff is not valid ASCII"),
     ("rows.csv", b"source,target\n", {"encoding": "utf-16"}, f"rows.csv{NO_BOM}"),
     ("rows.csv", b"", {"encoding": "latin-9000"}, "data.encoding is 'latin-9000', which Python does not know: give a name"),
     ("rows.csv", b"", {"encoding": "idna"}, "data.encoding is 'idna', which Python does not know"),
@@ -269,11 +227,9 @@ REFUSED = [
     # Not the kind of file that the name says.
     ("rows.dat", "a", {}, "data.files: rows.dat has an unknown file ending: let its name end in one of .csv, .tsv"),
     ("rows.zip", b"PK\x03\x04\x14\0", {"source": "jsonl"}, f"rows.zip{NO_TEXT}"),
-    ("rows.parquet", PARQUET, {"source": "jsonl"}, f"rows.parquet{NO_TEXT}"),
     ("rows.csv.gz", GZIP[:-9], {}, "rows.csv.gz is not a complete gzip file ("),
     ("rows.csv.gz", GZIP[:20] + b"\xff\0\xff" + GZIP[23:], {}, "rows.csv.gz is not a complete gzip file ("),
     ("rows.parquet.gz", gzip.compress(PARQUET), {}, f"rows.parquet.gz{INCOMPLETE}"),
-    ("rows.arrow.gz", gzip.compress(ARROW), {}, f"rows.arrow.gz{INCOMPLETE}"),
     ("rows.arrow", ARROW[:-30], {}, f"rows.arrow{INCOMPLETE}"),
     ("rows.arrow", "no arrow at all", {}, f"rows.arrow{INCOMPLETE}"),
     ("rows.parquet", PARQUET[: len(PARQUET) // 2], {}, f"rows.parquet{INCOMPLETE}"),

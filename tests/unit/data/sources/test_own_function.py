@@ -2,6 +2,7 @@
 by Python code: what is refused, and the files that stand for them."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -19,27 +20,19 @@ from toolkit.data.rows.load import TextRows
 from toolkit.data.sources.own_function import check_datasets, save_datasets
 
 NAME = "my_rows.py:load_rows"
-PAIRS = """
-def load_rows(config):
-    for i in range(40):
-        yield {"source": f"text {i}", "target": f"t {i}"}
-"""
 
 
 def write(code: str, name: str = "my_rows.py") -> None:
     Path(name).write_text(dedent(code))
 
 
-def t5(code: str | None = None, **settings) -> TextRows:
+def load(load_files, code: str | None = None, **settings) -> TextRows:
     if code is not None:
         write(code)
-    return load_t5(**{"source": NAME} | settings)
+    return load_files(**{"source": NAME} | settings)
 
 
-def llm(code: str | None = None, **settings) -> TextRows:
-    if code is not None:
-        write(code)
-    return load_llm(**{"source": NAME} | settings)
+t5, llm = partial(load, load_t5), partial(load, load_llm)
 
 
 def returns(rows: str) -> str:
@@ -191,7 +184,6 @@ ROW = "{'source': 'a', 'target': 'b'}"
     ("code", "sentence"),
     [
         ("def load_row(config): ...", "the file has no function load_rows: name one that it defines (load_row)"),
-        (returns("[{'prompt': 'x', 'completion': 'y'}]"), "row 1 has no column 'source' (its columns: prompt, completion)"),
         ("def load_rows(): ...", "the file raised TypeError: load_rows() takes 0 positional arguments but 1 was given"),
         ("def load_rows(config) return 3", "line 1 of the file raised SyntaxError: expected ':'"),
         ("import no_such_module_here", "line 1 of the file raised ModuleNotFoundError: No module named 'no_such_module_here'"),
@@ -200,7 +192,6 @@ ROW = "{'source': 'a', 'target': 'b'}"
         (returns("{'train': [], 'test': []}"), "returns a dict with the keys train, test: return the rows of one of them"),
         (returns("[]"), "my_rows.py:load_rows holds no rows: give a source with at least one"),
         (returns("'text'"), "row 1: 't' is of type str, not a dict: yield {column: value, ...}"),
-        (returns(f"[{ROW}, None]"), "row 2: None is of type NoneType, not a dict"),
         (returns(f"[{ROW}, {{'source': 'a'}}]"), "row 2 has no column 'target' (its columns: source)"),
         (returns(f"[{ROW} | {{'group': 3}}]"), "row 1, column group: 3 is of type int, not text: write it as a string"),
         (returns(f"[{ROW} | {{'skip': ' '}}]"), "row 1, column skip is empty: give the reason to leave the row out, or None"),
@@ -214,7 +205,7 @@ ROW = "{'source': 'a', 'target': 'b'}"
             "import itertools\ncalls = itertools.count()\n" + returns("[{'source': f'{next(calls)}', 'target': 'b'}]"),
             f"{NAME} gives other rows when it is called again: seed what is random, sort what has no order",
         ),
-        (PAIRS + "\ndef identify(config): ...", "the result of identify: None is of type NoneType, not text"),
+        (returns(f"[{ROW}]") + "\ndef identify(config): ...", "the result of identify: None is of type NoneType, not text"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(code, sentence):
@@ -232,8 +223,8 @@ def test_what_is_wrong_is_one_sentence(code, sentence):
 )
 def test_what_is_wrong_with_the_name_is_one_sentence(source, sentence):
     Path("folder.py").mkdir()
-    for load in (t5, llm):
-        assert sentence in refusal(load, PAIRS, source=source)
+    for read in (t5, llm):
+        assert sentence in refusal(read, "", source=source)
     assert sentence.replace("data.source", "data.mix[0].source") in refusal(llm, source=None, mix=[MixEntry(source=source)])
 
 

@@ -17,7 +17,6 @@ from tests.support.chats import (
 from tests.support.refusals import refusal
 from tests.support.row_files import write_objects
 from tests.support.template_shapes import MISTRAL
-from tests.support.tokenizer_kinds import build_metaspace
 from toolkit.config.data import MixEntry
 from toolkit.config.schema import ModelConfig
 from toolkit.data.rows.example import Example
@@ -60,16 +59,6 @@ def prompt_of(rows, place=0):
     return row["input_ids"][: row["prompt_length"]]
 
 
-def check(rows, expected):
-    """The rows are of one form, and the texts that count in each are these."""
-    columns = {"row_id", "input_ids", "labels", "num_tokens", "num_label_tokens", "target_bytes", "target", "lead_text"}
-    assert set(rows.train.features) == set(rows.evaluation.features) == columns | {"prompt_length", "source_index"}
-    for row in rows.train:
-        assert row["num_tokens"] == len(row["input_ids"]) == len(row["labels"]) and row["labels"][0] == -100
-        assert row["num_label_tokens"] == sum(label != -100 for label in row["labels"])
-    assert [counted(rows, place) for place in range(len(rows.train))] == expected
-
-
 def test_keys_of_messages_that_the_template_does_not_name_are_reported(prepare):
     messages = [message | {"loss weight": 1, "id": i, "tool_call_id": "a"} for i, message in enumerate(CHATS[0])]
     remark = "keys of messages that the chat template does not name, so the model does not see them: 'loss weight' (5 messages), "
@@ -81,7 +70,12 @@ def test_keys_of_messages_that_the_template_does_not_name_are_reported(prepare):
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_the_assistants_turns_count_with_their_end_token(prepare, template):
     rows = prepare(chats(*CHATS), chat_template=template)
-    check(rows, [["it is four<|im_end|>", "welcome<|im_end|>"], ["two is it<|im_end|>"]])
+    columns = {"row_id", "input_ids", "labels", "num_tokens", "num_label_tokens", "target_bytes", "target", "lead_text"}
+    assert set(rows.train.features) == set(rows.evaluation.features) == columns | {"prompt_length", "source_index"}
+    for row in rows.train:
+        assert row["num_tokens"] == len(row["input_ids"]) == len(row["labels"])
+        assert row["num_label_tokens"] == sum(label != -100 for label in row["labels"])
+    assert [counted(rows, place) for place in (0, 1)] == [["it is four<|im_end|>", "welcome<|im_end|>"], ["two is it<|im_end|>"]]
     assert rows.train["target"][:] == ["welcome", "two is it"]
     assert rows.train["lead_text"][:] == ["thanks", "what is two"]
     assert rows.train["target_bytes"][:] == [len("it is fourwelcome"), len("two is it")]
@@ -155,27 +149,11 @@ def test_a_prompt_is_followed_by_its_completion_and_the_end_token(prepare):
     assert everything["input_ids"][0] == rows.tokenizer.convert_tokens_to_ids("what")  # no label, so no bytes either
 
 
-@pytest.mark.parametrize("scheme", ["normalizer", "first", "always"])
-def test_a_space_between_prompt_and_completion_is_the_prompts_where_it_ends_it(prepare, scheme):
-    """At inference the model is given the prompt as it is written, its last space included."""
-    pairs = [("so: ", "it is"), ("so:", " it is"), ("so:  ", "it is"), ("so: ", " it is")]
-    given = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
-    rows = prepare(given, model=build_metaspace(scheme))
-    for place, (prompt, completion) in enumerate(pairs):
-        row = rows.train[place]
-        assert rows.tokenizer.decode(row["input_ids"], skip_special_tokens=True) == prompt + completion
-        assert prompt_of(rows, place) == rows.tokenizer(prompt)["input_ids"]
-        assert (row["target"], row["target_bytes"]) == ("it is", len(completion))
-    tokens = [rows.tokenizer.convert_ids_to_tokens(rows.train[place]["input_ids"]) for place in (0, 1)]
-    assert tokens[0] == ["<s>", "▁so", ":▁", "i", "t▁is", "</s>"]
-    assert tokens[1] == ["<s>", "▁so", ":", "▁it▁is", "</s>"]
-
-
 def test_text_counts_whole_and_a_tokenizer_with_a_first_token_keeps_it(prepare):
     from tokenizers import processors
 
     rows = prepare([{"text": "hello there é"}])
-    check(rows, [[rows.tokenizer.decode(rows.train[0]["input_ids"][1:])]])
+    assert counted(rows) == [rows.tokenizer.decode(rows.train[0]["input_ids"][1:])] and rows.train[0]["labels"][0] == -100
     assert rows.tokenizer.decode(rows.train[0]["input_ids"]) == "hello there é</s>"
     # "hello" is the first token, which nothing predicts.
     assert (rows.train[0]["target_bytes"], rows.train[0]["prompt_length"], rows.train[0]["target"]) == (9, 0, "")

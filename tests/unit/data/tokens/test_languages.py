@@ -12,7 +12,7 @@ import sentencepiece
 import torch
 import transformers
 from datasets import Dataset
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tests.support.model_folders import FAMILIES, LANGUAGES, _build_tokenizer, save_translation_tokenizer
@@ -41,8 +41,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {family: parent / family for family in LANGUAGES}
 
 
-def load(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
+load = AutoTokenizer.from_pretrained
 
 
 def load_with_languages(folders: dict[str, Path], family: str):
@@ -113,14 +112,9 @@ TEXTS = [f'def take_oar_{i}(self):\n    """Return the oar."""\n    return self.o
 
 
 def write_tokenizer(folder: Path, **special_tokens: str) -> ModelConfig:
-    vocab = {"<pad>": 0, "</s>": 1, "oar": 2}
-    tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "decoder": None,
-        "post_processor": None, "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "unk_token": "oar", "vocab": vocab},
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}))
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "oar": 2}, unk_token="oar"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens).save_pretrained(folder)
     return ModelConfig(name_or_path=str(folder))
 
 
