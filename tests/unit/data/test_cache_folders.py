@@ -56,10 +56,6 @@ def another_process(cache: Path, name: str, pause: str) -> Iterator[subprocess.P
             process.kill()
 
 
-def unfinished(cache: Path) -> list[Path]:
-    return list(cache.glob("unfinished-*"))
-
-
 def fill(text: str) -> Callable[[Path], dict]:
     def build(folder: Path) -> dict:
         (folder / "inner").mkdir()
@@ -128,7 +124,7 @@ def test_of_two_processes_that_build_one_folder_the_slower_takes_what_is_there(t
     with another_process(tmp_path, "slower", pause) as slower:
         assert find_or_build("the cache", folder, fill("faster"))["by"] == "faster"
         built = folder.stat().st_ino
-        assert len(unfinished(tmp_path)) == 1, "that of a run that is alive"
+        assert len(list(tmp_path.glob("unfinished-*"))) == 1, "that of a run that is alive"
         out, _ = slower.communicate("\n", timeout=PATIENCE_S)
         assert slower.returncode == 0 and out == "has that of faster\n"
     assert folder.stat().st_ino == built and os.listdir(tmp_path) == ["a"]
@@ -157,7 +153,7 @@ def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path, capsys):
     with another_process(tmp_path, "killed", "in build") as killed:
         killed.send_signal(signal.SIGKILL)
         killed.wait(PATIENCE_S)
-    (left,) = unfinished(tmp_path)
+    (left,) = tmp_path.glob("unfinished-*")
     file = left / "content" / "rows.arrow"
     find_or_build("the cache", tmp_path / "a", fill("text"))
     assert file.exists()

@@ -3,7 +3,6 @@ real ones."""
 
 import csv
 import gzip
-import io
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,12 +98,13 @@ def test_what_is_wrong_with_idx_files(tmp_path):
     save_idx(tmp_path)
     images, labels = (tmp_path / name for name in IDX_FILES["training"])
     whole = images.read_bytes()
-    images.write_bytes(whole[:-1])
-    assert unread(config) == f"{images} holds 244 bytes behind its header, not 245: get it again"
-    images.write_bytes(labels.read_bytes())
-    assert unread(config) == f"{images} starts with 00000801, an IDX file of 3 dimensions with 00000803: get the file again"
-    images.write_bytes(b"")
-    assert unread(config).startswith(f"{images} starts with nothing, an IDX file of 3 dimensions")
+    for content, sentence in (
+        (whole[:-1], "holds 244 bytes behind its header, not 245: get it again"),
+        (labels.read_bytes(), "starts with 00000801, an IDX file of 3 dimensions with 00000803: get the file again"),
+        (b"", "starts with nothing, an IDX file of 3 dimensions with 00000803: get the file again"),
+    ):
+        images.write_bytes(content)
+        assert unread(config) == f"{images} {sentence}"
     images.write_bytes(whole)
     labels.write_bytes(idx(np.zeros(4)))
     assert unread(config) == f"{images} holds 5 images, but {labels.name} 4 labels: take both files from one place"
@@ -140,13 +140,10 @@ def dataset(tmp_path, monkeypatch):
     def save(arrays: list[np.ndarray], labels: list | None = None, **columns: str) -> ImageDataConfig:
         folder = tmp_path / f"dataset-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        pictures = []
-        for array in arrays:
-            Image.fromarray(array.astype(np.uint8)).save(content := io.BytesIO(), format="PNG")
-            pictures.append({"bytes": content.getvalue(), "path": None})
+        pictures = [Image.fromarray(array.astype(np.uint8)) for array in arrays]
         values = {"image": pictures, "label": labels or list(range(len(arrays)))}
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
         for split in ("train", "test"):
-            features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
             datasets.Dataset.from_dict(values, features=features).to_parquet(folder / f"{split}-0.parquet")
         return ImageDataConfig(source=str(folder), **columns)
 

@@ -103,15 +103,14 @@ def build_example(
             return f"with an empty {what}"
         if is_nan(value):
             return f"with a missing {what} (NA, NaN, None)"
-    if kind in ("prompt", "pair") or kind.startswith("preference"):
+    may_be_text = kind in ("prompt", "pair") or kind.startswith("preference")
+    if may_be_text:
         cells = {name: read_turns(value, f"{where}, column {name}") for name, value in cells.items()}
     has_messages = any(isinstance(value, list) for value in cells.values())
-    if kind in ("prompt", "pair", "preference", "preference_alone", "preference_beside") and not has_messages:
-        of_chats = {
-            "system": read_optional_text(others, "system", where),
-            TOOLS_COLUMN: read_tools(others.get(TOOLS_COLUMN), where),
-        }
-        for name, value in of_chats.items():
+    system = read_optional_text(others, "system", where) if may_be_text or kind == "chat" else ""
+    tools = others.get(TOOLS_COLUMN)
+    if may_be_text and not has_messages and kind != "preference_chat":
+        for name, value in (("system", system), (TOOLS_COLUMN, read_tools(tools, where))):
             if value:
                 trouble = f"column {name} is not empty, but {' and '.join(cells)} hold texts, which have none"
                 raise UserError(f"{where}: {trouble}: write them as lists of messages, or take the column {name} out")
@@ -122,15 +121,12 @@ def build_example(
         if for_generation and not isinstance(fields, str):
             fields.get("messages", [None]).pop()
     elif kind == "sharegpt":
-        row, tools = {**cells, **others}, others.get(TOOLS_COLUMN)
-        fields = read_sharegpt(row, columns.names[0], tools, where, for_generation=for_generation)
+        fields = read_sharegpt({**cells, **others}, columns.names[0], tools, where, for_generation=for_generation)
     elif kind.startswith("preference") and not for_generation:
-        system, is_chat = read_optional_text(others, "system", where), has_messages or kind == "preference_chat"
-        may_guess = kind == "preference_alone"
-        fields = read_pair(cells, others.get(TOOLS_COLUMN), system, where, is_chat=is_chat, may_guess=may_guess)
+        is_chat, may_guess = has_messages or kind == "preference_chat", kind == "preference_alone"
+        fields = read_pair(cells, tools, system, where, is_chat=is_chat, may_guess=may_guess)
     elif kind == "chat" or (kind in ("pair", "prompt") and has_messages):
-        system = read_optional_text(others, "system", where)
-        fields = read_chat(cells, others.get(TOOLS_COLUMN), where, system=system, for_generation=for_generation)
+        fields = read_chat(cells, tools, where, system=system, for_generation=for_generation)
     if fields is not None:
         return fields if isinstance(fields, str) else Example(**{**fields, **known})
     for name, value in cells.items():

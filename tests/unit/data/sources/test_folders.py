@@ -24,10 +24,6 @@ def texts(source: str = "data", **settings) -> list[str]:
     return load(source, **settings).train["text"][:]
 
 
-def split_line(source: str = "data", **settings) -> str:
-    return load(source, **settings).readings[0]
-
-
 def refused(source: str = "data", **settings) -> str:
     return refusal(load, source, **settings)
 
@@ -38,7 +34,7 @@ def test_a_folder_of_save_to_disk_is_read_by_its_splits():
     datasets.load_from_disk("data").map(lambda row: {"text": row["text"].upper()})
     assert list(Path("data").glob("cache-*.arrow"))
     assert texts() == ["one", "two", "three"]
-    assert split_line() == "data: split train is data-00000-of-00002.arrow, data-00001-of-00002.arrow, by save_to_disk"
+    assert load().readings[0] == "data: split train is data-00000-of-00002.arrow, data-00001-of-00002.arrow, by save_to_disk"
     datasets.DatasetDict(train=dataset, test=dataset.select([2, 0])).save_to_disk("both")
     assert texts("both", hub_split="test") == ["three", "one"]
     assert load("both", hub_eval_split="test").evaluation["text"][:] == ["three", "one"]
@@ -54,11 +50,15 @@ def test_the_files_of_a_split_and_those_left_out_are_named():
         write(f"data/{name}", json.dumps({"text": name}))
     assert texts() == ["train-0.json", "train-1.jsonl"]
     left_out = "; left out: more.jsonl, notes.txt, test-0.jsonl (split test), .hidden.jsonl"
-    assert split_line() == f"data: split train is train-0.json, train-1.jsonl{left_out}"
-    assert split_line(hub_split="test").startswith("data: split test is test-0.jsonl; left out: more.jsonl, notes.txt, train-0")
+    assert load().readings[0] == f"data: split train is train-0.json, train-1.jsonl{left_out}"
+    assert (
+        load(hub_split="test")
+        .readings[0]
+        .startswith("data: split test is test-0.jsonl; left out: more.jsonl, notes.txt, train-0")
+    )
     for name in ("a\x1b]0;.csv", ".b\nc"):
         write(f"escaped/{name}")
-    assert split_line("escaped") == r"escaped: split train is a\x1b]0;.csv; left out: .b\nc"
+    assert load("escaped").readings[0] == r"escaped: split train is a\x1b]0;.csv; left out: .b\nc"
     write("states/state.json", '[{"text": "Ohio"}]')  # no folder of save_to_disk
     assert texts("states") == ["Ohio"]
 
@@ -68,7 +68,7 @@ def test_notes_are_not_taken_for_rows_beside_tables():
         write(f"data/{name}", '{"text": "a"}\n')
     assert refused() == "data.source data holds LICENSE.txt, NOTES.txt and rows.jsonl: name files in data.files"
     Path("data/NOTES.txt").unlink()
-    assert split_line() == "data: split train is rows.jsonl; left out: LICENSE.txt"
+    assert load().readings[0] == "data: split train is rows.jsonl; left out: LICENSE.txt"
 
 
 @pytest.mark.parametrize("said", ["dataset_info: [1]", "configs: [1]", "configs: [{config_name: a, data_dir: 5}]", "x: ["])

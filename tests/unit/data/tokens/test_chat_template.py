@@ -162,21 +162,16 @@ def test_the_date_that_llamas_templates_print_does_not_depend_on_the_day(tokeniz
     assert render_chat(tokenizer, say("a"), None) == "2024-07-26 00:00:00.000000July"
 
 
-def test_a_template_with_a_syntax_error_is_refused_by_line(tokenizer):
-    tokenizer.chat_template = "{{ bos_token }}\u2028\x0c\n{% for message in messages %}\n{{ message.content }\n{% endfor %}"
-    broken = "chat template is broken in line 3 (unexpected '}'): '{{ message.content }'"
-    assert broken in refusal(check_chat_template, tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('never mind') }}"
-    check_chat_template(tokenizer)
-
-
-def test_no_template_and_no_default_one_are_refused(tokenizer):
+def test_a_template_with_a_syntax_error_none_and_no_default_one_are_refused(tokenizer):
+    broken = "{{ bos_token }}\u2028\x0c\n{% for message in messages %}\n{{ message.content }\n{% endfor %}"
     for template, sentence in (
+        (broken, "chat template is broken in line 3 (unexpected '}'): '{{ message.content }'"),
         (None, "has no chat template, which chats need: set data.chat_template"),
         ({"rag": CHATML, "tool_use": CHATML}, "chat templates rag, tool_use, but no default one"),
     ):
         tokenizer.chat_template = template
         assert sentence in refusal(render_chat, tokenizer, say("a"), None)
+        assert template is None or sentence in refusal(check_chat_template, tokenizer), "before any row is read"
     assert "Tools:" in render_chat(tokenizer, say("a"), TOOLS)
 
 
