@@ -1,7 +1,5 @@
 """Adapts presets to the processes of this machine and launches recipes with them, for `compare` and `verify`."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal
@@ -9,15 +7,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.launch.accelerate_yaml import check_accelerate_yaml
 from toolkit.tools.recipes import PACKAGE_FOLDER, SHIPPED, find_shipped
 from toolkit.variables import environment_of_runs
-
-if TYPE_CHECKING:
-    import psutil
 
 STOP_TO_KILL_S = 30.0
 """Seconds that ranks get to end after SIGTERM, as under torch elastic: they save a checkpoint."""
@@ -85,12 +80,19 @@ def launch(preset: Path, command: list[str], log_path: Path) -> int:
         )
         try:
             return launcher.wait()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C ends all of them now, not with this process or after their next step
             import psutil
 
+            processes: list[psutil.Process] = []
             with contextlib.suppress(psutil.Error):  # the launcher has ended
-                process = psutil.Process(launcher.pid)
-                end([process, *process.children(recursive=True)])
+                processes.append(psutil.Process(launcher.pid))
+                processes += processes[0].children(recursive=True)
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+            for process in psutil.wait_procs(processes, timeout=STOP_TO_KILL_S)[1]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
             launcher.wait()
             raise
 
@@ -100,18 +102,6 @@ def take_ctrl_c() -> None:
     ignored: they would stop, and the next run would begin."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def end(processes: list[psutil.Process]) -> None:
-    """End a launcher or ranks now; they would end with this process, or after their next step."""
-    import psutil
-
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
-    for process in psutil.wait_procs(processes, timeout=STOP_TO_KILL_S)[1]:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
 
 
 def reason_of_failure(log_path: Path) -> str:

@@ -6,7 +6,6 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +23,10 @@ logger = logging.getLogger("toolkit")
 CHANGES_NOT_SHOWN = ("main_process_ip", "main_process_port", "machine_rank")
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """What is the same for all presets."""
-
-    command: list[str]
-    num_steps: int
-    """Optimizer updates, including those of the warm-up."""
-    warmup_steps: int
-    """Steps at the start that are not timed."""
-    num_processes: int | None = None
-    """None takes each preset's number, or the number of GPUs (on the CPU: cores) if that is smaller."""
-    use_cpu: bool = False
-    mixed_precision: str | None = None
-    """`no` or `bf16` replaces the presets' precision."""
-
-
-def compare(command: list[str], *, presets: Sequence[str], output: Path, **given: Any) -> bool:
-    """Run the recipe under each preset, as `load_preset` reads it, print the table and write it into `output`. Returns whether
-    all runs succeeded. `command` and `given` are `Conditions`.
+def compare(command: list[str], *, presets: Sequence[str], output: Path, num_steps: int, warmup_steps: int, **given: Any) -> bool:
+    """Run the recipe's `command` under each preset, as `load_preset` reads it, for `num_steps` optimizer updates, of which the
+    first `warmup_steps` are not timed; print the table and write it into `output`. Returns whether all runs succeeded. `given` is
+    what `_run` changes in each preset.
 
     `output` is a new folder. It gets comparison.md, comparison.json, comparison.png, and each run's folder, accelerate YAML and
     log. An unknown preset, a change to an unknown key, nothing to time, a folder that is not empty or cannot be created are a
@@ -50,24 +34,23 @@ def compare(command: list[str], *, presets: Sequence[str], output: Path, **given
     """
     if not command:
         raise UserError("compare needs a recipe after its own options: add -- recipes/t5.py --config RUN.yaml")
-    conditions = Conditions(command, **given)
-    if conditions.num_steps <= conditions.warmup_steps:
-        few, warmup = conditions.num_steps, conditions.warmup_steps
-        raise UserError(f"--steps {few} leaves no step to time after --warmup-steps {warmup}: give more")
+    if num_steps <= warmup_steps:
+        raise UserError(f"--steps {num_steps} leaves no step to time after --warmup-steps {warmup_steps}: give more")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists and is not an empty folder: name a new one")
     mappings = {preset: load_preset(preset) for preset in presets}
     with refusal_named(f"--output {output} cannot be made", "name a folder that you can write to"):
         output.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {"command": command, "num_steps": num_steps, "warmup_steps": warmup_steps}
     outcomes: list[Outcome] = []
     for place, (preset, mapping) in enumerate(mappings.items(), start=1):
         start_s = time.perf_counter()
         name = f"{place}-{Path(preset.partition(':')[0]).stem}"
         logger.info(f"{place}/{len(mappings)} {preset}: running, output in {output / name}.log")
-        outcomes.append(_run(preset, mapping, name, conditions, output))
+        outcomes.append(_run(preset, mapping, output / name, **about, **given))
         how = f"failed: {outcomes[-1].failure}" if outcomes[-1].failure else "done"
         logger.info(f"{place}/{len(mappings)} {preset}: {how} ({time.perf_counter() - start_s:.0f} s)")
-    _report(outcomes, conditions, output)
+    _report(outcomes, about, output)
     return all(outcome.failure is None for outcome in outcomes)
 
 
@@ -88,22 +71,35 @@ def load_preset(preset: str) -> dict[str, Any]:
     return mapping
 
 
-def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions, output: Path) -> Outcome:
-    """Launch the recipe and read its metrics. A failure is an outcome too."""
+def _run(
+    preset: str,
+    mapping: dict[str, Any],
+    folder: Path,
+    *,
+    command: list[str],
+    num_steps: int,
+    warmup_steps: int,
+    num_processes: int | None = None,
+    use_cpu: bool = False,
+    mixed_precision: str | None = None,
+) -> Outcome:
+    """Launch the recipe, which makes `folder`, and read its metrics; a failure is an outcome too. Without `num_processes` the
+    preset keeps its number, or takes that of the GPUs (on the CPU: cores) if it is smaller; a `mixed_precision`, `no` or `bf16`,
+    replaces its own."""
     # The preset as it can run here.
     adapted, failure = mapping, None
     try:
-        use_cpu = conditions.use_cpu or mapping.get("use_cpu", False)
-        num_here = (os.cpu_count() or 1) if use_cpu else torch.accelerator.device_count()
-        own = mapping.get("num_processes", 1)
-        num_processes = conditions.num_processes or (min(own, num_here) if num_here else own)
-        adapted = adapt_preset(mapping, num_processes=num_processes, use_cpu=use_cpu)
-        adapted |= {"mixed_precision": conditions.mixed_precision} if conditions.mixed_precision else {}
-        path = save_preset(adapted, output / f"{name}.yaml")
+        use_cpu = use_cpu or mapping.get("use_cpu", False)
+        num_gpus, own = torch.accelerator.device_count(), mapping.get("num_processes", 1)
+        num_here = (os.cpu_count() or 1) if use_cpu else num_gpus
+        chosen = num_processes or (min(own, num_here) if num_here else own)
+        adapted = adapt_preset(mapping, num_processes=chosen, use_cpu=use_cpu)
+        adapted |= {"mixed_precision": mixed_precision} if mixed_precision else {}
+        path = save_preset(adapted, folder.with_name(f"{folder.name}.yaml"))
         if slow := slow_bf16(adapted):
             logger.warning(f"{preset}: {slow}")
         # Raised here, because the ranks would do so only after seconds of imports.
-        num_gpus, wanted = torch.accelerator.device_count(), adapted.get("num_processes", 1)
+        wanted = adapted.get("num_processes", 1)
         if adapted["distributed_type"] != "NO" and not adapted.get("use_cpu") and num_gpus < wanted:
             seen = num_gpus or "none"
             raise UserError(f"it needs {wanted} GPUs, but torch sees {seen} here: add --use-cpu, or give fewer --num-processes")
@@ -120,19 +116,18 @@ def _run(preset: str, mapping: dict[str, Any], name: str, conditions: Conditions
 
     # Launch, and read the metrics.
     flags = {
-        "run.output_dir": output,
-        "run.name": name,
+        "run.output_dir": folder.parent,
+        "run.name": folder.name,
         "train.num_epochs": "null",
-        "train.max_steps": conditions.num_steps,
+        "train.max_steps": num_steps,
         # One log line after the warm-up, and then as rarely: each reads the device, and times are known per log line.
-        "log_every_steps": conditions.warmup_steps or conditions.num_steps,
+        "log_every_steps": warmup_steps or num_steps,
     }
-    log_path = output / f"{name}.log"
-    exit_status = launch(path, [*conditions.command, *(f"--{key}={value}" for key, value in flags.items())], log_path)
-    if exit_status != 0:
+    log_path = folder.with_name(f"{folder.name}.log")
+    if launch(path, [*command, *(f"--{key}={value}" for key, value in flags.items())], log_path):
         return Outcome(**about, failure=reason_of_failure(log_path))
     try:
-        return Outcome(**about, figures=table.read_figures(output / name / "metrics.jsonl", conditions.warmup_steps))
+        return Outcome(**about, figures=table.read_figures(folder / "metrics.jsonl", warmup_steps))
     except (OSError, ValueError) as error:
         return Outcome(**about, failure=f"no figures: {error}")
 
@@ -153,23 +148,19 @@ def _changes(mapping: dict[str, Any], adapted: dict[str, Any]) -> list[str]:
     return changes
 
 
-def _report(outcomes: list[Outcome], conditions: Conditions, output: Path) -> None:
+def _report(outcomes: list[Outcome], about: dict[str, Any], output: Path) -> None:
     """Print the table, and write it with the picture and the JSON."""
-    recipe = Path(conditions.command[0]).name
     ran = table.presets_that_ran(outcomes)
     reference = next(iter(ran), None)
-    heading = f"{recipe}: {conditions.num_steps} steps, timed from step {conditions.warmup_steps + 1} on"
+    heading = f"{Path(about['command'][0]).name}: {about['num_steps']} steps, timed from step {about['warmup_steps'] + 1} on"
     remarks = [f"loss difference: the largest over the steps, relative to {reference}"] if reference else []
     if changes := table.common_changes(outcomes):
         remarks.append(f"changed in all presets: {', '.join(changes)}")
-    heading_with_remarks = "; ".join([heading, *remarks])
-    lines = table.format_comparison(outcomes)
-    command = shlex.join(conditions.command)
-    (output / "comparison.md").write_text(f"`{command}`\n\n{heading_with_remarks}.\n\n{lines}\n", encoding="utf-8")
-    about = {"command": conditions.command, "num_steps": conditions.num_steps, "warmup_steps": conditions.warmup_steps}
+    text = f"{'; '.join([heading, *remarks])}.\n\n{table.format_comparison(outcomes)}"
+    (output / "comparison.md").write_text(f"`{shlex.join(about['command'])}`\n\n{text}\n", encoding="utf-8")
     plain = {**about, "compared_with": reference, "presets": table.as_json(outcomes)}
     (output / "comparison.json").write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     table.draw_comparison(ran, heading, output / "comparison.png")
     picture = ", comparison.png" if (output / "comparison.png").exists() else ""
     written = f"written to {one_line(str(output))}: comparison.md, comparison.json{picture}"
-    print(escape_controls(f"\n{heading_with_remarks}.\n\n{lines}\n\n{written}"), flush=True)
+    print(escape_controls(f"\n{text}\n\n{written}"), flush=True)

@@ -110,35 +110,29 @@ def format_comparison(outcomes: Sequence[Outcome]) -> str:
     ran = presets_that_ran(outcomes)
     reference = next(iter(ran.values()), None)
     unit = " or ".join(sorted({figures.unit for figures in ran.values()})) or "tokens/s"
-    metric = next((name for name in METRICS if any(name in figures.evaluation for figures in ran.values())), "")
+    metrics = [name for name in METRICS if any(name in figures.evaluation for figures in ran.values())][:1]
     head = ["preset", "ranks", "precision", "loop s", unit, "peak GiB", "loss difference", "save waits s", "save stands s"]
-    head += ["held-out loss", METRICS.get(metric, ""), "remarks"]
-    rows = [head]
-    common = common_changes(outcomes)
+    head += ["held-out loss", *(METRICS[name] for name in metrics), "remarks"]
+    common, rows = common_changes(outcomes), [head, ["-", *["-:"] * (len(head) - 2), "-"]]
     for outcome in outcomes:
-        figures = _cells(outcome.figures, reference, metric) if outcome.figures and reference else ["–"] * 8
+        cells = ["–"] * (len(head) - 4)
+        if (figures := outcome.figures) and reference:
+            difference = loss_difference(figures, reference)
+            cells = [
+                f"{figures.loop_s:.2f}",
+                f"{figures.speed:,.0f}",
+                f"{figures.peak_memory_gib:.2f}",
+                "reference" if figures is reference else f"{difference:.1e}" if difference else "equal",
+                number(figures.save_waits_s, 3),
+                number(figures.save_stands_s, 3),
+                number(figures.evaluation.get("loss"), 4),
+                *(number(figures.evaluation.get(name)) for name in metrics),
+            ]
         failure = [f"failed: {outcome.failure}"] if outcome.failure else []
         remarks = "; ".join([*failure, *(change for change in outcome.changes if change not in common)])
-        rows.append([outcome.preset, str(outcome.num_processes), outcome.precision, *figures, remarks.replace("|", "\\|")])
-    rows.insert(1, ["-", *["-:"] * (len(head) - 2), "-"])
-    kept = [column for column, name in enumerate(head[:-1]) if name]
-    lines = align([[row[column] for column in kept] for row in rows], gap=" | ")
+        rows.append([outcome.preset, str(outcome.num_processes), outcome.precision, *cells, remarks.replace("|", "\\|")])
+    lines = align([row[:-1] for row in rows], gap=" | ")
     return "\n".join(f"| {line} | {row[-1]} |" for line, row in zip(lines, rows, strict=True))
-
-
-def _cells(figures: Figures, reference: Figures, metric: str) -> list[str]:
-    """The cells of one row, from loop time to final metric."""
-    difference = loss_difference(figures, reference)
-    return [
-        f"{figures.loop_s:.2f}",
-        f"{figures.speed:,.0f}",
-        f"{figures.peak_memory_gib:.2f}",
-        "reference" if figures is reference else f"{difference:.1e}" if difference else "equal",
-        number(figures.save_waits_s, 3),
-        number(figures.save_stands_s, 3),
-        number(figures.evaluation.get("loss"), 4),
-        number(figures.evaluation.get(metric)),
-    ]
 
 
 def draw_comparison(ran: Mapping[str, Figures], title: str, picture_path: Path) -> None:

@@ -38,8 +38,6 @@ from toolkit.tools.plan.trace import Bytes, Trace, fake_ranks
 USABLE_SHARE = 0.92
 """Usable share of a GPU's memory. The CUDA context, NCCL's buffers and fragmentation take the rest. Not measured."""
 
-_UNIT_HEAD = ("shard unit", "count", "parameters", "dtype", "trainable", "all-gather MiB")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -212,7 +210,7 @@ def show_plan(run_flags: list[str], *, accelerate_config: Path, config: str | No
 
 def plan_as_text(plan: Plan) -> str:
     """The plan as tables, with the verdict last."""
-    units = []
+    units = [["shard unit", "count", "parameters", "dtype", "trainable", "all-gather MiB"]]
     for unit in plan.units:
         num, mib = unit["num_parameters"], f"{unit['gather_bytes'] / 2**20:,.1f}"
         share = f"{unit['num_trainable'] / max(1, num):.2%}"
@@ -231,7 +229,7 @@ def plan_as_text(plan: Plan) -> str:
         "",
         *_table("received, GiB a step and rank", plan.moved_bytes),
         "",
-        *align([_UNIT_HEAD, *units], left=(0, 3)),
+        *align(units, left=(0, 3)),
         f"largest all-gather: {plan.largest_gather_bytes / 2**20:,.1f} MiB",
         *(f"tied: {' = '.join(names)}" for names in plan.tied),
         *(f"note: {note}" for note in plan.notes),

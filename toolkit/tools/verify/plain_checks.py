@@ -139,11 +139,8 @@ def _expect(tokenizer: Any, example: Example, piece: int, most: int, data: Any) 
         return [plain.seq2seq_row(tokenizer, source, answer, *limits) for answer in answers]
     if example.messages is not None:
         return None
-    if example.text is not None:
-        found = [plain.causal_row(tokenizer, "", example.text, most, piece, all_count=data.loss_on == "all")]
-    else:
-        counts = {"all_count": data.loss_on == "all"}
-        found = [plain.causal_row(tokenizer, str(example.prompt), answer, most, piece, **counts) for answer in answers]
+    texts = [("", example.text)] if example.text is not None else [(str(example.prompt), answer) for answer in answers]
+    found = [plain.causal_row(tokenizer, *of_row, most, piece, all_count=data.loss_on == "all") for of_row in texts]
     return [row for row in found if row is not None] if None not in found else None
 
 

@@ -44,13 +44,8 @@ class Probes:
     """Of forwards in which a module was in the other mode."""
 
 
-def watch_modes(probes: Probes) -> None:
-    """Wrap the calls that compute a loss, for the rest of this process, and note in which mode the modules are."""
-    for owner in (Objective, Pairs):
-        _watch_modes(probes, owner)
-
-
-def _watch_modes(probes: Probes, owner: type[Objective]) -> None:
+def watch_modes(probes: Probes, owner: type[Objective]) -> None:
+    """Wrap the call that computes a loss, for the rest of this process, and note in which mode the modules are."""
     compute = owner.loss
 
     @functools.wraps(compute)

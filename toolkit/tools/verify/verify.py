@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.config.load import load_config
 from toolkit.config.python import CONFIGS
 from toolkit.errors import UserError, align, escape_controls, one_line, refusal_named
@@ -83,7 +85,16 @@ def build_box(
     if "flash" in (attention := parsed.model.attn_implementation or ""):
         why = "which cannot compute in fp32, but verify does, to separate rounding from mistakes"
         raise UserError(f"model.attn_implementation is {attention}, {why}: add --model.attn_implementation null")
-    on_cpu, chosen = _processes(num_processes, use_cpu, 3 if sharded else 2)
+    # Where, and with how many processes.
+    num_gpus, fewest = torch.cuda.device_count(), 3 if sharded else 2
+    on_cpu = use_cpu or num_gpus == 0
+    chosen = num_processes if num_processes is not None else (fewest if on_cpu else num_gpus)
+    if chosen < fewest:
+        what = "them with one fewer, as --sharded asks" if sharded else "several with one"
+        remedy = f"give {fewest} or more, with --use-cpu if need be"
+        raise UserError(f"--num-processes is {chosen}, but verify compares {what}: {remedy}")
+    if not on_cpu and chosen > num_gpus:
+        raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
     return Box(
         recipe=SHIPPED / "recipes" / f"{name}.py",
         arguments=arguments,
@@ -96,22 +107,6 @@ def build_box(
         in_bf16=bf16,
         sharded=sharded,
     )
-
-
-def _processes(num_processes: int | None, use_cpu: bool, fewest: int) -> tuple[bool, int]:
-    """Whether to run on the CPU, and with how many processes."""
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    on_cpu = use_cpu or num_gpus == 0
-    chosen = num_processes if num_processes is not None else (fewest if on_cpu else num_gpus)
-    if chosen < fewest:
-        what = "several with one" if fewest == 2 else "them with one fewer, as --sharded asks"
-        remedy = f"give {fewest} or more, with --use-cpu if need be"
-        raise UserError(f"--num-processes is {chosen}, but verify compares {what}: {remedy}")
-    if not on_cpu and chosen > num_gpus:
-        raise UserError(f"--num-processes is {chosen}, but there are {num_gpus} GPUs here: give fewer, or --use-cpu")
-    return on_cpu, chosen
 
 
 def _clear(output: Path) -> None:

@@ -49,6 +49,7 @@ from toolkit.errors import UserError
 from toolkit.launch.environment import launched_precision, set_unless_given
 from toolkit.models.freeze import hash_tensor
 from toolkit.objectives.objective import Objective
+from toolkit.objectives.preference import Pairs
 from toolkit.parallel.units import clean_name, local_tensor
 from toolkit.parallel.wrap import ShardedModel, forget_forwards
 from toolkit.tools.verify import EXPORTED, rank_probes
@@ -97,7 +98,8 @@ def watch(folder: Path) -> None:
     train_step, prepare = loop.train_step, finetune.prepare_data
     records = ["gradients", "late_gradients"]
     probes = rank_probes.Probes()
-    rank_probes.watch_modes(probes)
+    for owner in (Objective, Pairs):
+        rank_probes.watch_modes(probes, owner)
     rank_probes.watch_dropout(probes)
 
     # Each wrapper records before or after the original call.

@@ -19,8 +19,14 @@ from tests.support.refusals import refusal
 from toolkit.data.rows.example import Example
 from toolkit.errors import UserError
 from toolkit.export.usage import Usage
+from toolkit.files.json_lines import load_json_lines
 from toolkit.tools.generate.files import Options, append_texts, begin_output, end_output, open_rows, read_prompts
 from toolkit.tools.generate.model import find_folder, in_own_words
+
+
+def options(output: Path = Path("out"), **given) -> Options:
+    names = [field.name for field in dataclasses.fields(Options)]
+    return Options(**{**dict.fromkeys(names), "model": str(output.parent / "model"), "output": output, "texts": [], **given})
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -32,10 +38,8 @@ def read_rows(
     file: str, column: str | None = None, usage: Usage | None = None, *, is_chat: bool = True, **given
 ) -> tuple[list[tuple[str, Example]], str]:
     """The rows of `--file`, and how they are read."""
-    others: dict = {"texts": [], "plain": False, "output": None, "batch_size_rows": None, "dtype": None, "settings": {}}
     with in_own_words():
-        options = Options(model="", file=file, column=column, **others, **given)
-        rows, num_rows = open_rows(options, usage or Usage(), has_chat_template=is_chat)
+        rows, num_rows = open_rows(options(file=file, column=column, **given), usage or Usage(), has_chat_template=is_chat)
         read = list(read_prompts(rows))
         assert num_rows in (None, len(read))
         return read, rows.reading
@@ -133,16 +137,9 @@ def test_a_file_need_not_be_written_as_the_runs_was(tmp_path):
 
 
 NUM_TEXTS, PATIENCE_S = 300, 600
+TEXTS = [f"text {row} " * 20 for row in range(NUM_TEXTS)]
+ALL_LINES = [{"row": row, "prediction": text} for row, text in enumerate(TEXTS, start=1)]
 UNFINISHED = "is not what this command left unfinished"
-
-
-def options(output: Path, **given) -> Options:
-    names = [field.name for field in dataclasses.fields(Options)]
-    return Options(**{**dict.fromkeys(names), "model": str(output.parent / "model"), "output": output, "texts": [], **given})
-
-
-def text(row: int) -> str:
-    return f"text {row} " * 20
 
 
 def write_all(output: Path, how: str, pipe) -> None:
@@ -153,7 +150,7 @@ def write_all(output: Path, how: str, pipe) -> None:
         if how == "full disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         for first in range(done, NUM_TEXTS, 5):
-            append_texts(output, first, [text(row) for row in range(first, min(first + 5, NUM_TEXTS))], "")
+            append_texts(output, first, TEXTS[first : first + 5], "")
             pipe.send("written")
             if how == "waits":
                 pipe.recv()
@@ -186,10 +183,6 @@ def told(pipe) -> Iterator[str]:
             yield pipe.recv()
 
 
-def rows(output: Path) -> list[tuple[int, str]]:
-    return [(line["row"], line["prediction"]) for line in map(json.loads, output.read_text().splitlines())]
-
-
 def test_of_two_starts_one_writes(tmp_path):
     """Both used to, each all of its texts, and ended with status 0."""
     output = tmp_path / "out.jsonl"
@@ -200,8 +193,7 @@ def test_of_two_starts_one_writes(tmp_path):
         assert second.exitcode == 1
         for _ in range(NUM_TEXTS // 5):
             pipe.send("go on")
-    assert first.exitcode == 0
-    assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
+    assert first.exitcode == 0 and load_json_lines(output) == ALL_LINES
     assert os.listdir(tmp_path) == ["out.jsonl"]
     assert refusal(begin_output, options(output)) == f"--output {output} exists, and {UNFINISHED}: name another file"
     assert os.listdir(tmp_path) == ["out.jsonl"]
@@ -223,8 +215,7 @@ def test_no_text_is_lost_by_kills_at_any_moment(tmp_path):
                 file.write(b'{"row": 1, "predic')
         assert output.stat().st_size >= size, "it only grows, except for a torn line"
         size = output.read_bytes().rfind(b"\n") + 1
-    assert num_kills >= 2
-    assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
+    assert num_kills >= 2 and load_json_lines(output) == ALL_LINES
 
 
 def test_what_is_there_is_never_written_again_and_an_output_that_is_removed_does_not_lose_its_first_texts(tmp_path):
@@ -243,7 +234,7 @@ def test_what_is_there_is_never_written_again_and_an_output_that_is_removed_does
         assert ", line 3: not " in said and said.endswith(": remove this line and all after it, and give the same command again")
     output.write_bytes(before)
     append_texts(output, 2, ["three"], "")
-    assert rows(output)[0] == (1, "one") and output.read_bytes().startswith(before)
+    assert load_json_lines(output)[0] == {"row": 1, "prediction": "one"} and output.read_bytes().startswith(before)
     output.unlink()
     assert "No such file or directory" in refusal(append_texts, output, 3, ["four"], "")
     assert not output.exists() and begin_output(options(output)) == 0
@@ -286,4 +277,4 @@ def test_a_full_disk_keeps_what_was_written(tmp_path):
     with writer(output):
         pass
     assert output.read_bytes().startswith(torn[: torn.rfind(b"\n") + 1])
-    assert rows(output) == [(row + 1, text(row)) for row in range(NUM_TEXTS)]
+    assert load_json_lines(output) == ALL_LINES
