@@ -31,9 +31,6 @@ from toolkit.parallel.wrap import ShardedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LONGEST_LOG = 700.0
-"""exp() of more overflows a float."""
-
 
 def evaluate(
     config: EvalConfig, sharded: ShardedModel, data: EvaluationRows, predictions_path: Path, between_batches: Callable[[], None]
@@ -117,7 +114,7 @@ def figures_of(total_loss: float, total_tokens: float, total_bytes: float) -> di
     loss = total_loss / total_tokens
     return {
         "loss": loss,
-        "perplexity": math.exp(min(loss, LONGEST_LOG)),
+        "perplexity": math.exp(min(loss, 700.0)),  # a float has no more
         # rows of one token have no label bytes
         "bits_per_byte": total_loss / math.log(2) / total_bytes if total_bytes else math.nan,
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.distributed.comm import broadcast_object, on_all_ranks, rank
+from toolkit.distributed.comm import broadcast_object, on_all_ranks, on_rank_0, rank
 from toolkit.errors import UserError
 from toolkit.private import private
 
@@ -136,11 +136,11 @@ def try_metrics(
 
     def compute(number: int) -> list[str]:
         few = list(references[:number])
-        return list(compute_figures(metrics, few, few, row_ids[:number])) if rank() == 0 and few else []
+        return list(compute_figures(metrics, few, few, row_ids[:number])) if few else []
 
-    figures = broadcast_object(on_all_ranks(lambda: compute(NUM_ROWS_TRIED)))
+    figures = on_rank_0(lambda: compute(NUM_ROWS_TRIED))
     is_owned = needed.split("/")[0] in {metric.name for metric in metrics}
-    return broadcast_object(on_all_ranks(lambda: compute(len(references)))) if is_owned and needed not in figures else figures
+    return on_rank_0(lambda: compute(len(references))) if is_owned and needed not in figures else figures
 
 
 def _load_module(name: str) -> TextMetric:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from toolkit.objectives.objective import Objective
 
-_ROWS_HASHED_AT_ONCE = 1000
-
 
 @dataclass(frozen=True)
 class EvaluationRows:
@@ -55,7 +53,7 @@ class EvaluationRows:
     def fingerprint(self) -> str:
         """Hex sha256 of the token ids, labels and reference texts, in order."""
         digest = hashlib.sha256()
-        for batch in self.rows.select_columns(["input_ids", "labels", "target"]).with_format("numpy").iter(_ROWS_HASHED_AT_ONCE):
+        for batch in self.rows.select_columns(["input_ids", "labels", "target"]).with_format("numpy").iter(1000):
             for row in zip(batch["input_ids"], batch["labels"], batch["target"], strict=True):
                 for cell in row:
                     kept = cell if isinstance(cell, str) or cell.dtype.kind == "f" else cell.astype(np.int64)

@@ -23,7 +23,7 @@ from toolkit.data.tokens.causal import choose_few
 from toolkit.data.tokens.cuts import describe_cut, describe_lost_text, describe_unknown
 from toolkit.data.tokens.special_tokens import INNER_END, compile_inner_ends, read_target
 from toolkit.data.tokens.tokenizer import marks_languages, train_tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_of
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.evaluation.loop import text_figures
 from toolkit.export.run_data import RunData
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger("toolkit")
-
-NUM_LANGUAGES_SHOWN = 6
 
 
 class Seq2Seq(Objective):
@@ -231,32 +229,29 @@ def encode_texts(
 def set_languages(tokenizer: PreTrainedTokenizerBase, name: str, source: str | None, target: str | None) -> None:
     """Make the tokenizer mark sources and targets with these languages; None keeps the tokenizer's saved language. A tokenizer
     that marks no languages, lacks this one, or has none set, is a `UserError`. `name` is the model's, for errors."""
-    wanted = {"source": source, "target": target}
-    if not marks_languages(tokenizer):
-        for side, language in wanted.items():
-            if language is not None:
-                raise UserError(
-                    f"data.{side}_language is {language}, but the tokenizer of {name} does not mark languages: leave it out"
-                )
-        return
-    for side, attribute, argument in (("source", "src_lang", "text"), ("target", "tgt_lang", "text_target")):
-        language = getattr(tokenizer, attribute) if wanted[side] is None else wanted[side]
+    is_marking = marks_languages(tokenizer)
+    languages = _language_ids(tokenizer) if is_marking else {}
+    sides = ("source", source, "src_lang", "text"), ("target", target, "tgt_lang", "text_target")
+    for side, given, attribute, argument in sides:
+        if not is_marking:
+            if given is not None:
+                what = f"data.{side}_language is {given}, but the tokenizer of {name} does not mark languages"
+                raise UserError(f"{what}: leave it out")
+            continue
+        language = getattr(tokenizer, attribute) if given is None else given
         if language is None:
-            raise UserError(
-                f"the tokenizer of {name} marks each text with its language: set data.{side}_language to one of "
-                f"{_languages(tokenizer)}"
-            )
+            what = f"the tokenizer of {name} marks each text with its language: set data.{side}_language"
+            raise UserError(f"{what} to one of {first_of(sorted(languages))}")
         try:
             setattr(tokenizer, attribute, language)
             marks = tokenizer(**{argument: ""})["input_ids"]
         except KeyError:
             marks = [tokenizer.unk_token_id]
         # The mark must be a language: NLLB's `fr` is a piece of words, its French is `fra_Latn`.
-        languages = set(_language_ids(tokenizer).values())
-        if not languages.intersection(marks) or not {*tokenizer.all_special_ids, *languages}.issuperset(marks):
-            raise UserError(
-                f"data.{side}_language {language!r} is not a language of the tokenizer of {name}: it has {_languages(tokenizer)}"
-            )
+        ids = set(languages.values())
+        if not ids.intersection(marks) or not {*tokenizer.all_special_ids, *ids}.issuperset(marks):
+            what = f"data.{side}_language {language!r} is not a language of the tokenizer of {name}"
+            raise UserError(f"{what}: it has {first_of(sorted(languages))}")
 
 
 def _language_ids(tokenizer: Any) -> dict[str, int]:
@@ -265,10 +260,3 @@ def _language_ids(tokenizer: Any) -> dict[str, int]:
         return table
     named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
     return {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens if token not in named}
-
-
-def _languages(tokenizer: Any) -> str:
-    """The first few languages, for errors."""
-    codes = _language_ids(tokenizer)
-    shown = ", ".join(sorted(codes)[:NUM_LANGUAGES_SHOWN])
-    return f"{shown}, … ({len(codes)} in all)" if len(codes) > NUM_LANGUAGES_SHOWN else shown

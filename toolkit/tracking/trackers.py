@@ -18,7 +18,7 @@ from toolkit.config.schema import TrackingConfig
 from toolkit.distributed.comm import gather_objects, on_rank_0
 from toolkit.distributed.watchdog import enter_phase
 from toolkit.errors import UserError, refusal_named
-from toolkit.files.durable import written_beside
+from toolkit.files.durable import save_json
 from toolkit.files.json_lines import load_json_lines
 
 logger = logging.getLogger("toolkit")
@@ -132,8 +132,8 @@ def _start(trackers: Trackers, config: RecipeConfig, run_folder: Path, resume_fr
     last = max(sent.values(), default=-1)
     if last > step and (names := ", ".join(name for name in runs if name in known["runs"])):
         logger.info(f"steps {step + 1} to {last} are trained again: {names} keeps their first figures, metrics.jsonl does not")
-    with refusal_named(f"{path} cannot be written", "fix that first"), written_beside(path) as beside:
-        beside.write_text(json.dumps({"runs": known["runs"] | runs, "sent": sent}) + "\n", encoding="utf-8")
+    with refusal_named(f"{path} cannot be written", "fix that first"):
+        save_json(path, {"runs": known["runs"] | runs, "sent": sent})
 
 
 def _build(name: str, config: RecipeConfig, run_folder: Path, run_id: str | None, next_step: int) -> Any:

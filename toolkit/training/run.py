@@ -21,7 +21,7 @@ from toolkit.distributed.comm import close_groups, on_all_ranks, on_rank_0, rank
 from toolkit.distributed.device import all_cores
 from toolkit.distributed.progress import Progress
 from toolkit.distributed.watchdog import enter_phase, stop
-from toolkit.errors import UserError, plural
+from toolkit.errors import UserError, first_of, plural
 from toolkit.export.card import Origin
 from toolkit.export.model_files import dtype_name
 from toolkit.export.paths import export_paths_of_run, push
@@ -158,9 +158,8 @@ def _describe_model(run: Run) -> str:
 
 
 def _describe_data(run: Run) -> str:
-    labels = [item.label for item in texts.inputs if not item.is_eval_file] if (texts := run.rows.texts) else []
-    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-    source = f"{Path(labels[0]).name}{more}: " if labels else ""
+    names = [Path(item.label).name for item in texts.inputs if not item.is_eval_file] if (texts := run.rows.texts) else []
+    source = f"{first_of(names, 1)}: " if names else ""
     packs = f", packed to {run.plan.pack_length_tokens}" if run.plan.pack_length_tokens else ""
     return f"{source}{len(run.rows.train):,} training rows of {int(run.plan.num_tokens.sum()):,} tokens{packs}"
 
