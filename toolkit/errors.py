@@ -166,6 +166,11 @@ def first_of(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, without a full stop; its class if it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
 def plural(num: int, what: str) -> str:
     """1 row, 2 rows, 1,000 micro-batches."""
     return f"{num:,} {what}{'' if num == 1 else 'es' if what.endswith(('ch', 's')) else 's'}"

@@ -170,7 +170,7 @@ def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str
     from toolkit.models.safetensors_index import ShardedReadUnsupported
 
     accelerator = build_accelerator()
-    in_full = patch.object(weights, "_open_files", side_effect=ShardedReadUnsupported("a test asks for it"))
+    in_full = patch.object(weights, "match_files", side_effect=ShardedReadUnsupported("a test asks for it"))
     found = {}
     for case in cases:
         name, flags = CASES[case]

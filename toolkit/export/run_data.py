@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.data.tokens.tokenizer import open_tokenizer
-from toolkit.errors import UserError, refusal_named
+from toolkit.errors import UserError, first_line, refusal_named
 from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.durable import describe_files, fsync_tree, list_files, refuse_pointers, save_json
 
@@ -95,7 +95,7 @@ def load_run_data(run_folder: Path, fingerprint: str) -> tuple[RunData, PreTrain
         if data.fingerprint == fingerprint:
             return data, open_tokenizer(run_folder / TOKENIZER)
     except Exception as error:  # a damaged tokenizer may raise anything
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
     what = f"{DATA_FILE} and {TOKENIZER}/ of {run_folder} cannot be used ({reason})"
     raise UserError(f"{what}: start the run once more, which writes them again")
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import ModelConfig
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.files.durable import check_readable, refuse_pointers
 from toolkit.private import private
 
@@ -57,7 +57,7 @@ def load_model_config(config: ModelConfig, objective: Objective, *, is_trained: 
             at = hub_commit(config) or config.revision
             index = cached_file(name, WEIGHTS_INDEX, revision=at, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        reason = first_line(error)
         if isinstance(error, StrictDataclassError):  # the first line has the key, the second the reason
             reason = "config.json: " + " ".join(str(error).split())
         raise UserError(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from toolkit.config.schema import RecipeConfig, TrainedDtype
-from toolkit.errors import UserError, first_of
+from toolkit.errors import UserError, first_line, first_of
 from toolkit.models.patches.chunked_loss import has_own_forward
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.models.quantized import QuantizedWeight
@@ -98,7 +98,7 @@ def find_uncalled(model: PreTrainedModel) -> list[str]:
     drops_layers = any(getattr(module, "layerdrop", 0) for module in model.modules())  # at random, in training
     called, uncalled, was_training = set[nn.Module](), set[str](), model.training
     hooks = [module.register_forward_hook(note) for module in linear.values()]
-    inputs = _meta_inputs(model, FEW_TOKENS)
+    inputs = meta_inputs(model, FEW_TOKENS)
     for mode in (False,) if drops_layers else (False, True):
         called.clear()
         model.train(mode)
@@ -127,7 +127,7 @@ def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:
     from transformers import AutoModelForImageTextToText
 
     found: list[str] = []
-    inputs = _meta_inputs(model, num_tokens)
+    inputs = meta_inputs(model, num_tokens)
     was_training, marks = model.training, _NothingIsMarked(inputs.values())
     model.eval()  # without a layer that is dropped at random
     takes_images = type(model.config) in private("_model_mapping", AutoModelForImageTextToText)
@@ -141,16 +141,16 @@ def _unreached_by(model: PreTrainedModel, num_tokens: int) -> list[str]:
         pass
     except Exception as error:
         if takes_images and not marks.has_guessed:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
             what = f"{model.config.name_or_path} is a {model.config.model_type} model, which continues no text without images"
-            raise UserError(f"model.name_or_path {what} ({reason}): take one that does") from None
+            raise UserError(f"model.name_or_path {what} ({first_line(error)}): take one that does") from None
     finally:
         model.zero_grad()
         model.train(was_training)
     return found
 
 
-def _meta_inputs(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Tensor]:
+def meta_inputs(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Tensor]:
+    """What a forward on the meta device gets of a text, so many tokens or as many as the model has positions."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or num_tokens
     tokens_BT = torch.zeros(1, min(limit, num_tokens), dtype=torch.int64, device="meta")
     return {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT} if model.config.is_encoder_decoder else {})

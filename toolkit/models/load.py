@@ -21,7 +21,7 @@ from toolkit.data.cache_folders import find_or_build, name_folder
 from toolkit.data.tokens.tokenizer import hash_tokenizer, load_tokenizer, read_tokenizer, trains_tokenizer
 from toolkit.distributed.comm import gather_objects, on_all_ranks
 from toolkit.distributed.rng import seed_all
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.safetensors_index import (
     Match,
@@ -229,8 +229,7 @@ def from_files(
             return model, match
         stored = open_files(find_weight_files(name, options["revision"]), what)
     except (OSError, ShardedReadUnsupported, SafetensorError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{what} has no loadable safetensors weights ({first_line}){remedy}") from None
+        raise UserError(f"{what} has no loadable safetensors weights ({first_line(error)}){remedy}") from None
     # transformers takes either a name or tensors. On the meta device nothing is read.
     built, is_meta = build(), torch.device("meta") in options.get("device_map", {}).values()
     state = {key: torch.empty(one.shape, device="meta") if is_meta else one.read_all() for key, one in stored.items()}

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from toolkit.config.schema import AdapterConfig
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.files.durable import check_readable, refuse_pointers
 from toolkit.models.freeze import hash_tensor
 from toolkit.models.quantized import weight_name
@@ -67,9 +67,8 @@ def find_adapter(name_or_path: str) -> Path:
         found = [cached_file(name_or_path, file) for file in (WEIGHTS_FILE, CONFIG_FILE)]
         cached_file(name_or_path, BASE_FILE, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         remedy = f"give a folder, or a hub id within reach, with {CONFIG_FILE} and {WEIGHTS_FILE}"
-        raise UserError(f"{what} cannot be read ({reason}): {remedy}") from None
+        raise UserError(f"{what} cannot be read ({first_line(error)}): {remedy}") from None
     folder = Path(str(found[0])).parent
     check_readable(what, folder)
     refuse_pointers(folder / file for file in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE))

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from toolkit.distributed.comm import on_rank_0
-from toolkit.errors import UserError, plural
+from toolkit.errors import UserError, first_line, plural
 from toolkit.models.config import WEIGHTS_FILES, WEIGHTS_INDEX
 from toolkit.models.dequantize import dequantized
 from toolkit.models.freeze import shorten
@@ -89,8 +89,8 @@ def open_files(paths: Iterable[Path], what: str) -> TensorReaders:
                 length = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(length))
         except (SafetensorError, OSError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UserError(f"{path.name} of {what} cannot be read as safetensors ({reason}): save the model again") from None
+            what = f"{path.name} of {what} cannot be read as safetensors"
+            raise UserError(f"{what} ({first_line(error)}): save the model again") from None
         for name, about in header.items():
             if name == "__metadata__":
                 continue
@@ -121,7 +121,7 @@ def find_weight_files(name_or_path: str, revision: str | None, named: str | None
             if found is not None:
                 return [Path(found)]
     except OSError as error:
-        raise ShardedReadUnsupported(next(iter(str(error).splitlines()), type(error).__name__)) from None
+        raise ShardedReadUnsupported(first_line(error)) from None
     raise ShardedReadUnsupported(f"{name_or_path} has no {' or '.join(WEIGHTS_FILES)}")
 
 

@@ -60,40 +60,8 @@ def open_weights(
     What cannot be read in parts, or is drawn from `seed`, each rank loads or draws in full, as transformers does; `in_full` gets
     the reason before. `exported` has weights in place of the model's own (`model.init_from`); `dtype` as in `load.load_model`.
     """
-    try:
-        return _open_files(config, model_config, objective, skeleton, dtype, exported)
-    except ShardedReadUnsupported as reason:
-        in_full(str(reason))
 
-    def load() -> PreTrainedModel:
-        model = load_model(config, model_config, objective, seed, dtype)
-        if exported is None:
-            return model
-        allocate(model, torch.device("meta"))
-        grow_vocabulary(model, config)  # it has rows for the tokens
-        options = {"config": model.config, "dtype": torch.float32}
-        other, match = from_files(type(model), str(exported), f"model.init_from {exported}", options, lambda: model)
-        _check_fits(model, exported, match)
-        other.name_or_path = other.config.name_or_path = model.name_or_path
-        return other
-
-    model = on_all_ranks(load)
-    readers = state_readers(dict(model.named_parameters(remove_duplicate=False)))
-    allocate(model, torch.device("meta"))  # the readers hold the values
-    return model, _grow(model, readers, config)
-
-
-def _open_files(
-    config: ModelConfig,
-    model_config: PretrainedConfig,
-    objective: Objective,
-    skeleton: PreTrainedModel,
-    dtype: torch.dtype,
-    exported: Path | None,
-) -> tuple[PreTrainedModel, TensorReaders]:
-    """`open_weights` in safetensors files; a `ShardedReadUnsupported` on every rank if they cannot be read so. Collective."""
-
-    def begin() -> tuple[PreTrainedModel, TensorReaders, Match]:
+    def match_parts() -> tuple[PreTrainedModel, TensorReaders, Match]:
         if config.from_scratch:
             raise ShardedReadUnsupported("model.from_scratch draws them")
         if not type(skeleton).__module__.startswith("transformers."):
@@ -114,7 +82,31 @@ def _open_files(
             _check_fits(model, exported, match)
         return model, files, match
 
-    model, files, match = on_all_ranks(begin)
+    def load() -> PreTrainedModel:
+        model = load_model(config, model_config, objective, seed, dtype)
+        if exported is None:
+            return model
+        allocate(model, torch.device("meta"))
+        grow_vocabulary(model, config)  # it has rows for the tokens
+        options = {"config": model.config, "dtype": torch.float32}
+        other, match = from_files(type(model), str(exported), f"model.init_from {exported}", options, lambda: model)
+        _check_fits(model, exported, match)
+        other.name_or_path = other.config.name_or_path = model.name_or_path
+        return other
+
+    try:
+        model, files, match = on_all_ranks(match_parts)
+        readers = _match_readers(model, files, match)
+    except ShardedReadUnsupported as reason:
+        in_full(str(reason))
+        model = on_all_ranks(load)
+        readers = state_readers(dict(model.named_parameters(remove_duplicate=False)))
+        allocate(model, torch.device("meta"))  # the readers hold the values
+    return model, _grow(model, readers, config)
+
+
+def _match_readers(model: PreTrainedModel, files: TensorReaders, match: Match) -> TensorReaders:
+    """Readers of the parameters of a model in files, under all their names; fills its buffers. Collective."""
     untie_differing(model, files, match)
     tensors = {name: files[stored] for name, stored in match.tensors.items()}
     on_all_ranks(lambda: fill_buffers(model, tensors))
@@ -125,7 +117,7 @@ def _open_files(
         names = names_of[id(parameter)]
         stored = next(name for name in names if name in tensors)
         readers |= dict.fromkeys(names, tensors[stored].to(parameter.dtype))
-    return model, _grow(model, readers, config)
+    return readers
 
 
 def complete_readers(

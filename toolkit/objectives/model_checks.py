@@ -14,7 +14,7 @@ from toolkit.data.collate import Batch, Collator, SummarizationCollator, labels_
 from toolkit.distributed.rendezvous import is_connection_error
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.watchdog import enter_phase
-from toolkit.errors import UserError, refused
+from toolkit.errors import UserError, first_line, refused
 from toolkit.evaluation.generate import encoder_output_kept
 from toolkit.launch.accelerator import compute_dtype
 from toolkit.loss import summed_cross_entropy
@@ -186,8 +186,7 @@ def _failing_as(what: str, ways_out: str) -> Iterator[None]:
     except Exception as error:
         if is_connection_error(error) or refused(error):
             raise
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{what} ({reason}): {ways_out}") from error
+        raise UserError(f"{what} ({first_line(error)}): {ways_out}") from error
 
 
 def _is_close(sharded: ShardedModel, actual: float, expected: float) -> bool:

@@ -78,9 +78,9 @@ def update(settings: Any, shards: list[Shard], skip: torch.Tensor, add_up: Sum) 
             state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(column_means, _rate(state))
             row_mean = row_mean.unsqueeze(-1)
         else:
-            row_mean = _mean(shard, rows, -1).unsqueeze(-1)
+            row_mean = _exact(shard, rows).mean(-1).float().unsqueeze(-1)
         factors.append([(rows / row_mean).rsqrt().unsqueeze(-1), state["exp_avg_sq_col"].rsqrt().unsqueeze(-2)])
-    update_squares = add_up([_sum(shard, _scale(shard, by).square()) for shard, by in zip(shards, factors, strict=True)])
+    update_squares = add_up([_exact(shard, _scale(shard, by).square()).sum() for shard, by in zip(shards, factors, strict=True)])
     # 3. The weights. Updates of gradients in bf16 are computed again: those of all weights would take 4 bytes a parameter.
     for shard, by, state, of_weight, of_update in zip(shards, factors, kept, weight_squares, update_squares, strict=True):
         size, of_update = math.prod(shard.shape), of_update.float()
@@ -98,14 +98,9 @@ def _scale(shard: Shard, factors: list[torch.Tensor]) -> torch.Tensor:
     return scaled
 
 
-def _sum(shard: Shard, tensor: torch.Tensor, *axis: int) -> torch.Tensor:
-    """A part of a sum over all rows; of a weight in bf16 in fp64, so that ranks that cut it otherwise round its updates alike."""
-    return tensor.sum(*axis) if shard.rounding is None else tensor.double().sum(*axis)
-
-
-def _mean(shard: Shard, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """As `_sum`, of all rows; in fp32."""
-    return tensor.mean(axis) if shard.rounding is None else tensor.double().mean(axis).float()
+def _exact(shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+    """What is summed over all rows; of a weight in bf16 in fp64, so that ranks that cut it otherwise round its updates alike."""
+    return tensor if shard.rounding is None else tensor.double()
 
 
 def _average_squares(shard: Shard) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -113,15 +108,15 @@ def _average_squares(shard: Shard) -> tuple[dict[str, torch.Tensor], list[torch.
     of a matrix's squares by column and of its row means, both over the number of rows, and of the weight's squares."""
     state = {"step": shard.state["step"] + 1}
     rate, squares = _rate(state), shard.gradient.square().add_(SQUARES_EPS)
-    parts = [squares.new_zeros(0), squares.new_zeros(0), _sum(shard, shard.weight.square())]
+    parts = [squares.new_zeros(0), squares.new_zeros(0), _exact(shard, shard.weight.square()).sum()]
     if squares.ndim < 2:
         return state | {"exp_avg_sq": shard.state["exp_avg_sq"].lerp(squares, rate)}, parts
     state["exp_avg_sq_row"] = shard.state["exp_avg_sq_row"].lerp(squares.mean(-1), rate)
     if _is_cut_by_rows(shard):
         ways = ((squares, -2), (state["exp_avg_sq_row"], -1))
-        parts[:2] = [_sum(shard, part, axis) / shard.shape[-2] for part, axis in ways]
+        parts[:2] = [_exact(shard, part).sum(axis) / shard.shape[-2] for part, axis in ways]
     else:
-        state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(_mean(shard, squares, -2), rate)
+        state["exp_avg_sq_col"] = shard.state["exp_avg_sq_col"].lerp(_exact(shard, squares).mean(-2).float(), rate)
     return state, parts
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.models.freeze import FEW_TOKENS, meta_inputs
 from toolkit.models.patches.experts import experts_by_token
 from toolkit.parallel.units import repeated_blocks
 from toolkit.private import private
@@ -120,10 +121,8 @@ def mixes_dtypes(skeleton: PreTrainedModel, dtype: torch.dtype) -> bool:
     probe: Any = copy.deepcopy(skeleton, memo)
     for block in repeated_blocks(probe).values():
         block.register_forward_pre_hook(functools.partial(cast_inputs, dtype), with_kwargs=True)
-    tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens_BT} | ({"decoder_input_ids": tokens_BT} if probe.config.is_encoder_decoder else {})
     with contextlib.suppress(Exception), torch.no_grad(), experts_by_token(probe), _Products() as products:
-        probe(**inputs, use_cache=False)
+        probe(**meta_inputs(probe, FEW_TOKENS), use_cache=False)
     return products.have_two_dtypes
 
 

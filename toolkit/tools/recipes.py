@@ -19,7 +19,7 @@ from toolkit.config.load import split_files_and_flags
 from toolkit.config.messages import given_flags
 from toolkit.config.paths import find_path
 from toolkit.config.python import CONFIGS
-from toolkit.errors import UserError, one_line, refusal_named
+from toolkit.errors import UserError, first_line, one_line, refusal_named
 
 PACKAGE_FOLDER = Path(toolkit.__file__).resolve().parent
 SHIPPED = PACKAGE_FOLDER / "project" if (PACKAGE_FOLDER / "project").is_dir() else PACKAGE_FOLDER.parent
@@ -126,6 +126,5 @@ def name_of_model(name_or_path: str) -> str:
     except OSError as error:
         if Path(name_or_path).is_dir() or Path(name_or_path).is_absolute() or name_or_path.startswith("."):
             return "causal"
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        what = f"model {name_or_path} is not a local folder and could not be read from the hub ({reason})"
+        what = f"model {name_or_path} is not a local folder and could not be read from the hub ({first_line(error)})"
         raise UserError(f"{what}: give a folder with its config.json") from None

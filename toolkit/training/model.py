@@ -20,14 +20,13 @@ from toolkit.errors import UserError
 from toolkit.launch.accelerator import compute_dtype, fsdp_version
 from toolkit.launch.rank_consistency import compare_ranks
 from toolkit.models import load
-from toolkit.models.attention import describe_attention, warn_of_full_rows
 from toolkit.models.config import hash_model_config, hub_commit, load_model_config
 from toolkit.models.experts import check_experts, check_routers
 from toolkit.models.freeze import cast_frozen, cast_trained, freeze, freeze_as, freeze_unreached
 from toolkit.models.generation import choose_generation
 from toolkit.models.lora import add_adapter, is_enabled
 from toolkit.models.patches.chunked_loss import has_own_forward, holds_all_logits, text_part
-from toolkit.models.patches.documents import choose_packed_attention
+from toolkit.models.patches.documents import choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.patches.masks import attends_by_document, choose_packing
 from toolkit.models.quantized import choose_kernel
 from toolkit.models.tensor_reader import TensorReaders

@@ -14,13 +14,10 @@ from tests.support.model_folders import CAUSAL_FAMILIES
 from tests.support.refusals import refusal
 from tests.support.tiny_models import causal_skeleton
 from toolkit.launch.accelerator import cudnn_attention
-from toolkit.models.attention import describe_attention, warn_of_full_rows
 from toolkit.models.freeze import find_uncalled, find_unreached, hash_tensor
-from toolkit.models.patches.documents import choose_packed_attention
+from toolkit.models.patches.documents import choose_packed_attention, describe_attention, warn_of_full_rows
 from toolkit.models.patches.masks import attends_by_document
 
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-DENSE = "sdpa with a dense mask, which {}: no flash kernel, but the memory-efficient one"
 BY_DOCUMENT = "sdpa, and packed rows document by document ({}): no mask, and no cost of full rows"
 
 
@@ -64,24 +61,26 @@ def test_other_packed_rows_get_a_dense_mask_and_the_reason_is_said(family, setti
 
 
 @pytest.mark.parametrize(
-    ("name", "is_encoder_decoder", "packing", "dtype", "on_gpu", "on_cpu"),
+    ("name", "is_encoder_decoder", "packing", "dtype", "on_gpu"),
     [
-        ("sdpa", False, False, torch.bfloat16, "sdpa, the flash kernel", "sdpa"),
-        ("sdpa", False, False, torch.float32, "sdpa in fp32: the memory-efficient kernel", "sdpa"),
-        ("sdpa", False, True, torch.bfloat16, DENSE.format("keeps packed rows apart"), "sdpa"),
-        ("sdpa", True, False, torch.bfloat16, DENSE.format("has padding or position biases"), "sdpa"),
-        *((name, False, True, torch.bfloat16, name, name) for name in ("eager", "flex_attention", "flash_attention_2")),
-        ("documents", False, True, torch.bfloat16, *map(BY_DOCUMENT.format, ("torch's varlen kernel", "one causal sdpa each"))),
+        ("sdpa", False, False, torch.bfloat16, "sdpa, the flash kernel"),
+        ("sdpa", False, False, torch.float32, "sdpa in fp32: the memory-efficient kernel"),
+        ("sdpa", False, True, torch.bfloat16, "sdpa with a dense mask, which keeps packed rows apart: no flash kernel"),
+        ("sdpa", True, False, torch.bfloat16, "sdpa with a dense mask, which has padding or position biases: no flash kernel"),
+        *((name, False, True, torch.bfloat16, name) for name in ("eager", "flex_attention", "flash_attention_2")),
+        ("documents", False, True, torch.bfloat16, BY_DOCUMENT.format("torch's varlen kernel")),
     ],
 )
-def test_a_run_says_which_attention_kernel_runs(name, is_encoder_decoder, packing, dtype, on_gpu, on_cpu):
+def test_a_run_says_which_attention_kernel_runs(name, is_encoder_decoder, packing, dtype, on_gpu):
     model = torch.nn.Module()
     model.config = SimpleNamespace(_attn_implementation=name, is_encoder_decoder=is_encoder_decoder)
-    with cudnn_attention(False):
-        assert describe_attention(model, GPU, dtype, packing=packing) == on_gpu
-    with cudnn_attention(True):
-        assert describe_attention(model, GPU, dtype, packing=packing).removesuffix(" or cuDNN's") == on_gpu
-    assert describe_attention(model, CPU, dtype, packing=packing) == on_cpu
+    for has_cudnn in (False, True):
+        with cudnn_attention(has_cudnn):
+            said = describe_attention(model, torch.device("cuda", 0), dtype, packing=packing)
+        is_taken = has_cudnn and name == "sdpa" and dtype == torch.bfloat16
+        assert said.startswith(on_gpu) and said.endswith(" or cuDNN's") == is_taken
+    on_cpu = BY_DOCUMENT.format("one causal sdpa each") if name == "documents" else name
+    assert describe_attention(model, torch.device("cpu"), dtype, packing=packing) == on_cpu
     assert warn_of_full_rows(model, "") is None
     assert attends_by_document(model) == (name in ("documents", "flash_attention_2"))
 

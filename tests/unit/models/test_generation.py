@@ -40,8 +40,6 @@ BASES = {
     "groups of beams": (BEAMS | GROUPS, {}, as_said(GROUPS)),
     "sampling": (SAMPLING | {"top_k": 50}, {}, as_said(SAMPLING)),
     "the type of the output": (OUTPUT, {}, as_said(OUTPUT)),
-    "its logits alone": ({"output_logits": True, "output_scores": False}, {}, ["output_logits true"]),
-    "several texts": ({"num_return_sequences": 3}, {}, ["num_return_sequences 3"]),
     "several texts of beams": (BEAMS | {"num_return_sequences": 3}, {}, ["num_return_sequences 3"]),
     "a tokenizer's": ({"stop_strings": ["\n\n"], "token_healing": True}, {}, ['stop_strings ["\\n\\n"]', "token_healing true"]),
     "code of the hub": ({"penalty_alpha": 0.6, "dola_layers": "high"}, {}, ["penalty_alpha 0.6", 'dola_layers "high"']),
@@ -225,8 +223,7 @@ def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path, files, sentence)
 def test_a_hub_models_files_are_of_one_commit(tmp_path, monkeypatch):
     """A branch may move while a run loads; and an adapter says at which commit it was trained."""
     commit, asked = "0123456789abcdef" * 2 + "01234567", []
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
-    hf.LlamaConfig(**sizes).save_pretrained(tmp_path / "models--user--tiny" / "snapshots" / commit)
+    tiny_config("llama").save_pretrained(tmp_path / "models--user--tiny" / "snapshots" / commit)
     (tmp_path / "models--user--tiny" / "refs").mkdir()
     (tmp_path / "models--user--tiny" / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from tests.families.kinds import kind_on_meta
 from tests.support.adapter_models import (
     BASES,
     adapted,
@@ -59,12 +59,8 @@ ATTENTION, TWO = {f"{name}_proj" for name in "qkvo"}, {"exclude_modules": ["mlp.
 )
 def test_the_part_that_texts_pass_is_adapted_but_what_is_excluded_or_frozen(settings, freeze, layers, ends):
     """The others get no gradient from texts, which was found out after the weights had loaded."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**sizes, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64}
-    vision = {**sizes, "image_size": 28, "patch_size": 14}
-    with torch.device("meta"):
-        model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
-        add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path="m", freeze=freeze))
+    model = kind_on_meta("gemma3")
+    add_adapter(model, adapter_config(**settings), ModelConfig(name_or_path="m", freeze=freeze))
     names = {tuple(name.partition(".lora_A")[0].split(".")) for name, _ in model.named_parameters() if "lora_A" in name}
     assert {name[:3] for name in names} == {("model", "language_model", "layers")}
     assert ({name[3] for name in names}, {name[-1] for name in names}) == (layers, ends)

@@ -65,8 +65,6 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ("llama_tied", {"target_modules": ["lm_head"]},
          "the adapter adapts lm_head.weight, which is one tied weight with model.embed_tokens.weight: the merged model would "
          "need two; leave it out of adapter.target_modules, or train it whole by adapter.modules_to_save"),
-        ("gpt2", {"target_modules": ["wte"]},
-         "the adapter adapts transformer.wte.weight, which is one tied weight with lm_head.weight"),
         ("t5", {"modules_to_save": ["shared"]},
          "the adapter trains shared.weight, which is one tied weight with encoder.embed_tokens.weight and "
          "decoder.embed_tokens.weight and lm_head.weight: peft keeps only a token embedding and an output head together"),
@@ -92,7 +90,6 @@ def with_tensor(name: str, *shape: int):
         ("llama", {}, {"method": "dora"}, "is a lora adapter, but adapter.method is dora: set adapter.method lora"),
         ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LoRA, rsLoRA and DoRA are supported"),
         ("llama", {"init_lora_weights": "pissa"}, {}, "began with init_lora_weights pissa, which changes"),
-        ("llama", {"bias": "all"}, {}, "has bias 'all' in its adapter_config.json, which is not supported"),
         ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
         ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model. Please check the "),
         ("llama", {"weights": without_tensor("0.self_attn.q_proj.lora_B.weight")}, {},
@@ -101,8 +98,6 @@ def with_tensor(name: str, *shape: int):
          "does not fit {base}: it also has model.layers.5.mlp.up_proj.lora_A.weight"),
         ("llama", {"weights": with_tensor(f"{Q_PROJ}.lora_A.weight", 3, 8)}, {},
          f"does not fit {{base}}: it has {Q_PROJ}.lora_A.weight of shape (3, 8) instead of (3, 16)"),
-        ("llama", {"weights": with_tensor("model.embed_tokens.weight", 65, 16)}, {},
-         "does not fit {base}: it also has model.embed_tokens.weight"),
         ("llama_tied", {"modules_to_save": ["embed_tokens"], "weights": with_tensor("model.embed_tokens.weight", 64, 16)}, {},
          "trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only"),
     ],
@@ -149,6 +144,7 @@ def test_neither_a_folder_nor_on_the_hub(bases, monkeypatch):
 
 
 NONE, SAVED = "but adapter.method is none: set adapter.method", "adapter.modules_to_save"
+NO_EXPERTS = "adapter.experts is true, and peft has no {} for experts: set dropout 0, lora or rslora"
 NOT_THE_WEIGHTS = ", but an adapter belongs to the weights of model.name_or_path: give an exported model there"
 
 
@@ -157,6 +153,8 @@ NOT_THE_WEIGHTS = ", but an adapter belongs to the weights of model.name_or_path
     [
         ({"method": "none", "name_or_path": "a"}, {}, f"adapter.name_or_path is a, {NONE}, or leave adapter.name_or_path out"),
         ({"method": "none"}, {}, f"export.merge is true, {NONE}, or leave export.merge out"),
+        ({"experts": True, "dropout": 0.1}, {}, NO_EXPERTS.format("adapter.dropout 0.1")),
+        ({"experts": True, "method": "dora"}, {}, NO_EXPERTS.format("adapter.method dora")),
         ({}, {"from_scratch": True}, f"adapter.method is lora and model.from_scratch true{NOT_THE_WEIGHTS}"),
         ({}, {"init_from": "runs/a"}, f"adapter.method is lora and model.init_from runs/a{NOT_THE_WEIGHTS}"),
         ({"modules_to_save": ["b"]}, {"freeze": ["a"]}, f"model.freeze is ['a'] and {SAVED} ['b']: give one of them"),

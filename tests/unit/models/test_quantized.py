@@ -10,14 +10,14 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from transformers import FalconConfig, FalconForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
+from tests.families.kinds import kind_on_meta
 from tests.support.adapter_models import BASES, adapter_config
 from tests.support.host_reads import recorded
 from tests.support.nf4_golden import GOLDEN, as_hex, build_weight
+from tests.support.refusals import refusal
 from toolkit.config.schema import ModelConfig
-from toolkit.errors import UserError
 from toolkit.models import quantized
 from toolkit.models.freeze import cast_frozen
 from toolkit.models.lora import add_adapter
@@ -30,7 +30,9 @@ from toolkit.parallel.compute_copies import ComputeCopies
 KINDS = ("nf4", "int8")
 
 
-def test_nf4_is_that_of_bitsandbytes_bit_for_bit():
+@pytest.mark.parametrize("weights_at_once", [quantized.WEIGHTS_AT_ONCE, 3 * 192])
+def test_nf4_is_that_of_bitsandbytes_bit_for_bit(weights_at_once, monkeypatch):
+    monkeypatch.setattr(quantized, "WEIGHTS_AT_ONCE", weights_at_once)
     golden, weight = json.loads(GOLDEN.read_text()), build_weight()
     codes, scales = quantize(weight, "nf4"), find_scales(weight)
     assert golden["bitsandbytes"] == "0.50.2"
@@ -79,7 +81,9 @@ def encoded(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor
     return quantize(weight, kind), find_scales(weight)
 
 
-def test_int8_is_off_by_half_a_step_at_most():
+@pytest.mark.parametrize("weights_at_once", [quantized.WEIGHTS_AT_ONCE, 3 * 192])
+def test_int8_is_off_by_half_a_step_at_most(weights_at_once, monkeypatch):
+    monkeypatch.setattr(quantized, "WEIGHTS_AT_ONCE", weights_at_once)
     weight = build_weight()
     codes, scales = encoded(weight, "int8")
     assert codes.dtype == torch.int8 and int(codes.abs().max()) == 127
@@ -87,13 +91,6 @@ def test_int8_is_off_by_half_a_step_at_most():
     off = (dequantize(codes, scales) - weight).unflatten(1, (-1, 64)).abs()
     assert bool((off <= step.unsqueeze(2) * 0.5001).all())
     assert bool((dequantize(codes, scales)[1, :64] == 0).all())
-
-
-def test_a_large_weight_is_dequantized_in_parts(monkeypatch):
-    both = [encoded(build_weight(), kind) for kind in KINDS]
-    whole = [dequantize(*of_kind) for of_kind in both]
-    monkeypatch.setattr(quantized, "WEIGHTS_AT_ONCE", 3 * 192)
-    assert all(torch.equal(dequantize(*of_kind), expected) for of_kind, expected in zip(both, whole, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,9 +160,7 @@ def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name, kind)
 
 
 def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same():
-    config = FalconConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
-    with torch.device("meta"):
-        model = FalconForCausalLM(config)
+    model = kind_on_meta("falcon")
     add_adapter(model, adapter_config(base_dtype="nf4"), ModelConfig(name_or_path="not/read", revision="1"))
     found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     ends = {"dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h"}
@@ -176,13 +171,9 @@ def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same():
     torch.testing.assert_close(own(inputs), nn.functional.linear(inputs, weight, bias))
 
 
-def test_a_base_without_a_layer_to_quantize_is_refused(bases):
-    with torch.device("meta"):
-        model = BASES["llama"][0](BASES["llama"][1])
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"]
-    config = adapter_config(base_dtype="nf4", target_modules=names)
-    with pytest.raises(UserError, match="adapter.base_dtype is nf4, but none of the 12 adapted layers has a "):
-        add_adapter(model, config, ModelConfig(name_or_path=str(bases / "llama")))
+def test_a_base_without_a_layer_to_quantize_is_refused():
+    sentence = "adapter.base_dtype is nf4, but none of the 2 adapted layers has a "
+    assert refusal(wide, "llama", "nf4", target_modules=["down_proj"]).startswith(sentence)
 
 
 def model_of(name: str):

@@ -46,8 +46,9 @@ def compiling(backend: str, device: str = "cpu", *, fullgraph: bool = False):
 
 @pytest.mark.parametrize(("family", "num_layers", "num_graphs"), [("llama", 4, 3), ("bart", 3, 6), ("t5", 3, 12)])
 def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(family, num_layers, num_graphs, monkeypatch):
-    """One kind of block, two, and four; each has the first shapes, changing lengths, and a changing number of rows."""
-    tried = []
+    """One kind of block, two, and four; each has the first shapes, changing lengths, and a changing number of rows. The backend
+    only runs the graphs."""
+    tried, graphs = [], []
 
     def note(self, frame, *args, **more):
         tried.append(f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}")
@@ -55,9 +56,25 @@ def test_equal_blocks_share_graphs_and_an_epoch_of_lengths_soon_has_them_all(fam
 
     convert = torch._dynamo.convert_frame.ConvertFrameAssert.__call__
     monkeypatch.setattr(torch._dynamo.convert_frame.ConvertFrameAssert, "__call__", note)
-    graphs = graphs_by_step(family, num_layers)
+    is_causal, counters = family in CAUSAL_FAMILIES, torch._dynamo.utils.counters
+    class_name, settings = (CAUSAL_FAMILIES | FAMILIES)[family]
+    layers = {key: num_layers for key in NUM_LAYERS if key in settings}
+    auto_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
+    config = getattr(transformers, class_name)(vocab_size=256, **settings | layers)
+    torch._dynamo.reset()
+    counters.clear()
+    model = wrap.shard_model(compiling("EAGER"), auto_class.from_config(config, dtype=torch.float32)).model.train()
+    collator = CausalCollator(0) if is_causal else seq2seq_families.build_collator(model)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(NUM_STEPS):
+        lengths = torch.randint(5, 60, (3 if step < 3 else 2 + step % 2,), generator=generator).tolist()
+        rows = build_rows(tuple(lengths), seed=step)
+        if not is_causal:
+            rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"][: 2 + len(row["input_ids"]) // 3]} for row in rows]
+        summed_loss(model, collator.collate([[row] for row in rows]))[0].backward()
+        graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[4:] == [num_graphs] * (NUM_STEPS - 4)
-    assert len(tried) == torch._dynamo.utils.counters["frames"]["total"]
+    assert len(tried) == counters["frames"]["total"]
     # Not finalizers of earlier tests' objects, which come at any moment.
     frames = [frame for frame in tried if re.search(r"/(transformers|torch/nn|torch/utils/checkpoint|toolkit)\b", frame)]
     assert len(frames) == num_graphs, f"none was left uncompiled: {tried}"
@@ -135,27 +152,6 @@ def gradients_of_routes(family: str, backend: str, *, checkpoints: bool) -> dict
         assert not noted, "a recomputation was noted"
     assert [module.route for module in model.modules() if hasattr(module, "route")] == [None] * len(routes)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def graphs_by_step(family: str, num_layers: int) -> list[int]:
-    """Graphs compiled so far after each step of rows of random lengths, by a backend that only runs them."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    class_name, settings = (CAUSAL_FAMILIES | FAMILIES)[family]
-    layers = {key: num_layers for key in NUM_LAYERS if key in settings}
-    auto_class = transformers.AutoModelForCausalLM if family in CAUSAL_FAMILIES else transformers.AutoModelForSeq2SeqLM
-    config = getattr(transformers, class_name)(vocab_size=256, **settings | layers)
-    model = wrap.shard_model(compiling("EAGER"), auto_class.from_config(config, dtype=torch.float32)).model.train()
-    collator = CausalCollator(0) if family in CAUSAL_FAMILIES else seq2seq_families.build_collator(model)
-    generator, seen = torch.Generator().manual_seed(0), []
-    for step in range(NUM_STEPS):
-        lengths = torch.randint(5, 60, (3 if step < 3 else 2 + step % 2,), generator=generator).tolist()
-        rows = build_rows(tuple(lengths), seed=step)
-        if family in FAMILIES:
-            rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"][: 2 + len(row["input_ids"]) // 3]} for row in rows]
-        summed_loss(model, collator.collate([[row] for row in rows]))[0].backward()
-        seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return seen
 
 
 def test_a_router_that_an_adapter_trains_in_full_has_one_route():

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from tests.families.kinds import kind_on_meta
 from tests.support.adapter_models import with_adapter
 from tests.support.refusals import refusal
+from tests.support.tiny_models import build_causal
 from toolkit.config.schema import AdapterConfig
 from toolkit.launch import environment
 from toolkit.models.tensor_reader import copy_on_meta
@@ -146,6 +147,18 @@ def test_tied_weights_lie_in_the_root_and_untied_embedding_and_head_are_units_of
     wi = "encoder.block.{}.layer.1.DenseReluDense.wi.weight"
     said = refusal(check_ties, t5, build_units(t5, find_blocks(plugin, t5)))
     assert f"{wi.format(0)} and {wi.format(1)} are one tied weight" in said
+
+
+def test_no_part_of_an_adapter_of_experts_is_a_unit():
+    """It reads the parameters of its parts, and does not call these: by size none is one, and none may be named."""
+    model = with_adapter(build_causal("mixtral"), AdapterConfig(method="lora", experts=True))
+    for size in (1, 2000, 20000):
+        blocks = find_blocks(fsdp_plugin(min_num_params=size), model)
+        assert any("experts" in name or name.endswith("mlp") for name in blocks) or size == 20000
+        assert not [name for name in blocks if ".experts." in name]
+    find_blocks(fsdp_plugin(["MixtralDecoderLayer", "MixtralExperts"]), build_causal("mixtral"))  # inside of a layer
+    sentence = "names MixtralExperts, which an adapter of experts reads from outside: name"
+    assert sentence in refusal(find_blocks, fsdp_plugin(["MixtralExperts"]), model)
 
 
 def test_towers_that_texts_do_not_call_are_units_of_their_own_and_their_layers_are_no_blocks():

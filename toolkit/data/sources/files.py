@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit.data.sources.row import count_rows_at_once, list_parts, show_names
 from toolkit.data.sources.text_files import Cells, Form, list_keys, open_bytes, read_csv, read_header, read_json, read_txt
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.files.durable import refuse_pointers
 from toolkit.files.json_lines import DECODER
 
@@ -194,8 +194,7 @@ def _open(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Iterable[Any]
             with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
                 yield stream.schema, lambda _: stream
     except (pa.ArrowException, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(f"{path} is not a complete parquet or Arrow file ({reason}): copy or write it again") from None
+        raise UserError(f"{path} is not a complete parquet or Arrow file ({first_line(error)}): copy or write it again") from None
 
 
 _DELIMITED, _JSON, _COLUMNAR = (read_csv, read_header), (read_json, list_keys), (read_columnar, list_names)

@@ -17,8 +17,8 @@ from torch import nn
 
 from toolkit.distributed.device import GIB
 from toolkit.errors import UserError, align, one_line
-from toolkit.models.attention import warn_of_full_rows
 from toolkit.models.freeze import aliases
+from toolkit.models.patches.documents import warn_of_full_rows
 from toolkit.models.tensor_reader import PIECE_BYTES
 from toolkit.optimizers import state_bytes
 from toolkit.parallel.units import describe_units, find_towers, local_tensor

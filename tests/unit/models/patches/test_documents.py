@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -24,14 +23,6 @@ from toolkit.parallel.units import repeated_blocks
 LENGTHS = (5, 9, 14, 1, 20, 3)
 """The windows of the families are 8 tokens; after a document of one token, positions start again without falling."""
 BY_DOCUMENT = [family for family in CAUSAL_FAMILIES if family != "gemma2"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(family: str, attention: str = documents.BY_DOCUMENT):

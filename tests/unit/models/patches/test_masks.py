@@ -62,17 +62,10 @@ def test_rows_are_packed_where_masks_can_tell_them_apart(family, caplog):
         return
     with pytest.raises(UserError, match=f"^data.packing is true, but {name} lets .* set data.packing to auto or false$"):
         chosen(True)
-
-
-def test_of_a_base_in_codes_packing_is_chosen_before_it_loads():
-    model = causal_skeleton("biogpt", hidden_size=64)
-    config = LLMConfig(
-        model=ModelConfig(name_or_path="biogpt", revision="1"),
-        data=LLMDataConfig(),
-        adapter=AdapterConfig(method="lora", base_dtype="nf4"),
-    )
-    add_adapter(model, config.adapter, config.model)
-    assert masks.choose_packing(config, model).data.packing is False
+    if family == "biogpt":  # of a base in codes too, before it loads
+        adapter = AdapterConfig(method="lora", base_dtype="nf4")
+        add_adapter(model, adapter, ModelConfig(name_or_path="biogpt", revision="1"))
+        assert chosen("auto") is False
 
 
 @pytest.mark.parametrize("takes_positions", [True, False])

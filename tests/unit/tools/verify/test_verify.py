@@ -20,7 +20,7 @@ from tests.support.model_folders import save_jsonl
 from tests.support.refusals import refusal
 from tests.support.workbench import call_toolkit
 from toolkit.config.schema import OptimConfig
-from toolkit.models.attention import describe_attention
+from toolkit.models.patches.documents import describe_attention
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.tools.verify import checks
 from toolkit.tools.verify.runs import NotReached, WatchedRun, launch_all, plan_runs
