@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import seq2seq_families
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES
+from tests.support.model_folders import FAMILIES
+from tests.support.tiny_models import build_causal
 from toolkit.data.collate import CausalCollator
 from toolkit.models.patches import chunked_loss
 from toolkit.models.patches.chunked_loss import summed_loss
@@ -26,11 +26,7 @@ D, V, LAYERS, FORWARD = 32, 256, 2, 64
 
 
 def build(family: str, **changes):
-    name, settings = {**FAMILIES, **CAUSAL_FAMILIES, **MIXTURES}[family]
-    config = getattr(transformers, name)(vocab_size=V, **settings | changes)
-    auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
-    torch.manual_seed(0)
-    return auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return seq2seq_families.build_model(family) if family in FAMILIES else build_causal(family, **changes)
 
 
 def objective_of(model):
@@ -109,6 +105,7 @@ def test_llama_by_hand_and_a_frozen_base_costs_two_thirds_and_its_adapter_all():
 @pytest.mark.parametrize("family", ["t5", "bart", "gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_rows_of_other_lengths_cost_what_torch_counts_and_half_the_causal_pairs(family):
     model = build(family).train()
+    model.set_attn_implementation("eager")
     collator = collator_of(model)
     of_rows = seconds_at_peak(objective_of(model), sharded("cuda", copy_on_meta(model)), collator, [LENGTHS])
     ours, per_term = of_rows.sum() * 312e12, per_term_of(model)

@@ -11,17 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
+from tests.support.eval_rows import eval_rows
 from toolkit.checkpoint.state import SkipHistory
 from toolkit.data.batch_plan import MicroBatch, Step
 from toolkit.distributed.progress import Progress
 from toolkit.errors import UserError
 from toolkit.evaluation.rouge import mean_scores, rouge_scores
-from toolkit.evaluation.rows import EvaluationRows
 from toolkit.files.json_lines import load_json_lines
 from toolkit.loss import IGNORED_LABEL
-from toolkit.objectives.causal import Causal
 from toolkit.tracking import baselines, step_log
 from toolkit.tracking.baselines import _text_baselines, _token_baselines, best_constant, measure_baselines
 from toolkit.tracking.metrics_log import MetricsLog
@@ -134,29 +132,20 @@ def test_too_many_in_a_row_stop_the_run_and_name_steps_and_rows(log, losses, flu
     assert [line["step"] for line in lines_of(log, "train")] == [*range(1, len(losses) + 1)]
 
 
-def rows_of(inputs=(), tokenizer=None, **columns) -> EvaluationRows:
-    return EvaluationRows(Dataset.from_dict(columns), tokenizer=tokenizer, collator=None, objective=Causal(), inputs=inputs)
-
-
-TEXTS = {
-    "row_id": range(3),
-    "target": ["Return the oar.", "Close the file.", "Close it."],
-    "lead_text": ["Return the oar. And more.", "Nothing alike.", "Close it."],
-}
+LEADS = {"Return the oar.": "Return the oar. And more.", "Close the file.": "Nothing alike.", "Close it.": "Close it."}
+TEXTS = [{"row_id": i, "target": target, "lead_text": lead} for i, (target, lead) in enumerate(LEADS.items())]
 
 
 def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path, monkeypatch):
     """Of texts, and of tokens where it is asked for; where these are evaluated."""
-    data, of_tokens, on = rows_of(**TEXTS), rows_of(tokenizer=range(4), **token_columns(*HELD_OUT)), {"rows": "a"}
+    data, of_tokens, on = eval_rows(TEXTS), eval_rows(HELD_OUT, tokenizer=range(4)), {"rows": "a"}
     log = MetricsLog(tmp_path / "metrics.jsonl", is_writer=True)
     assert measure_baselines(log, 3, TRAINED_ON, of_tokens, on, counts_tokens=True) == {}  # no evaluation
     log.write("eval", 3, loss=1.0, measured_on=on)
     assert measure_baselines(log, 3, data.rows, data, on) == {}  # no texts
     log.write("eval", 4, rougeL=1.0, measured_on=on)
     first = measure_baselines(log, 4, data.rows, data, on)
-    assert list(first) == ["lead sentence", 'constant "Close the file."'] and first["lead sentence"]["rougeL"] == pytest.approx(
-        200 / 3
-    )
+    assert list(first) == ["lead sentence", 'constant "Close the file."']
     lines = [line for line in load_json_lines(log.path, skip_torn_end=True) if line["kind"] == "baseline"]
     assert [(line["name"], line["step"], line["measured_on"]) for line in lines] == [(name, 4, on) for name in first]
     with monkeypatch.context() as patch:
@@ -175,29 +164,36 @@ def test_baselines_are_measured_once_and_are_lines_of_the_metrics(tmp_path, monk
 
 
 def test_a_set_has_baselines_of_its_own_rows_and_a_long_constant_is_named_by_its_start():
-    data = rows_of(inputs=((2, "news"), (1, "mail")), **TEXTS)
+    data = eval_rows(TEXTS, inputs=((2, "news"), (1, "mail")))
     lead = _text_baselines(data.rows, data)["lead sentence"]
     assert [lead[f"{of_set}rougeL"] for of_set in ("", "news/", "mail/")] == [pytest.approx(200 / 3), 50.0, 100.0]
-    data = rows_of(target=["word " * 20], lead_text=["a"])
+    data = eval_rows([{"target": "word " * 20, "lead_text": "a"}])
     assert list(_text_baselines(data.rows, data))[1] == f'constant "{"word " * 7}…"'
 
 
-def token_columns(*rows: tuple[list[int], int, int]) -> dict[str, list]:
+def token_rows(*rows: tuple[list[int], int, int]) -> list[dict]:
     """Rows of a causal model: their tokens, the number of the prompt's or of the first token, and the bytes of the rest."""
-    columns = {"input_ids": [ids for ids, _, _ in rows], "target_bytes": [num_bytes for *_, num_bytes in rows]}
-    columns["labels"] = [[IGNORED_LABEL] * start + ids[start:] for ids, start, _ in rows]
-    return columns | {"num_tokens": list(map(len, columns["input_ids"])), "row_id": list(range(len(rows)))}
+    return [
+        {
+            "row_id": i,
+            "input_ids": ids,
+            "labels": [IGNORED_LABEL] * start + ids[start:],
+            "num_tokens": len(ids),
+            "target_bytes": size,
+        }
+        for i, (ids, start, size) in enumerate(rows)
+    ]
 
 
-TRAINED_ON = Dataset.from_dict(token_columns(([0, 1, 2], 1, 9), ([0, 1, 1], 1, 9)))
+TRAINED_ON = eval_rows(token_rows(([0, 1, 2], 1, 9), ([0, 1, 1], 1, 9))).rows
 """Labels 1, 2, 1, 1: in a vocabulary of 4, p is 4/8 for 1, 2/8 for 2, 1/8 for the others. After 0 comes 1 twice; after 1 come 2
 and 1 once each."""
-HELD_OUT = ([0, 1, 3, 2], 1, 4), ([2, 3, 0, 1], 3, 2)
+HELD_OUT = token_rows(([0, 1, 3, 2], 1, 4), ([2, 3, 0, 1], 3, 2))
 """The last three tokens of the first, the last of the second."""
 
 
 def test_counted_tokens_are_a_unigram_and_a_bigram_interpolated_with_it(monkeypatch):
-    data = rows_of(tokenizer=range(4), inputs=((1, "a"), (1, "b")), **token_columns(*HELD_OUT))
+    data = eval_rows(HELD_OUT, tokenizer=range(4), inputs=((1, "a"), (1, "b")))
     found = _token_baselines(TRAINED_ON, data)
     after_0, after_1, after_3 = (2 + 1 / 2) / 3, (0 + 2 / 8) / 4, 1 / 4  # 3 was never before a label
     likelihoods = {
