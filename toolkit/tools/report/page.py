@@ -153,9 +153,8 @@ def _shortened(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, Any]
 
 def _cut(row: dict[str, Any], limit: int) -> dict[str, Any]:
     texts = [row["source"], row["reference"], *row["texts"]]
-    source, reference, *predictions = (text if text is None or len(text) <= limit else f"{text[: limit - 1]}…" for text in texts)
-    is_cut = any(text is not None and len(text) > limit for text in texts)
-    return {**row, "source": source, "reference": reference, "texts": predictions, "is_cut": is_cut}
+    shown = [text if text is None or len(text) <= limit else f"{text[: limit - 1]}…" for text in texts]
+    return {**row, "source": shown[0], "reference": shown[1], "texts": shown[2:], "is_cut": shown != texts}
 
 
 def as_json(value: Any) -> str:

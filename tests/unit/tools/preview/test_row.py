@@ -1,6 +1,7 @@
 """A row's view: the text of its tokens, its turns, and what a limit has cut off. The first step's view: every row once, and
 the padding of the tensors that the ranks really get."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -19,6 +20,7 @@ from toolkit.data.collate import CausalCollator, SummarizationCollator
 from toolkit.data.tokens.prepare import TokenizedRows
 from toolkit.objectives import built_in
 from toolkit.objectives.causal import Causal
+from toolkit.objectives.objective import Objective
 from toolkit.objectives.preference import PairCollator, Preference, Seq2SeqPreference, SourcePairCollator
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.tools.preview.row import RowView, Token, Tokens, find_cut_row, token_texts, view_row
@@ -157,12 +159,10 @@ def make_rows(ids: list[list[int]], labels: list[list[int]], num_tokens: list[in
     return Dataset.from_dict({"row_id": list(range(100, 100 + len(ids))), **columns})
 
 
-def view(rows: Dataset, collator, num_processes: int, **settings) -> StepView:
+def view(objective: Objective, rows: Dataset, collator, num_processes: int = 1, **settings) -> StepView:
     columns = rows.with_format("numpy")
     train = TrainConfig(global_batch_size_rows=7, micro_batch_size_rows=2, max_steps=1)
     plan = BatchPlan(columns["num_tokens"][:], columns["num_label_tokens"][:], train, num_processes, **settings)
-    kinds = {PairCollator: Preference, SourcePairCollator: Seq2SeqPreference, CausalCollator: Causal}
-    objective = kinds.get(type(collator), Seq2Seq)()
     return view_step(objective, plan, rows, collator, 1)
 
 
@@ -170,7 +170,7 @@ def view(rows: Dataset, collator, num_processes: int, **settings) -> StepView:
 @pytest.mark.parametrize("pack_length", [None, 12])
 @pytest.mark.parametrize("one_row", [False, True])
 def test_every_row_is_in_one_pack(num_processes, pack_length, one_row):
-    step = view(causal_rows(), CausalCollator(0, one_row=one_row), num_processes, pack_length_tokens=pack_length)
+    step = view(Causal(), causal_rows(), CausalCollator(0, one_row=one_row), num_processes, pack_length_tokens=pack_length)
     shown = [row for pack in step.packs for row in pack.row_ids]
     assert sorted(shown) == list(range(100, 107)) and sorted(step.plan.step(1).rows) == list(range(7))
     assert step.plan.step(1).num_label_tokens == sum(LENGTHS) - 14
@@ -191,7 +191,7 @@ def test_every_row_is_in_one_pack(num_processes, pack_length, one_row):
 
 
 def test_a_rank_without_rows_is_padding():
-    step = view(causal_rows(), CausalCollator(0), 3)
+    step = view(Causal(), causal_rows(), CausalCollator(0), 3)
     # Two micro-batches of two rows on three ranks: seven rows leave two ranks without one in the second.
     assert step.num_micro_batches == 2 and len(step.packs) == 7
     drawn = sum(num for pack in step.packs for _, num in pack.parts)
@@ -203,17 +203,13 @@ def test_an_encoder_decoder_pads_sources_and_targets():
     num_labels = list(range(1, 8))
     num_tokens = [n + more for n, more in zip(LENGTHS, num_labels, strict=True)]
     rows = make_rows([[5] * n for n in LENGTHS], [[6] * n for n in num_labels], num_tokens, num_labels)
-    step = view(rows, SummarizationCollator(0, 0), 1)
+    step = view(Seq2Seq(), rows, SummarizationCollator(0, 0))
     assert len(step.packs) == 7 and step.num_micro_batches == 4
     assert step.positions[CONTEXT] == sum(LENGTHS) and step.positions[LOSS] == 28
     for pack in step.packs:
         place = pack.row_ids[0] - 100
-        expected = [
-            (CONTEXT, LENGTHS[place]),
-            (PADDING, pack.padding["source"]),
-            (LOSS, place + 1),
-            (PADDING, pack.padding["target"]),
-        ]
+        of_source, of_target = pack.padding["source"], pack.padding["target"]
+        expected = [(CONTEXT, LENGTHS[place]), (PADDING, of_source), (LOSS, place + 1), (PADDING, of_target)]
         assert pack.parts == [part for part in expected if part[1]]
 
 
@@ -224,14 +220,11 @@ def test_documents_of_a_pair_are_padded_each_by_itself_unless_they_are_packed(of
     ids = [[5] * (4 if of_source else n + other) for n, other in answers]
     rows = make_rows(ids, labels, [len(row) for row in ids], [1] * 7)
     rows = rows.add_column("num_chosen_tokens", LENGTHS)
-    collator = SourcePairCollator(0, 0) if of_source else PairCollator(0)
-    step = view(rows, collator, 1)
-    of_step = {}
-    for pack in step.packs:
-        of_step.setdefault(pack.micro_batch, []).append(pack)
-    for packs in of_step.values():
-        width = max(n for pack in packs for n in answers[pack.row_ids[0] - 100])
-        for pack in packs:
+    shown = (Seq2SeqPreference(), rows, SourcePairCollator(0, 0)) if of_source else (Preference(), rows, PairCollator(0))
+    for _, packs in itertools.groupby(view(*shown).packs, key=lambda pack: pack.micro_batch):
+        together = list(packs)
+        width = max(n for pack in together for n in answers[pack.row_ids[0] - 100])
+        for pack in together:
             expected = [(CONTEXT, 4)] if of_source else []
             for num in answers[pack.row_ids[0] - 100]:
                 expected += [(LOSS, num)] if of_source else [(CONTEXT, 1), (LOSS, num - 1)]
@@ -239,6 +232,6 @@ def test_documents_of_a_pair_are_padded_each_by_itself_unless_they_are_packed(of
             assert pack.parts == expected
             assert [*pack.padding.values()][-1] == sum(num for kind, num in expected if kind == PADDING)
     if not of_source:
-        packed = view(rows, collator, 1, pack_length_tokens=24).packs
+        packed = view(*shown, pack_length_tokens=24).packs
         assert any(len(pack.row_ids) > 1 for pack in packed)
         assert all([kind for kind, _ in pack.parts[:4]] == [CONTEXT, LOSS] * 2 for pack in packed)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.report_runs import evaluation, save_distinct_run, save_run
+from toolkit.evaluation.generate import describe_flaws
 from toolkit.objectives.causal import Causal
 from toolkit.tools.main import main
 from toolkit.tools.plan import plan
@@ -72,10 +73,7 @@ def test_the_summary_has_tokens_duration_and_date_and_what_is_wrong_with_the_tex
     run.evaluations[-1].update(num_texts=3, num_at_max_new_tokens=2, num_empty=0, num_repeating=1)
     page = shown(describe_summary, run)
     assert "21,000 tokens in 6 min 03 s of training steps, started 2026-11-23 18:30." in page and "empty" not in page
-    assert (
-        "After step 6, of 3 texts, 2 reached max_new_tokens (raise eval.max_new_tokens), 1 ended in a repetition "
-        "(eval.no_repeat_ngram_size 3 forbids it)."
-    ) in page
+    assert f"After step 6, {describe_flaws(run.evaluations[-1])}." in page and "of 3 texts, 2 reached max_new_tokens" in page
     assert "num" not in "".join(re.findall("<th.*?>(.*?)</th>", page)), "a count has no column"
 
 
