@@ -37,8 +37,8 @@ class SummarizationCollator:
     pad_token_id: int
     decoder_start_token_id: int
     own_shift: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The model's own function from labels BT to decoder inputs BT, None: `shift_right`. mBART's puts the language, a row's last
-    label, first."""
+    """The model's own function from labels BT to decoder inputs BT, None: `decoder_inputs` shifts right. mBART's puts the
+    language, a row's last label, first."""
     one_row = False  # as in `CausalCollator`; without an annotation it is not a field
     columns: ClassVar[tuple[str, ...]] = ("input_ids", "labels")
     """That `collate` reads."""
@@ -67,10 +67,13 @@ class SummarizationCollator:
         return {**inputs, "decoder_input_ids": self.decoder_inputs(labels_BT), **_counted_labels(labels_BT, is_dummy=is_dummy)}
 
     def decoder_inputs(self, labels_BT: torch.Tensor) -> torch.Tensor:
-        """Decoder inputs BT for teacher forcing."""
+        """Decoder inputs BT for teacher forcing: the model's own, else the start token, then the labels shifted right by one,
+        ignored labels as padding."""
         if self.own_shift is not None:
             return self.own_shift(labels_BT.clone())  # FSMT's writes into its argument
-        return shift_right(labels_BT, self.pad_token_id, self.decoder_start_token_id)
+        shifted_BT = labels_BT.masked_fill(labels_BT == IGNORED_LABEL, self.pad_token_id).roll(1, dims=1)
+        shifted_BT[:, 0] = self.decoder_start_token_id
+        return shifted_BT
 
     def model_inputs(self, rows: Sequence[Row]) -> Batch:
         """Arguments of a forward pass that returns logits: `prompts`, and `decoder_input_ids` BT int64."""
@@ -171,14 +174,6 @@ def choose_multiples(shapes: Sequence[tuple[int, ...]], longest: tuple[int, ...]
     grids = itertools.product(MULTIPLES, repeat=len(added))
     most = MOST_PADDING * (rows @ lengths).sum()
     return max((grid for grid in grids if sum(map(dict.__getitem__, added, grid)) <= most), key=math.prod)
-
-
-def shift_right(labels_BT: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
-    """Decoder inputs for teacher forcing: the start token, then the labels shifted right by one, ignored labels as padding."""
-    shifted_BT = labels_BT.new_full(labels_BT.shape, pad_token_id)
-    shifted_BT[:, 0] = decoder_start_token_id
-    shifted_BT[:, 1:] = labels_BT[:, :-1].masked_fill(labels_BT[:, :-1] == IGNORED_LABEL, pad_token_id)
-    return shifted_BT
 
 
 def labels_at_positions(batch: Batch, tokens_BT: torch.Tensor) -> torch.Tensor:

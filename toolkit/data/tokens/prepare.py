@@ -26,13 +26,7 @@ from toolkit.data.sources.row import count_rows_at_once
 from toolkit.data.tokens.causal import locate
 from toolkit.data.tokens.cuts import ROW_IDS_OF_A_PIECE, SIDES
 from toolkit.data.tokens.special_tokens import learn_spaces
-from toolkit.data.tokens.tokenizer import (
-    hash_tokenizer,
-    keep_trained_tokenizer,
-    load_tokenizer,
-    open_tokenizer,
-    trains_tokenizer,
-)
+from toolkit.data.tokens.tokenizer import hash_tokenizer, keep_trained_tokenizer, load_tokenizer, open_tokenizer, trains_tokenizer
 from toolkit.data.workers import load_ahead
 from toolkit.distributed.comm import gather_objects, on_all_ranks, rank
 from toolkit.distributed.progress import Phase

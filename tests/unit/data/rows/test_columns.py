@@ -238,10 +238,7 @@ def test_rows_with_nothing_to_learn_are_left_out_with_their_reason(row, reason):
         (alpaca(history="a"), ", column history: not JSON"),
         (alpaca(history={"a": "b"}), ", column history: {'a': 'b'} is not a list"),
         (alpaca(history=[["a", "b", "c"]]), ", history 1: ['a', 'b', 'c'] is not a pair: write [instruction, answer]"),
-        (
-            {"chosen": [USER, GOOD | {"weight": 0}, AGAIN, GOOD], "rejected": [USER, BAD]},
-            ": a turn of an answer has weight 0",
-        ),
+        ({"chosen": [USER, GOOD | {"weight": 0}, AGAIN, GOOD], "rejected": [USER, BAD]}, ": a turn of an answer has weight 0"),
         (
             {"question": "Which?", "chosen": "The sky is blue.", "rejected": "The sky is black."},
             ": columns chosen and rejected do not begin with a prompt that ends in 'Assistant:': set data.prompt_column to the "

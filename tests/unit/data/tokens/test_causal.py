@@ -5,15 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chats import (
-    CHATML,
-    CLOSING,
-    LLAMA2,
-    MARKED,
-    STRIPPING,
-    build_chat_tokenizer,
-    say,
-)
+from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, STRIPPING, build_chat_tokenizer, say
 from tests.support.refusals import refusal
 from tests.support.row_files import write_objects
 from tests.support.template_shapes import MISTRAL
@@ -193,7 +185,7 @@ def test_chats_that_lose_their_completion_are_left_out_and_counted(prepare, tmp_
     assert rows.train["row_id"][:] == [0, 1]
     assert rows.remarks[0].startswith("WARNING: cut 1 of 3 training rows to data.max_length_tokens = 80: ")
     assert rows.remarks[1:] == [
-        "1 of 3 conversations lost their whole completion to data.max_length_tokens = 80 and were left out (training rows)",
+        "1 of 3 conversations lost their whole completion to data.max_length_tokens = 80 and were left out (training rows)"
     ]
     assert "all 1 training conversations lost their whole completion" in refusal(prepare, long, max_length_tokens=80)
 

@@ -130,6 +130,13 @@ ANSWERED = [*say("hello", system="be brief"), call(content="wait"), {"role": "to
 LOST_OF_ANSWERED = [("system turn", 0, "be brief"), ("tool call", 2, "get_time"), ("text", 3, "4 pm")]
 LOST_TOOLS, LOST_THINKING = ("tools", None, "get_time"), [("thinking", 1, "well, so")]
 OTHER_KEY = [*say("what is two"), {"role": "assistant", "content": "it is 2", "thinking": "well, so"}]
+QUOTED = [*say("what is it, be brief", system="be brief"), call(), {"role": "tool", "content": "42"}, *say("", "it is 42")[1:]]
+LOSING = MISTRAL.replace("m.content + eos_token", "m.content + (m.tool_calls | string if m.tool_calls else '') + eos_token")
+AGAIN = say("4", "<think>well, 4</think>4", "4", "4", "", "4", system="4")
+MENTIONED = [*say("use get_time"), call(content="I use get_time.")]
+TWICE = [MENTIONED[0], MENTIONED[1] | {"tool_calls": MENTIONED[1]["tool_calls"] * 2}]
+JSON = print_calls(CALL_FORMS["JSON"])
+CUT = print_calls(CALL_FORMS["JSON"], "{{ m.content.split('</think>')[-1] }}")
 
 
 @pytest.mark.parametrize(
@@ -141,23 +148,19 @@ OTHER_KEY = [*say("what is two"), {"role": "assistant", "content": "it is 2", "t
         (MISTRAL, ANSWERED, None, LOST_OF_ANSWERED),
         *((CUTTING, messages, None, LOST_THINKING) for messages in (THINKING, KEYED)),
         *((PARSING, messages, None, []) for messages in (THINKING, KEYED, OTHER_KEY)),
+        # Others quote it: a tool's short answer stands in the assistant's too, and a system turn may be part of a question.
+        (LOSING, QUOTED, None, [("system turn", 0, "be brief"), ("text", 3, "42")]),
+        (JSON, QUOTED, None, []),
+        (CUT, AGAIN[1:], None, [("thinking", 1, "well, 4")]),
+        (CUT, AGAIN, None, [("thinking", 2, "well, 4")]),
+        # A name that the chat mentions is not its call or its tool.
+        (CONTENT_ONLY["ChatML"], MENTIONED, TOOLS, [("tool call", 1, "get_time"), LOST_TOOLS]),
+        (JSON.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), TWICE, TOOLS, [("tool call", 1, "get_time")]),
+        (JSON.replace("tools or []", "[]"), TWICE, TOOLS, [LOST_TOOLS]),
     ],
 )
 def test_what_a_template_has_no_form_for_is_found(tokenizer, template, messages, tools, lost):
     assert find(tokenizer, template, messages, tools) == lost
-
-
-def test_context_that_others_quote_is_missed_all_the_same(tokenizer):
-    """A tool's short answer stands in the assistant's too, and a system turn may be part of a question."""
-    answered = [{"role": "tool", "content": "42"}, *say("", "it is 42")[1:]]
-    messages = [*say("what is it, be brief", system="be brief"), call(), *answered]
-    losing = MISTRAL.replace("m.content + eos_token", "m.content + (m.tool_calls | string if m.tool_calls else '') + eos_token")
-    assert find(tokenizer, losing, messages) == [("system turn", 0, "be brief"), ("text", 3, "42")]
-    assert find(tokenizer, print_calls(CALL_FORMS["JSON"]), messages) == []
-    cut = print_calls(CALL_FORMS["JSON"], "{{ m.content.split('</think>')[-1] }}")
-    thinking = say("4", "<think>well, 4</think>4", "4", "4", "", "4", system="4")
-    assert find(tokenizer, cut, thinking[1:]) == [("thinking", 1, "well, 4")]
-    assert find(tokenizer, cut, thinking) == [("thinking", 2, "well, 4")]
 
 
 @pytest.mark.parametrize("form", CALL_FORMS.values(), ids=CALL_FORMS)
@@ -177,17 +180,6 @@ def test_whatever_form_a_call_has_it_is_found_and_a_lost_argument_is_missed(toke
             for item in messages[-1]["tool_calls"]:
                 item["function"] |= {"arguments": arguments | {"lost": "what was given"}, "smaller": arguments}
             assert find(tokenizer, losing, messages, tools) == [("tool call", 2, "lost")]
-
-
-def test_a_name_that_the_chat_mentions_is_not_its_call_or_its_tool(tokenizer):
-    template = CONTENT_ONLY["ChatML"]
-    messages = [*say("use get_time"), call(content="I use get_time.")]
-    assert find(tokenizer, template, messages, TOOLS) == [("tool call", 1, "get_time"), ("tools", None, "get_time")]
-    only_first = print_calls(CALL_FORMS["JSON"]).replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
-    messages[1]["tool_calls"] *= 2
-    assert find(tokenizer, only_first, messages, TOOLS) == [("tool call", 1, "get_time")]
-    no_tools = print_calls(CALL_FORMS["JSON"]).replace("tools or []", "[]")
-    assert find(tokenizer, no_tools, messages, TOOLS) == [("tools", None, "get_time")]
 
 
 def test_what_is_to_be_trained_on_is_refused_and_the_rest_is_noted(tokenizer):
