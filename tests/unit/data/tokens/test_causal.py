@@ -60,7 +60,7 @@ def test_keys_of_messages_that_the_template_does_not_name_are_reported(prepare):
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_the_assistants_turns_count_with_their_end_token(prepare, template):
+def test_the_assistants_turns_count_with_their_end_token_or_all_tokens_if_asked_for(prepare, template):
     rows = prepare(chats(*CHATS), chat_template=template)
     columns = {"row_id", "input_ids", "labels", "num_tokens", "num_label_tokens", "target_bytes", "target", "lead_text"}
     assert set(rows.train.features) == set(rows.evaluation.features) == columns | {"prompt_length", "source_index"}
@@ -72,6 +72,11 @@ def test_the_assistants_turns_count_with_their_end_token(prepare, template):
     assert rows.train["lead_text"][:] == ["thanks", "what is two"]
     assert rows.train["target_bytes"][:] == [len("it is fourwelcome"), len("two is it")]
     assert (rows.train["row_id"][:], len(rows.evaluation), rows.remarks) == ([0, 1], 0, [])
+    row = prepare(chats(CHATS[0]), chat_template=template, loss_on="all").train[0]
+    assert row["labels"] == [-100, *row["input_ids"][1:]]
+    assert (row["target"], row["prompt_length"]) == ("welcome", rows.train["prompt_length"][0])
+    text = "system\nbe brief\nuser\nhello there\nassistant\nit is four\nuser\nthanks\nassistant\nwelcome\n"
+    assert row["target_bytes"] == len(text)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA2])
@@ -88,16 +93,6 @@ def test_a_turn_of_weight_0_does_not_count_and_is_not_generated(prepare, tmp_pat
         f"{tmp_path / 'rows.jsonl'}, row 2: message 2 has weight 0, but data.loss_on all counts every token: set it to "
         "completions, or leave the weight out"
     )
-
-
-def test_all_tokens_count_if_asked_for(prepare):
-    rows = prepare(chats(CHATS[0]), loss_on="all")
-    row = rows.train[0]
-    assert row["labels"] == [-100, *row["input_ids"][1:]]
-    text = "system\nbe brief\nuser\nhello there\nassistant\nit is four\nuser\nthanks\nassistant\nwelcome\n"
-    assert row["target_bytes"] == len(text)
-    assert (row["target"], prompt_of(rows)) == ("welcome", row["input_ids"][: row["prompt_length"]])
-    assert rows.tokenizer.decode(prompt_of(rows)).endswith("assistant\n")
 
 
 def test_a_template_that_gives_no_masks_is_refused_with_the_way_out(prepare, tmp_path):
