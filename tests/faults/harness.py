@@ -5,7 +5,6 @@ what faults are made of. What strikes says so on stderr: `num_strikes` counts it
 """
 
 import hashlib
-import json
 import pickle
 import re
 import shutil
@@ -15,11 +14,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.faults.workers import faulty_recipe
+from tests.support.checkpoint_files import change_manifest
 from tests.support.launch import LaunchResult, Running, start
 from tests.support.rank import PAGES
 from tests.support.same_runs import check_same, read_manifest
 from tests.support.workbench import FP32, Workbench, step_name
-from toolkit.files.durable import seal
 from toolkit.tools import forks
 
 SCRIPT = faulty_recipe.__file__
@@ -70,15 +69,11 @@ def resume(bench: Workbench, name: str, from_step: int, **changes) -> str:
 # --- Checkpoints.
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
-    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
-
-
 def make_the_manifest_match(folder: Path) -> None:
     """Let it say of the files what they are now, and nothing of those that are not there; as who changed them may."""
     contents = {name: (folder / name).read_bytes() for name in read_manifest(folder)["files"] if (folder / name).exists()}
     files = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
-    write_manifest(folder, read_manifest(folder) | {"files": files})
+    change_manifest(folder, lambda manifest: manifest.update(files=files))
 
 
 def complete_checkpoints(run: Path) -> list[int]:
@@ -121,12 +116,7 @@ def stopped_after(bench: Workbench, name: str, step: int) -> Path:
 
 
 def check_like_whole(bench: Workbench, name: str, steps: tuple[int, ...], others: tuple[str, ...] = ()) -> None:
-    """A run is the uninterrupted one, bit for bit, and nothing else lies about.
-
-    Args:
-        steps: of the checkpoints that the run must hold.
-        others: what must lie beside them.
-    """
+    """A run is the uninterrupted one, bit for bit, with checkpoints of these steps, and nothing lies beside them but `others`."""
     check_same(bench, name, WHOLE, *steps)
     assert bench.checkpoints(name) == sorted([*map(step_name, steps), *others])
 

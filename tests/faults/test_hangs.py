@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from tests.faults.harness import SCRIPT, Fault, arguments, start_with
+from tests.faults.harness import SCRIPT, Fault, arguments, run_with, start_with
 from tests.faults.workers.faulty_recipe import in_phase, this_rank, wrap
 from tests.support.launch import LaunchResult
 from tests.support.real_launch import accelerate_launch, finish
@@ -122,18 +121,13 @@ def test_every_rank_shows_its_stacks_under_the_real_launcher(bench):
     assert all("most recent call first" in hang_file(bench.runs / "launched", rank).read_text() for rank in range(2))
 
 
-@pytest.fixture(scope="module")
-def slow_run(bench) -> Path:
-    """A run that its ranks waited for much longer than the patience, while rank 0 computed and, later, wrote slowly."""
+def test_long_work_that_moves_is_never_ended(bench):
+    """The ranks wait for much longer than the patience, while rank 0 computes and, later, writes slowly."""
     ways = {"tokenizing": compute, "saving": compute, "export": write_slowly}
     faults = [partial(hold, place, 0, way) for place, way in ways.items()]
     result = attempt(bench, "slow", *faults, data__cache_dir=bench.runs / "slow cache")
     assert result.returncodes == [0, 0], result.stderr[-3000:]
-    return bench.runs / "slow"
-
-
-def test_long_work_that_moves_is_never_ended(slow_run):
-    assert (slow_run / "export" / "config.json").exists() and list(slow_run.glob("hang-rank-*")) == []
+    assert (bench.runs / "slow/export/config.json").exists() and list(bench.runs.glob("slow/hang-rank-*")) == []
 
 
 IN_SLEEP = ", for … s, at test_hangs.py:… in sleep"
@@ -147,11 +141,11 @@ SLEEPS = {
 
 
 @pytest.mark.parametrize("place", SLEEPS)
-def test_a_rank_that_sleeps_is_named_with_its_place(place, bench, request):
+def test_a_rank_that_sleeps_is_named_with_its_place(place, bench):
     (rank, where), name = SLEEPS[place], place.replace(" ", "_")
     changes = {"data__cache_dir": bench.runs / f"{name} cache"} if place == "tokenizing" else {}  # not done yet
     if place == "loading the checkpoint":
-        request.getfixturevalue("slow_run").rename(bench.runs / name)
+        run_with(bench, name)
     result = attempt(bench, name, partial(hold, place, rank, sleep), **changes)
     assert result.returncodes == [EXIT_HANG] * 2, result.stderr[-3000:]
     first, second = error_lines(result.stderr)

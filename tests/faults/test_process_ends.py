@@ -12,15 +12,7 @@ from functools import partial
 
 import pytest
 
-from tests.faults.harness import (
-    SCRIPT,
-    Fault,
-    arguments,
-    attempt_with,
-    check_killed,
-    run_with,
-    start_with,
-)
+from tests.faults.harness import SCRIPT, Fault, arguments, attempt_with, check_killed, run_with, start_with
 from tests.faults.refusals import on_rank
 from tests.faults.workers import faulty_recipe as faulty
 from tests.faults.workers.faulty_recipe import at_step, kill, this_rank, this_run

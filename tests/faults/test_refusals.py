@@ -189,7 +189,12 @@ def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench, 
         is_refused("open", r"full/config\.yaml", 0, rf"{run}/config\.yaml cannot be written \({NO_SPACE}\): .*")
         is_refused("open", r"{4}.tmp/state/__0_0\.distcp w ", 0, f"{UNSAVED % 4}{NO_SPACE}.*")
         assert complete_checkpoints(run) == [2]
-        is_refused("open", r"predictions-6\.jsonl", 0, rf"the predictions {run}/predictions-6\.jsonl could not be .*: {NO_SPACE}")
+        is_refused(
+            "open",
+            r"predictions-6\.jsonl",
+            0,
+            rf"the predictions {run}/predictions-6\.jsonl could not be .* \({NO_SPACE}\): fix .*",
+        )
         assert not list(run.glob("predictions-*"))
 
         # Its end: an older export and picture stand, and all is printed that can be.

@@ -26,10 +26,10 @@ from tests.faults.harness import (
     complete_checkpoints,
     resume,
     stopped_after,
-    write_manifest,
 )
 from tests.faults.workers.faulty_recipe import before, kill, this_rank
-from tests.support.same_runs import curves, read_manifest, rows_by_step, saved_state
+from tests.support.checkpoint_files import change_manifest
+from tests.support.same_runs import curves, rows_by_step, saved_state
 from tests.support.workbench import Workbench, step_name
 
 KEEP_ONE = {"checkpoint__keep_last": 1}
@@ -79,10 +79,9 @@ def break_step_4(run: Path) -> None:
 
 def owe_an_evaluation(run: Path) -> None:
     """The checkpoint of step 4 as a signal leaves it that comes in the evaluation: it is done, and saved, again."""
+    owed = {"evaluation_due": True, "best_value": None}
     folder = run / "checkpoints" / step_name(4)
-    manifest = read_manifest(folder)
-    manifest["state"] |= {"evaluation_due": True, "best_value": None}
-    write_manifest(folder, manifest | {"metrics": {}})
+    change_manifest(folder, lambda manifest: manifest.update(state=manifest["state"] | owed, metrics={}))
     lines = [line for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if '"kind": "eval"' not in line]
     (run / "metrics.jsonl").write_text("".join(lines))
 
@@ -156,7 +155,7 @@ def test_leftovers_and_parts_of_checkpoints_do_not_count(faulty_bench):
     run = stopped_after(faulty_bench, "leftovers", step=4)
     for step, suffix in ((6, ".tmp"), (5, ".tmp"), (5, ".removing"), (2, ".removing"), (5, ""), (6, "")):
         folder = shutil.copytree(run / "checkpoints" / step_name(4), run / "checkpoints" / f"{step_name(step)}{suffix}")
-        write_manifest(folder, read_manifest(folder) | {"step": step})
+        change_manifest(folder, lambda manifest, step=step: manifest.update(step=step))
         (folder / "state" / "another file").touch()
         if not suffix:
             (folder / "manifest.json").unlink()

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +16,12 @@ import pytest
 
 from tests.faults.harness import SCRIPT, arguments
 from tests.faults.test_process_ends import LOST
-from tests.faults.workers.faulty_recipe import at_step, kill, this_rank
+from tests.faults.workers.faulty_recipe import at_step, this_rank
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.workbench import FP32, RECIPE, Workbench
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500  # of a namespace, where nobody else is
-TIMEOUT_S = 600
 CHANGES = {
     "model__dropout": 0, "checkpoint__every_steps": 2, "train__max_steps": 6, "train__micro_batch_size_rows": 2,
 }  # fmt: skip
@@ -57,14 +56,14 @@ def _remove(names: list[str]) -> None:
 def test_a_run_that_loses_a_launcher_goes_on_and_is_that_of_one_machine(workbench, machines):
     bench = workbench
     assert ": 2 processes x " in bench.run("whole", **CHANGES)
-    argv = arguments(bench, "run", partial(at_step, 3, partial(kill_launcher, 1)), **CHANGES)
+    argv = arguments(bench, "run", partial(at_step, 3, partial(kill_of, 1, os.getppid)), **CHANGES)
     started = [_start(bench, machine, number, SCRIPT, argv) for number, machine in enumerate(machines)]
-    printed = [finish(launcher, TIMEOUT_S) for launcher in started]
+    printed = [finish(launcher) for launcher in started]
     assert "stopped by the end of its launcher after step " in printed[0] and "exitcode  : 75" in printed[0], printed[0]
     (stopped_after,) = re.findall(r"end of its launcher after step (\d+)", printed[0])
     # They meet again, read the checkpoint that each wrote its part of, and go on.
     started = [_start(bench, machine, number, RECIPE, bench.flags("run", **CHANGES)) for number, machine in enumerate(machines)]
-    printed = [finish(launcher, TIMEOUT_S) for launcher in started]
+    printed = [finish(launcher) for launcher in started]
     assert [launcher.returncode for launcher in started] == [0, 0], "\n\n".join(text[-4000:] for text in printed)
     assert ": 2 processes x " in printed[0] and f"after step {stopped_after}\n" in printed[0]
     # As over the same number of processes on one machine.
@@ -78,22 +77,18 @@ def test_a_run_that_loses_a_launcher_goes_on_and_is_that_of_one_machine(workbenc
     assert len(exported[0]) == len(exported[1])
 
 
-def kill_launcher(of: int) -> None:
-    if this_rank() == of:
-        os.kill(os.getppid(), signal.SIGKILL)
-
-
-def kill_self(number: int) -> None:
-    if this_rank() == number:
-        kill(number)
+def kill_of(rank: int, process: Callable[[], int]) -> None:
+    """A rank, or its launcher."""
+    if this_rank() == rank:
+        os.kill(process(), signal.SIGKILL)
 
 
 def test_each_machine_names_a_lost_rank(workbench, machines):
     # On two real machines, no rank sees the processes of the other.
     within = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-    argv = arguments(workbench, "run", partial(at_step, 3, partial(kill_self, 3)), **CHANGES)
+    argv = arguments(workbench, "run", partial(at_step, 3, partial(kill_of, 3, os.getpid)), **CHANGES)
     started = [_start(workbench, machine, number, SCRIPT, argv, 4, within) for number, machine in enumerate(machines)]
-    printed = [finish(launcher, TIMEOUT_S) for launcher in started]
+    printed = [finish(launcher) for launcher in started]
     sentence = LOST.format(who="rank 3")
     assert [text.splitlines().count(sentence) for text in printed] == [1, 1], "\n\n".join(printed)
 

@@ -48,8 +48,7 @@ def build_fp8(folder: Path, llama: Path) -> None:
     from tests.support.quantized.models import save_fp8_model
 
     save_fp8_model(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
-    tokenizer.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

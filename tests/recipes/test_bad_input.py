@@ -57,7 +57,6 @@ class Case:
     recipe: str = "t5"
 
 
-WAYS_OUT = "set it back to resume, or take another run.name (model.init_from starts a new run from these weights)"
 CSV = "--data.source csv --data.files {here}/rows.csv"
 OTHER, SCRATCH = "--model.name_or_path {here}/other", "--model.from_scratch true"
 TOKENIZER: Files = {
@@ -118,7 +117,8 @@ LAYERS = {
 """By layer. The eighth, a checkpoint, is that of `finished_run`."""
 ANOTHER_CONFIG = Case(
     flags=f"{SCRATCH} --optim.lr 0.5 --data.files {{here}}/nowhere.jsonl",  # refused before data is looked for
-    sentence=f"optim.lr is 0.5, but {{here}}/runs/run/checkpoints/step-00000002 was made with 0.001: {WAYS_OUT}",
+    sentence="optim.lr is 0.5, but {here}/runs/run/checkpoints/step-00000002 was made with 0.001: set it back to resume, or "
+    "take another run.name (model.init_from starts a new run from these weights)",
 )
 
 # In one process, all in one launch; there is no data file but where the case brings one.
@@ -211,7 +211,7 @@ def attempt(here: Path, case: Case) -> LaunchResult:
 def arguments(here: Path, case: Case) -> list[str]:
     write(here, case.files)
     values = _pairs(FLAGS[case.recipe]) | _pairs(case.flags)
-    return [fill(word, here) for pair in values.items() for word in pair]
+    return [word.replace("{here}", str(here)) for pair in values.items() for word in pair]
 
 
 def _pairs(flags: str) -> dict[str, str]:
@@ -220,12 +220,8 @@ def _pairs(flags: str) -> dict[str, str]:
 
 
 def check(here: Path, case: Case, result: LaunchResult) -> None:
-    pattern = ".+".join(re.escape(fill(part, here)) for part in case.sentence.split("…"))
+    pattern = ".+".join(map(re.escape, case.sentence.replace("{here}", str(here)).split("…")))
     assert re.fullmatch(pattern, result.refusal()), f"{result.refusal()}\nis not\n{case.sentence}"
-
-
-def fill(text: str, here: Path) -> str:
-    return text.replace("{here}", str(here))
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -70,11 +70,10 @@ OF_ALL = ("kind", "step", "num_rows", "num_texts", *FLAWS, "rows_per_s", "rouge_
 
 def test_a_set_has_the_figures_of_a_run_of_its_own_and_its_loss_chooses_prunes_and_stops(workbench):
     mail = make_rows(8, seed=2)
-    files = {
-        "news": [save_jsonl(workbench.runs / "news.jsonl", make_rows(13, seed=1))],
-        "mail": [save_jsonl(workbench.runs / f"mail-{i}.jsonl", rows) for i, rows in enumerate((mail[:3], mail[3:]))],
+    named = {
+        "news": [str(save_jsonl(workbench.runs / "news.jsonl", make_rows(13, seed=1)))],
+        "mail": [str(save_jsonl(workbench.runs / f"mail-{i}.jsonl", rows)) for i, rows in enumerate((mail[:3], mail[3:]))],
     }
-    named = {name: [str(path) for path in paths] for name, paths in files.items()}
     of_run = {**WORSENING, "eval__generate": True, "eval__num_rows": None, "eval__batch_size_rows": 4}
     printed = workbench.run("run", env=PAGES, data__eval_files=named, eval__best_metric="mail/loss", **of_run)
 

@@ -7,13 +7,9 @@ from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.quantized.models import save_quantizable_models
 from tests.support.workbench import run_each
 
-LORA = {"model": "llm", "adapter__method": "lora", "adapter__rank": 8, "optim__lr": 1e-2}
-KINDS = {
-    "full": {"model": "t5", "recipe": "t5"},
-    "lora": LORA,
-    "nf4": LORA | {"adapter__base_dtype": "nf4"},
-    "mixture": {"model": "moe"},
-}
+LORA = {"adapter__method": "lora", "adapter__rank": 8, "optim__lr": 1e-2}
+KINDS = {"full": ("t5", {}), "lora": ("llm", LORA), "nf4": ("llm", LORA | {"adapter__base_dtype": "nf4"}), "mixture": ("moe", {})}
+"""Model and settings."""
 CASES = [*((kind, "fsdp2_cpu") for kind in KINDS), ("full", "ddp_cpu"), ("full", "fsdp2_hsdp")]
 """The others are those of `tests/recipes/test_gpu_parts.py`, on one rank."""
 
@@ -27,11 +23,11 @@ def losses(bench, llm_bench, tmp_path_factory) -> dict[str, list[float]]:
     for preset in ("single_cpu", *{preset: None for _, preset in CASES}):
         precision = "no" if preset == "single_cpu" else "bf16"
         of_preset = [kind for kind in KINDS if preset == "single_cpu" or (kind, preset) in CASES]
-        runs = {f"{kind}-{preset}-{precision}": dict(KINDS[kind]) for kind in of_preset}
+        runs = {f"{kind}-{preset}-{precision}": KINDS[kind] for kind in of_preset}
         commands = []
-        for name, how in runs.items():
-            of = bench if how.pop("recipe", "llm") == "t5" else llm_bench
-            commands.append((of.recipe, of.flags(name, models / how.pop("model"), model__dropout=0, eval__generate=False, **how)))
+        for name, (model, settings) in runs.items():
+            of = bench if model == "t5" else llm_bench
+            commands.append((of.recipe, of.flags(name, models / model, model__dropout=0, eval__generate=False, **settings)))
         overrides = GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {}) | {"mixed_precision": precision}
         run_each(commands, preset=preset, overrides=overrides)
         for name in runs:

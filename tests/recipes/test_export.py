@@ -20,12 +20,10 @@ from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, call_toolkit, leave_launch, output_of, step_name
 
 FROZEN = re.compile(r"encoder\.block\.0\..*")
-Ended = tuple[int, str, str]
-"""Exit status, stdout, stderr."""
 
 
-def call_all(commands: list[list[str]]) -> list[Ended]:
-    """In one process that no launcher started: the commands, one after the other."""
+def call_all(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """In one process that no launcher started, one command after the other: exit status, stdout and stderr."""
     leave_launch()
     os.environ["ACCELERATE_USE_CPU"] = "true"
     ended = []
@@ -37,7 +35,7 @@ def call_all(commands: list[list[str]]) -> list[Ended]:
     return ended
 
 
-def export(*commands: list) -> list[Ended]:
+def export(*commands: list) -> list[tuple[int, str, str]]:
     words = [["export", *map(str, command)] for command in commands]
     return run_on_ranks(call_all, preset="single", overrides=FP32, args=(words,))[0]
 

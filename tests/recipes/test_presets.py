@@ -11,14 +11,7 @@ import yaml
 from benchmarks.presets.page import preset_header
 from tests.distributed.test_invariants import COMPILED
 from tests.support.chats import CHATML, build_chat_tokenizer, say
-from tests.support.launch import (
-    GPU_CHECKS,
-    GPU_PRESET_OVERRIDES_ON_CPU,
-    REPOSITORY,
-    launch,
-    run_on_ranks,
-    write_accelerate_yaml,
-)
+from tests.support.launch import GPU_CHECKS, GPU_PRESET_OVERRIDES_ON_CPU, REPOSITORY, launch, run_on_ranks, write_accelerate_yaml
 from tests.support.model_folders import make_rows, save_jsonl, save_wikihow_csv
 from tests.support.rank import PAGES
 from tests.support.workbench import FP32, RECIPES, Workbench

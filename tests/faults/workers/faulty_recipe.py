@@ -174,7 +174,7 @@ def signals_until_the_end(signals: Sequence[str], every_s: float) -> None:
     """Every rank gets them again and again, from the first step on, until it has gone. A process of its own sends them."""
     from toolkit.distributed.signals import StopRequests
 
-    def start() -> None:
+    def start(*_) -> None:
         pid = os.getpid()
         if os.fork() == 0:
             with suppress(ProcessLookupError):
@@ -184,13 +184,7 @@ def signals_until_the_end(signals: Sequence[str], every_s: float) -> None:
                         os.kill(pid, getattr(signal, name))
             os._exit(0)
 
-    entered = StopRequests.__enter__
-
-    def enter(self: StopRequests) -> StopRequests:
-        start()
-        return entered(self)
-
-    StopRequests.__enter__ = enter
+    wrap(StopRequests, "__enter__", start)
 
 
 def end_in_step(step: int, number: int) -> None:
