@@ -89,7 +89,9 @@ def test_what_is_in_both_places_is_refused(project, monkeypatch, name, value):
 def test_names_that_are_no_paths_stay(project, monkeypatch):
     for name in ("corpus", "text", "{{ messages }}", "Qwen"):
         (project / name).mkdir()
-    entries = "[{source: corpus}, {source: jsonl, files: one.csv}, {source: ./text}]"
+    (project / "my_rows.py").touch()
+    of_code = "{source: 'my_rows.py:one'}, {source: 'no_rows.py:two'}, {source: 'user/data.py'}"
+    entries = f"[{{source: corpus}}, {{source: jsonl, files: one.csv}}, {{source: ./text}}, {of_code}]"
     named = "{news: one.csv, mail: [one.csv, gone.csv]}"
     data = f"data: {{mix: {entries}, chat_template: '{{% a %}}', eval_files: {named}}}"
     (project / "llm.yaml").write_text(f"model: {{name_or_path: Qwen/Qwen2.5-7B}}\n{data}\ntrain: {{max_steps: 3}}\n")
@@ -97,7 +99,8 @@ def test_names_that_are_no_paths_stay(project, monkeypatch):
     config = load_config(LLMConfig, [f"--config={project / 'llm.yaml'}"])
     assert (config.model.name_or_path, config.data.chat_template) == ("Qwen/Qwen2.5-7B", "{% a %}")
     found = [(entry.source, entry.files) for entry in config.data.mix]
-    assert found == [("corpus", None), ("jsonl", "../project/one.csv"), ("../project/text", None)]
+    assert found[:3] == [("corpus", None), ("jsonl", "../project/one.csv"), ("../project/text", None)]
+    assert [source for source, _ in found[3:]] == ["../project/my_rows.py:one", "no_rows.py:two", "user/data.py"]
     assert config.data.eval_files == {"news": "../project/one.csv", "mail": ["../project/one.csv", "gone.csv"]}
     (project / "mnist.yaml").write_text("data: {source: idx, folder: rows}\ntrain: {max_steps: 3}\n")
     images = load_config(MnistConfig, [f"--config={project / 'mnist.yaml'}"], check=check_mnist_config)
@@ -106,9 +109,7 @@ def test_names_that_are_no_paths_stay(project, monkeypatch):
 
 def test_a_file_of_ones_own_rows_is_a_path(project, monkeypatch):
     (project / "my_rows.py").touch()
-    mix = "[{source: 'my_rows.py:one'}, {source: 'no_rows.py:two'}, {source: 'user/data.py'}]"
     (project / "t5.yaml").write_text("model: {name_or_path: m}\ndata: {source: 'my_rows.py:one'}\ntrain: {max_steps: 3}\n")
-    (project / "llm.yaml").write_text(f"model: {{name_or_path: m}}\ndata: {{mix: {mix}}}\ntrain: {{max_steps: 3}}\n")
     elsewhere = project.parent / "elsewhere"
     monkeypatch.chdir(elsewhere)
     config = load_config(SummarizationConfig, [f"--config={project / 't5.yaml'}"])
@@ -116,8 +117,6 @@ def test_a_file_of_ones_own_rows_is_a_path(project, monkeypatch):
     save_config(config, project / "runs" / "run" / "config.yaml")
     saved = load_config(SummarizationConfig, [f"--config={project / 'runs' / 'run' / 'config.yaml'}"])
     assert saved.data.source == "../project/my_rows.py:one"
-    entries = load_config(LLMConfig, [f"--config={project / 'llm.yaml'}"]).data.mix
-    assert [entry.source for entry in entries] == ["../project/my_rows.py:one", "no_rows.py:two", "user/data.py"]
     (elsewhere / "my_rows.py").touch()
     with pytest.raises(UserError, match=r"t5.yaml, line 2: data.source my_rows.py is in the working directory \("):
         load_config(SummarizationConfig, [f"--config={project / 't5.yaml'}"])
@@ -141,21 +140,7 @@ def test_a_saved_config_leads_to_the_same_from_anywhere(project, monkeypatch):
     assert paths(moved / "runs" / "run" / "config.yaml")["model.init_from"] == "../moved/old"
 
 
-BASE = ["--model.name_or_path", "x", "--train.max_steps", "3", "--data.files", "rows.csv"]
 NAMED = {"news": ["a.csv", "b.csv"], "mail": "c.csv"}
-
-
-def test_files_under_names_come_from_a_yaml_and_from_flags(tmp_path):
-    (tmp_path / "run.yaml").write_text("data:\n  eval_files: {news: [a.csv, b.csv], mail: c.csv}\n")
-    config = load_config(SummarizationConfig, ["--config", str(tmp_path / "run.yaml"), *BASE])
-    assert config.data.eval_files == NAMED and list_sets(config.data) == ["news", "mail"]
-    for flags in (
-        ["--data.eval_files", "{news: [a.csv, b.csv], mail: c.csv}"],
-        ["--data.eval_files.news", "[a.csv, b.csv]", "--data.eval_files.mail=c.csv"],
-    ):
-        assert load_config(SummarizationConfig, [*flags, *BASE]) == config
-    save_config(config, tmp_path / "saved.yaml")
-    assert load_config(SummarizationConfig, ["--config", str(tmp_path / "saved.yaml")]) == config
 
 
 def test_an_entry_is_named_by_its_name_its_source_or_its_place():
@@ -206,19 +191,22 @@ def test_names_that_no_metric_could_have_are_refused(settings, sentence):
 OF_MIX = ["--model.name_or_path", "x", "--train.max_steps", "3"]
 
 
-def test_yaml_and_flags_give_the_same_plain_entries_which_are_saved_and_flattened(tmp_path):
+def test_yaml_and_flags_give_the_same_plain_entries_and_named_files_which_are_saved_and_flattened(tmp_path):
     lines = ["{source: jsonl, files: a.jsonl, weight: 2}", "{files: [b.jsonl, c.txt], name: news}", '{"source": "some/rows"}']
-    (tmp_path / "run.yaml").write_text("data:\n  mix:\n" + "".join(f"  - {line}\n" for line in lines))
+    named = "{news: [a.csv, b.csv], mail: c.csv}"
+    (tmp_path / "run.yaml").write_text(f"data:\n  eval_files: {named}\n  mix:\n" + "".join(f"  - {line}\n" for line in lines))
     config = load_config(LLMConfig, ["--config", str(tmp_path / "run.yaml"), *OF_MIX])
     assert config.data.mix == [
         MixEntry(source="jsonl", files="a.jsonl", weight=2.0),
         MixEntry(files=["b.jsonl", "c.txt"], name="news"),  # read by the endings of its files
         MixEntry(source="some/rows"),
     ]
+    assert config.data.eval_files == NAMED and list_sets(config.data) == ["news", "mail"]
     assert [type(entry.weight) for entry in config.data.mix] == [float] * 3
+    by_name = ["--data.eval_files.news", "[a.csv, b.csv]", "--data.eval_files.mail=c.csv"]
     for flags in (
-        ["--data.mix", f"[{', '.join(lines)}]"],
-        ["--data.mix", lines[0], "--data.mix", lines[1], f"--data.mix=[{lines[2]}]"],
+        ["--data.mix", f"[{', '.join(lines)}]", "--data.eval_files", named],
+        ["--data.mix", lines[0], "--data.mix", lines[1], f"--data.mix=[{lines[2]}]", *by_name],
     ):
         assert load_config(LLMConfig, [*flags, *OF_MIX]) == config
     save_config(config, tmp_path / "saved.yaml")

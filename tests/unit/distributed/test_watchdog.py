@@ -134,8 +134,7 @@ def test_after_its_end_it_is_quiet(tmp_path):
 
 def judge(places: dict[int, Callable[[int], Place]], timeout_s: float = 1.0, patience_s: float = 0.3) -> str | None:
     """What rank 0 of three says, which looks at all until it has been patient; each reports a place at every look, or None."""
-    store = dist.HashStore()
-    ranks = [Peers(store, number, 3) for number in range(3)]
+    ranks = three_ranks()
     for look in range(8):
         for number, report in places.items():
             ranks[number].publish(replace(report(look), beat=look))

@@ -85,25 +85,20 @@ DENIAL = "cannot be read (Permission denied): ask its owner, or chmod"
 
 
 @pytest.mark.parametrize("closed", ["rng-00000.safetensors", "manifest.json", "state", ""])
-def test_a_newest_checkpoint_that_may_not_be_read_stops_the_resume(shared, closed):
+def test_a_checkpoint_that_may_not_be_read_stops_the_resume_and_is_not_called_damaged(shared, capsys, closed):
     make_checkpoint(shared, 3)
     newest = make_checkpoint(shared, 6)
     (newest / closed).chmod(0)
+    unread = {"state": "state/.metadata", "": "manifest.json"}.get(closed, closed)
+    denial = f"{unread} {DENIAL}"
     with another_user():
-        sentence = refusal(found_folder, shared, "auto")
-    assert "step-00000006" in sentence and sentence.endswith(DENIAL)
-    assert names(shared) == ["step-00000003", "step-00000006"]
-
-
-def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(shared, capsys):
-    make_checkpoint(shared, 3)
-    folder = make_checkpoint(shared, 6)
-    (folder / "rng-00000.safetensors").chmod(0)
-    with another_user():
-        assert refusal(find_weights, str(folder)) == f"model.init_from {folder}: step-00000006/rng-00000.safetensors {DENIAL}"
-        assert refusal(found_folder, shared, str(folder)).startswith(f"checkpoint.resume is {folder}, but step-00000006/rng-0")
+        assert refusal(found_folder, shared, "auto") == f"{newest}/{denial}"
+        assert refusal(found_folder, shared, str(newest)) == f"checkpoint.resume is {newest}, but {newest.name}/{denial}"
+        if closed:
+            assert refusal(find_weights, str(newest)) == f"model.init_from {newest}: {newest.name}/{denial}"
         assert not show_checkpoints(shared, verify=True, as_json=False)
-    assert f"NOT READ: rng-00000.safetensors {DENIAL}" in capsys.readouterr().out
+    assert f"NOT READ: {denial}" in capsys.readouterr().out
+    assert names(shared) == ["step-00000003", "step-00000006"]
 
 
 def test_checkpoints_that_may_not_be_listed_are_not_none(shared):
