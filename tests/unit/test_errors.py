@@ -156,20 +156,16 @@ def test_what_the_system_refused_is_found_behind_the_errors_of_libraries(error, 
     assert (as_user_error(error) is None) == (number is None)
 
 
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (
-            OSError(errno.ENOSPC, "No space left on device"),  # of a semaphore, or of NCCL's buffers
-            "No space left on device; make room on the disk, or in /dev/shm (docker run --shm-size 1g, or "
-            "data.num_loader_workers 0), and start the same command again",
-        ),
-        (FULL, "No space left on device (/run/shard); make room there, and start the same command again"),
-        (PermissionError(errno.EACCES, "Permission denied", "/run/a"), "Permission denied (/run/a); ask its owner, or chmod"),
-    ],
-)
-def test_what_the_system_refuses_is_a_sentence_with_its_path(error, sentence):
-    assert str(as_user_error(error)).startswith(f"the system refuses: {sentence}")
+def test_what_the_system_refuses_is_a_sentence_with_its_path():
+    remedy = "make room on the disk, or in /dev/shm (docker run --shm-size 1g, or data.num_loader_workers 0)"
+    for sentence, error in {
+        f"No space left on device; {remedy}, and start the same command again": OSError(
+            errno.ENOSPC, "No space left on device"
+        ),  # of a semaphore, or of NCCL's buffers
+        "No space left on device (/run/shard); make room there, and start the same command again": FULL,
+        "Permission denied (/run/a); ask its owner, or chmod": PermissionError(errno.EACCES, "Permission denied", "/run/a"),
+    }.items():
+        assert str(as_user_error(error)).startswith(f"the system refuses: {sentence}")
 
 
 def test_what_the_system_refuses_ends_a_program_and_other_errors_pass(capsys, monkeypatch):

@@ -20,13 +20,6 @@ import torch
 from tests.support.launch import run_on_ranks
 from toolkit.distributed import comm, device, rng
 from toolkit.distributed.comm import on_all_ranks
-from toolkit.distributed.device import (
-    _cpu_quota_cores,
-    available_cores,
-    check_own_gpu,
-    describe_device,
-    smallest_gpu_bytes,
-)
 from toolkit.distributed.rng import random_state_kept
 from toolkit.distributed.signals import Agreement, StopRequests
 from toolkit.errors import SIGNALS, UserError
@@ -199,18 +192,19 @@ def test_ranks_say_what_they_compute_on_know_the_smallest_gpu_and_refuse_to_shar
         monkeypatch.setattr(device, "gather_objects", lambda own: [own, *others])
 
     gathered(("another (1.0 GiB)", 1), ("NVIDIA H100 80GB HBM3 (79.2 GiB)", 3))
-    assert describe_device(GPU) == (
+    assert device.describe_device(GPU) == (
         "2 processes, each on NVIDIA H100 80GB HBM3 (79.2 GiB) with 3 threads; 1 process on another (1.0 GiB) with 1 thread"
     )
     gathered()
-    assert describe_device(CPU) == "1 process on the CPU (12 cores) with 3 threads" and smallest_gpu_bytes(CPU) is None
+    assert device.describe_device(CPU) == "1 process on the CPU (12 cores) with 3 threads"
+    assert device.smallest_gpu_bytes(CPU) is None
     gathered(40 * 2**30)
-    assert smallest_gpu_bytes(GPU) == 40 * 2**30
+    assert device.smallest_gpu_bytes(GPU) == 40 * 2**30
     gathered("GPU-1")
-    check_own_gpu(GPU)
+    device.check_own_gpu(GPU)
     gathered("GPU-1", "GPU-0", "GPU-1")
     with pytest.raises(UserError, match="4 processes share 2 GPUs, and each needs one of its own: set num_processes to 2"):
-        check_own_gpu(GPU)
+        device.check_own_gpu(GPU)
 
 
 @pytest.mark.parametrize(
@@ -229,10 +223,10 @@ def test_affinity_and_the_smallest_quota_of_the_groups_around_limit_the_cores(tm
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(f"{text}\n")
     (tmp_path / "own").write_text(f"{own}\n")
-    assert _cpu_quota_cores(tmp_path / "root", tmp_path / "own") == quota
+    assert device._cpu_quota_cores(tmp_path / "root", tmp_path / "own") == quota
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setattr(device, "_cpu_quota_cores", lambda: quota)
-    assert available_cores() == cores
+    assert device.available_cores() == cores
 
 
 MINE = {0, 1, 2}

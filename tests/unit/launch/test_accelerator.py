@@ -1,7 +1,6 @@
 """What flags of `accelerate launch` put into the environment, and no YAML shows; what the kind of device decides."""
 
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,29 +29,24 @@ MESH = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--use_fsdp", *WRAP], "accelerate launch: fsdp_config.fsdp_cpu_ram_efficient_loading is true: set it to false"),
-        (["--use_fsdp", *ON_EVERY_RANK], "accelerate launch: fsdp_config.fsdp_auto_wrap_policy is NO_WRAP: "),
-        (
-            ["--multi_gpu", "--dynamo_backend", "inductor"],
-            "accelerate launch: dynamo_config.dynamo_use_regional_compilation is not true: ",
-        ),
-        ([*MESH, "--parallelism_config_dp_replicate_size", "2"], r"their product must be num_processes \(2\), and dp_shard_size"),
-        ([*MESH, "--parallelism_config_tp_size", "2"], "parallelism_config_tp_size is 2: set it to 1, accelerate imports a part"),
-        (["--multi_gpu", "--mixed_precision", "fp16"], "mixed_precision is 'fp16': write bf16"),
-        (["--multi_gpu", "--gradient_accumulation_steps", "4"], "launch: gradient_accumulation_steps is 4: leave it out"),
-    ],
-)
-def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch, flags, sentence):
-    command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *flags, "t5.py"]
+FLAGS = {
+    "accelerate launch: fsdp_config.fsdp_cpu_ram_efficient_loading is true: set it to false": ["--use_fsdp", *WRAP],
+    "accelerate launch: fsdp_config.fsdp_auto_wrap_policy is NO_WRAP: ": ["--use_fsdp", *ON_EVERY_RANK],
+    "dynamo_config.dynamo_use_regional_compilation is not true: ": ["--multi_gpu", "--dynamo_backend", "inductor"],
+    "their product must be num_processes (2), and dp_shard_size": [*MESH, "--parallelism_config_dp_replicate_size", "2"],
+    "parallelism_config_tp_size is 2: set it to 1, accelerate imports a part": [*MESH, "--parallelism_config_tp_size", "2"],
+    "mixed_precision is 'fp16': write bf16": ["--multi_gpu", "--mixed_precision", "fp16"],
+}
+
+
+@pytest.mark.parametrize("sentence", FLAGS)
+def test_what_flags_of_the_launcher_ask_for_is_refused(monkeypatch, sentence):
+    command = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", *FLAGS[sentence], "t5.py"]
     monkeypatch.setattr("toolkit.launch.environment.find_accelerate_yaml", lambda: None)
     arguments = _validate_launch_command(launch_command_parser().parse_args(command))[0]
-    accumulation = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(arguments.gradient_accumulation_steps or 1)}
-    for name, value in {**prepare_multi_gpu_env(arguments), **accumulation, "WORLD_SIZE": "2"}.items():  # as the launcher sets it
+    for name, value in {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": "2"}.items():  # as the launcher sets it
         monkeypatch.setenv(name, value)
-    assert re.search(sentence, refusal(build_accelerator))
+    assert sentence in refusal(build_accelerator)
 
 
 @pytest.fixture
@@ -221,14 +215,12 @@ def test_a_cpu_has_bf16_or_a_line_says_that_it_does_not(monkeypatch, capabilitie
 CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
-@pytest.mark.parametrize(
-    ("num_shapes", "capacity"), [(1, "128"), (4, "128"), (5, "150"), (34, "1020"), (35, "128"), (3000, "128")]
-)
-def test_capacity_follows_the_shapes_unless_the_user_has_set_it(monkeypatch, num_shapes, capacity):
-    for own, expected in (({}, capacity), ({CAPACITY: "7"}, "7")):
-        monkeypatch.setattr(os, "environ", {**own})
-        bound_primitive_cache(num_shapes)
-        assert os.environ == {CAPACITY: expected}
+def test_capacity_follows_the_shapes_unless_the_user_has_set_it(monkeypatch):
+    for num_shapes, capacity in ((1, "128"), (4, "128"), (5, "150"), (34, "1020"), (35, "128"), (3000, "128")):
+        for own, expected in (({}, capacity), ({CAPACITY: "7"}, "7")):
+            monkeypatch.setattr(os, "environ", {**own})
+            bound_primitive_cache(num_shapes)
+            assert os.environ == {CAPACITY: expected}
 
 
 def test_shapes_of_a_plan_are_those_of_its_padded_micro_batches_and_packs_in_one_row_have_that_of_their_sum():

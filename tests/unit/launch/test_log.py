@@ -147,19 +147,16 @@ def test_streams_that_are_no_files_are_lost_too(monkeypatch):
     assert lost_outputs() == {"stdout": "No space left on device"} and len(tee.mock_calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("encoding", "printed"),
-    [
-        ("ascii", r"caf\xe9 \u8fd8 \udce9 \ud800"),
-        ("latin-1", r"café \u8fd8 \udce9 \ud800"),
-        ("utf-8", r"café 还 \udce9 \ud800"),
-    ],
-)
-def test_what_an_encoding_lacks_is_printed_as_escapes(monkeypatch, encoding, printed):
-    monkeypatch.setattr(sys, "stdout", Output(io.TextIOWrapper(content := io.BytesIO(), encoding)))
-    print("café 还 \udce9 \ud800")
-    logger.info("café 还 \udce9 \ud800")
-    assert content.getvalue().decode(encoding) == f"{printed}\n" * 2 and lost_outputs() == {}
+def test_what_an_encoding_lacks_is_printed_as_escapes(monkeypatch):
+    for encoding, printed in {
+        "ascii": r"caf\xe9 \u8fd8 \udce9 \ud800",
+        "latin-1": r"café \u8fd8 \udce9 \ud800",
+        "utf-8": r"café 还 \udce9 \ud800",
+    }.items():
+        monkeypatch.setattr(sys, "stdout", Output(io.TextIOWrapper(content := io.BytesIO(), encoding)))
+        print("café 还 \udce9 \ud800")
+        logger.info("café 还 \udce9 \ud800")
+        assert content.getvalue().decode(encoding) == f"{printed}\n" * 2 and lost_outputs() == {}
 
 
 def change_everything() -> None:
@@ -213,22 +210,17 @@ def test_the_precision_of_products_is_put_back_whichever_way_set_it(allow):
     assert {name: after[name] for name in before} == before
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", "expandable_segments:False"),
-        ("expandable_segments:False", "expandable_segments:False"),
-        ("max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:False"),
-    ],
-)
-def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch, before, after):
-    settings = [before]
+def test_the_allocator_of_a_gpu_gets_its_setting_back(monkeypatch):
+    settings: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
-    with process_state_kept():
-        pass
-    assert settings == [before], "what was not changed is not set again"
-    with process_state_kept():
-        settings.append("expandable_segments:True")
-    assert settings[-1] == after
+    off = "expandable_segments:False"
+    for before, after in (("", off), (off, off), ("max_split_size_mb:64", f"max_split_size_mb:64,{off}")):
+        settings[:] = [before]
+        with process_state_kept():
+            pass
+        assert settings == [before], "what was not changed is not set again"
+        with process_state_kept():
+            settings.append("expandable_segments:True")
+        assert settings[-1] == after
