@@ -32,8 +32,6 @@ def check_config(config: Any, *, needs_source: bool = True) -> None:
             f"eval.early_stopping_patience is {evaluation.early_stopping_patience}, but only the end is evaluated: set "
             "eval.every_steps or eval.every_epochs too"
         )
-    if evaluation.best_metric.rpartition("/")[2].startswith("rouge") and not evaluation.generate:
-        raise UserError(f"eval.best_metric {evaluation.best_metric} needs eval.generate true")
     if config.export.weights == "best" and config.checkpoint.keep_best == 0:
         raise UserError("export.weights best needs checkpoint.keep_best of 1 or more")
     if config.model.add_tokens and config.model.from_scratch:

@@ -5,9 +5,7 @@
 key. The known keys come from the installed accelerate's own parser.
 """
 
-import argparse
 import functools
-from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -87,7 +85,7 @@ def check_mapping(mapping: dict[str, Any], where: str) -> None:
                 derived = "train.global_batch_size_rows and train.micro_batch_size_rows"
                 raise UserError(f"{key} is {value}: leave it out, accumulation is derived from {derived}")
             if key not in kinds:
-                raise UserError(_unknown(str(key), kinds))
+                raise UserError(f"unknown key {key}{nearest(str(key), kinds, cutoff=0.6)}")
             if serves := "TPUs" if key.startswith("tpu_") else UNSUPPORTED.get(key):
                 if value and value != "no":
                     raise UserError(f"{key} is {value!r}: it serves {serves}, and is not supported; leave it out")
@@ -106,16 +104,6 @@ def _config_file(arguments: list[str], folder: Path) -> Path | None:
         return folder / args.config_file
     default = Path(private("default_config_file"))
     return default if default.is_file() and not args.cpu else None
-
-
-def _unknown(key: str, known: Collection[str]) -> str:
-    """The message for an unknown key: it is misspelt, belongs into a section, or is only a flag of the launcher."""
-    for section, prefix in SECTIONS.items():
-        if key in _section_kinds(prefix):
-            return f"unknown key {key}: indent it under {section}"
-    if key in {option.dest for option in _launcher_options() if option.option_strings}:
-        return f"unknown key {key}: it is a flag of accelerate launch, write --{key} there"
-    return f"unknown key {key}{nearest(key, known, cutoff=0.6)}"
 
 
 def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -137,16 +125,12 @@ def _check_section(name: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _launcher_options() -> list[argparse.Action]:
-    return private("launch_command_parser")()._actions
-
-
 def _section_kinds(prefix: str) -> dict[str, Any]:
     """The launcher's options with a prefix, each with its allowed types or the list of its choices."""
     from accelerate.utils import constants
 
     kinds: dict[str, Any] = {}
-    for action in _launcher_options():
+    for action in private("launch_command_parser")()._actions:
         if action.dest.startswith(prefix):
             is_bool = action.nargs == 0 or isinstance(action.default, bool) or action.default in ("true", "false")
             plain = (bool,) if is_bool else (int,) if action.type is int else (str, NoneType)

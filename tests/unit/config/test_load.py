@@ -189,7 +189,6 @@ REFUSED_FLAGS = {
     "--profile.steps=[4,21]": "profile.steps is [4, 21], but the run has only 20 steps: end the window by then",
     "--optim.warmup_steps=20": "optim.warmup_steps is 20, but the run has only 20 steps: warm up for fewer",
     "--data.source=csv": "data.source csv needs data.files",
-    "--eval.best_metric=rougeL --eval.generate=false": "eval.best_metric rougeL needs eval.generate true",
     "--eval.early_stopping_patience=2": (
         "eval.early_stopping_patience is 2, but only the end is evaluated: set eval.every_steps or eval.every_epochs too"
     ),
