@@ -35,7 +35,7 @@ def write(folder: Path, name: str, text: str) -> str:
 
 
 def read_rows(
-    file: str, column: str | None = None, usage: Usage | None = None, *, is_chat: bool = True, **given
+    file: str | None, column: str | None = None, usage: Usage | None = None, *, is_chat: bool = True, **given
 ) -> tuple[list[tuple[str, Example]], str]:
     """The rows of `--file`, and how they are read."""
     with in_own_words():
@@ -81,16 +81,29 @@ def test_chats_are_read_as_for_training_and_lose_the_answer_that_they_are_to_be_
     [(_, read)], said = read_rows(file)
     assert read.messages == [{"role": role, "content": content} for role, content in messages]
     assert said == how and read.tools == ([TOOL] if "tools" in row else None)
+    if "instruction" in row:
+        [(_, read)], _ = read_rows(file, is_chat=False)
+        assert str(read.prompt).endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
 
 
-@pytest.mark.parametrize(("name", "given"), [("column", "body"), ("csv_delimiter", ";")])
-def test_what_only_a_file_has_is_refused_for_standard_input_which_has_a_text_a_line(name, given, monkeypatch):
-    """It was ignored."""
-    with pytest.raises(UserError, match=rf"--{name.replace('_', '-')} is '{given}', but there is no --file with columns"):
-        read_rows("-", **{name: given})
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("one\r\n zwei ü".encode()), "cp1252"))
-    rows, how = read_rows("-", usage=Usage(encoding="cp1252"))
-    assert [row.prompt for _, row in rows] == ["one", " zwei ü"] and how == ""
+def test_standard_input_has_a_text_a_line_and_what_only_a_file_has_is_refused(monkeypatch):
+    """Such flags were ignored; and a byte order mark, as Windows' shells write it, was text."""
+
+    def read(content: bytes, **given) -> list[str | None]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "cp1252"))
+        rows, how = read_rows("-", usage=Usage(encoding="cp1252"), **given)
+        assert how == ""
+        return [row.prompt for _, row in rows]
+
+    assert read("\ufeffone\r\n\ufeff zwei ü".encode()) == ["one", "\ufeff zwei ü"]
+    assert read(b"M\xfcller\n", encoding="cp1252") == ["Müller"]
+    sentence = "standard input, row 2: byte 0xfc is not valid UTF-8: give --encoding, or convert it"
+    assert refusal(read, b"one\nM\xfcller\n") == sentence
+    assert refusal(read, b"one", encoding="utf-16").startswith("standard input is not valid UTF-16 (")
+    said = refusal(read_rows, None, texts=["M\udcfcller"])
+    assert said.startswith("--text, row 1, column text: character 2 is half a surrogate pair, which is no text")
+    for name, flag, given in (("column", "--column", "body"), ("csv_delimiter", "--csv-delimiter", ";")):
+        assert f"{flag} is '{given}', but there is no --file with columns" in refusal(read, b"", **{name: given})
 
 
 @pytest.mark.parametrize(

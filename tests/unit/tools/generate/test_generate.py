@@ -61,15 +61,6 @@ def folders(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def seen(monkeypatch) -> list:
-    """The rows that are read; no text is generated for them."""
-    rows = []
-    monkeypatch.setattr(command.Generator, "encode", lambda self, of_window, plain: rows.extend(of_window) or [])
-    monkeypatch.setattr(command, "_generate_window", lambda *_: [])
-    return rows
-
-
-@pytest.fixture
 def copies(folders: Path, tmp_path) -> Path:
     """Copies of the models, to be changed."""
     return Path(shutil.copytree(folders, tmp_path / "models"))
@@ -170,34 +161,6 @@ def test_rows_are_read_window_by_window(folders, monkeypatch):
     monkeypatch.setattr(command, "append_texts", write)
     assert call(folders / "t5", "--file", "-", "--batch-size-rows", "2", stdin=Lines()) == 0
     assert num_written == 40
-
-
-@pytest.mark.parametrize(
-    ("arguments", "stdin", "sentence"),
-    [
-        (("--file", "-"), b"one\nM\xfcller\n", "standard input, row 2: byte 0xfc is not valid UTF-8: give --encoding, or "),
-        (("--text", "M\udcfcller"), b"", "--text, row 1, column text: character 2 is half a surrogate pair, which is no text"),
-        (("--file", "-", "--encoding", "utf-16"), b"one", "standard input is not valid UTF-16 ("),
-    ],
-)
-def test_what_is_no_text_is_one_sentence(folders, capsys, arguments, stdin, sentence):
-    assert refused(capsys, folders / "t5", *arguments, stdin=stdin).startswith(sentence)
-    assert call(folders / "t5", "--file", "-", "--encoding", "cp1252", stdin=b"M\xfcller\n") == 0
-
-
-def test_a_byte_order_mark_before_standard_input_is_not_text_and_tools_and_inputs_of_late_rows_are_read(folders, tmp_path, seen):
-    """Such a mark is what Windows' shells write; only keys of the first thousand rows were read."""
-    assert call(folders / "t5", "--file", "-", stdin="\ufeffone\n\ufefftwo\n".encode()) == 0
-    assert [row.prompt for _, row in seen] == ["one", "\ufefftwo"]
-    chat = {"messages": [{"role": "user", "content": "hi"}]}
-    file = save_jsonl(tmp_path / "a.jsonl", [chat] * 1001 + [{**chat, "tools": [{"name": "add"}]}])
-    assert call(folders / "llama", "--file", file) == 0
-    assert seen[-1][1].tools == [{"name": "add"}]
-    file = save_jsonl(tmp_path / "b.jsonl", [{"instruction": "add"}] * 1001 + [{"instruction": "add", "input": "1, 2"}])
-    assert call(folders / "llama", "--file", file) == 0
-    assert seen[-1][1].messages == [{"role": "user", "content": "add\n\n1, 2"}]
-    assert call(folders / "t5", "--file", file) == 0
-    assert seen[-1][1].prompt.endswith("### Instruction:\nadd\n\n### Input:\n1, 2\n\n### Response:\n")
 
 
 def test_a_chat_beyond_the_positions_ends_with_a_sentence(folders, monkeypatch, capsys):
