@@ -8,8 +8,8 @@ import os
 import pickle
 import random
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -137,16 +137,14 @@ def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_onl
 
 def test_beside_the_main_thread_no_handler_is_set(terminal):
     """Python allows it nowhere else; training in a thread goes on without."""
-    before, agreements = [signal.getsignal(number) for number in SIGNALS], []
+    before = [signal.getsignal(number) for number in SIGNALS]
 
-    def train() -> None:
+    def train() -> list[Agreement]:
         with StopRequests() as stops:
-            agreements.extend([stops.agree(), stops.agree()])
+            return [stops.agree(), stops.agree()]
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert agreements == [NOTHING, NOTHING]
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(train).result() == [NOTHING, NOTHING]
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 

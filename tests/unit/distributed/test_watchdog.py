@@ -1,12 +1,12 @@
 """Who did not arrive, and when a watchdog bites; on real ranks: tests/faults/test_hangs.py."""
 
-import itertools
 import json
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,19 +181,11 @@ def test_a_rank_whose_process_has_ended_is_gone_at_once_and_for_all(monkeypatch)
 def test_a_rank_of_another_machine_is_gone_once_it_is_silent():
     """Process ids of another machine say nothing here."""
     ranks = three_ranks("", f"{2**22} another", f"{os.getpid()} another")
-    stopped = threading.Event()
-
-    def report() -> None:
-        for beat in itertools.count(1):
+    with ThreadPoolExecutor() as threads:
+        found, beat = threads.submit(ranks[0].find_gone, patience_s=2), 0
+        while not found.done():
+            beat += 1
             for number in (0, 2):
                 ranks[number].publish(replace(place(), beat=beat))
-            if stopped.wait(0.02):
-                return
-
-    thread = threading.Thread(target=report)
-    thread.start()
-    try:
-        assert ranks[0].find_gone(patience_s=2) == ([1], True)
-    finally:
-        stopped.set()
-        thread.join()
+            time.sleep(0.02)
+    assert found.result() == ([1], True)

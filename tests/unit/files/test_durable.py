@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from filelock import SoftFileLock
@@ -162,23 +163,11 @@ def test_children_do_not_inherit_it(tmp_path, monkeypatch, has_locks):
     if not has_locks:
         without_locks(monkeypatch)
     take_lock(path, "in use")
-    fork = multiprocessing.get_context("fork")
-    asks, answers = fork.Pipe()
-
-    def child() -> None:
-        answers.send(holds_lock(path))
-        answers.recv()
-
-    process = fork.Process(target=child)
-    process.start()
-    try:
-        assert asks.recv() is False
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as workers:
+        assert workers.submit(holds_lock, path).result() is False
         release_lock(path)
         with lock_held(path, has_locks=has_locks):
-            asks.send("end")
-            process.join()
-    finally:
-        process.kill()
+            pass
 
 
 def test_a_removed_file_is_noticed_and_locked_again(tmp_path, monkeypatch):
