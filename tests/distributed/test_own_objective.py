@@ -1,22 +1,23 @@
 """An objective of a user's own, in this file alone: a number for a text, by squared error."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.absolute_runs import FP32
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import build_model_folders
 from tests.support.refusals import refusal
+from tests.support.small_run import figures
+from tests.support.workbench import FP32
 from toolkit.data.collate import CausalCollator
 from toolkit.files.json_lines import load_json_lines
 from toolkit.objectives.objective import Objective
 
 NUM_STEPS, SAVED_STEP = 8, 4
-Sums = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,59 +52,39 @@ class Regression(Objective):
         return {"loss": loss_sum / num_labels, "absolute_error": second_sum / num_labels}
 
 
-class Mean(Regression):
-    def loss(self, model, batch, label_smoothing: float = 0.0) -> Sums:
-        loss, error = super().loss(model, batch)
-        return loss / len(batch["labels"]), error
-
-
-class OfDummies(Regression):
-    def loss(self, model, batch, label_smoothing: float = 0.0) -> Sums:
-        return super().loss(model, {**batch, "counts": 1.0})
-
-
-class OfAnotherDevice(Regression):
-    def loss(self, model, batch, label_smoothing: float = 0.0) -> Sums:
-        return tuple(each.to("meta") for each in super().loss(model, batch))
-
-
-class WithoutLoss(Regression):
-    loss = Objective.loss
-
-
-class Misnamed(Regression):
-    def features(self, rows: dict[str, list], tokenizer, config) -> dict[str, list]:
-        features = super().features(rows, tokenizer, config)
-        return {"input_ids": features["input_ids"], "label": features["labels"]}
-
-
-@dataclass(frozen=True)
 class Doubled(Numbers):
     def collate(self, packs, *, is_dummy: bool = False) -> dict:
         batch = super().collate(packs, is_dummy=is_dummy)
         return batch | {"labels": batch["labels"].repeat(2)}
 
 
-class WithOtherLabels(Regression):
-    def build_collator(self, model, pad_token_id: int) -> Numbers:
-        return Doubled(pad_token_id)
+def with_loss(change: Callable[[torch.Tensor, dict], torch.Tensor]) -> dict[str, Callable]:
+    """A loss whose two sums are changed."""
+    return {"loss": lambda self, model, batch, *_: tuple(change(each, batch) for each in Regression.loss(self, model, batch))}
 
 
-MISTAKES = [
-    (Mean, {}, " of that row twice: return the sum over labels, not a mean"),
-    (OfDummies, {}, " of a dummy batch, not 0: let labels with is_dummy not count"),
-    (OfAnotherDevice, {}, " is not two scalar tensors on cpu: return the sum over labels, and a second sum"),
-    (WithoutLoss, {}, "has no loss of its own, and its batch no label_positions for cross-entropy: define loss"),
-    (Misnamed, {}, "are input_ids, label: return input_ids and labels, each with a list for every one of the 33 rows"),
-    (WithOtherLabels, {}, "makes 2 labels of a row with 1: let its batch have labels, a vector of those of its rows"),
-    (Regression, {"optim.label_smoothing": 0.1}, "of objective regression is the same without it: leave it out"),
-    (Regression, {"adapter.method": "lora"}, "generates no text, so that its adapter could not be read with its base: set"),
-    (Regression, {"eval.best_metric": "perplexity"}, "eval.best_metric is perplexity: choose one of loss, absolute_error, "),
-    (Regression, {"loss": sum}, "loss is given, and objective regression has a loss of its own: give one of them"),
+MISTAKES: list[tuple[dict[str, Callable], dict, str]] = [
+    (with_loss(lambda loss, batch: loss / len(batch["labels"])), {},
+     " of that row twice: return the sum over labels, not a mean"),
+    ({"loss": lambda self, model, batch, *_: Regression.loss(self, model, {**batch, "counts": 1.0})}, {},
+     " of a dummy batch, not 0: let labels with is_dummy not count"),
+    (with_loss(lambda loss, _: loss.to("meta")), {},
+     " is not two scalar tensors on cpu: return the sum over labels, and a second sum"),
+    ({"loss": Objective.loss}, {},
+     "has no loss of its own, and its batch no label_positions for cross-entropy: define loss"),
+    ({"features": lambda self, *args: {name.rstrip("s"): rows for name, rows in Regression.features(self, *args).items()}}, {},
+     "are input_id, label: return input_ids and labels, each with a list for every one of the 33 rows"),
+    ({"build_collator": lambda self, model, pad_token_id: Doubled(pad_token_id)}, {},
+     "makes 2 labels of a row with 1: let its batch have labels, a vector of those of its rows"),
+    ({}, {"optim.label_smoothing": 0.1}, "of objective regression is the same without it: leave it out"),
+    ({}, {"adapter.method": "lora"}, "generates no text, so that its adapter could not be read with its base: set"),
+    ({}, {"eval.best_metric": "perplexity"}, "eval.best_metric is perplexity: choose one of loss, absolute_error, "),
+    ({}, {"loss": sum}, "loss is given, and objective regression has a loss of its own: give one of them"),
 ]  # fmt: skip
+"""Methods of the objective that are wrong, or settings that it does not have, and what is said."""
 
 
-def run(folder: Path, name: str, num_steps: int, objective=Regression, **changes):
+def run(folder: Path, name: str, num_steps: int, methods: dict | None = None, **changes):
     from toolkit import finetune, load_config
 
     loss = changes.pop("loss", None)
@@ -114,6 +95,7 @@ def run(folder: Path, name: str, num_steps: int, objective=Regression, **changes
         "optim.schedule": "constant", "eval.every_steps": SAVED_STEP, "checkpoint.every_steps": SAVED_STEP, "log_every_steps": 1,
         "run.output_dir": folder / "runs", "run.name": name, **changes,
     }  # fmt: skip
+    objective = type(name, (Regression,), methods) if methods else Regression  # its name is part of the cache's key
     return finetune(load_config("llm", overrides=settings), objective=objective(), loss=loss)
 
 
@@ -164,11 +146,8 @@ def test_a_number_for_a_text_is_trained_evaluated_resumed_and_exported(folder):
     half, resumed, whole = (result.metrics for result in results)
     assert resumed["loss"] == pytest.approx(by_hand, rel=1e-4) and resumed["loss"] < half["loss"]
     assert {**resumed, "rows_per_s": 0} == {**whole, "rows_per_s": 0}
-    losses = [
-        [line["loss"] for line in load_json_lines(folder / "runs" / name / "metrics.jsonl") if line["kind"] == "train"]
-        for name in ("resumed", "whole")
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == NUM_STEPS
+    curves = [figures(load_json_lines(folder / "runs" / name / "metrics.jsonl"), "train") for name in ("resumed", "whole")]
+    assert curves[0]["loss"].tolist() == curves[1]["loss"].tolist() and len(curves[0]["loss"]) == NUM_STEPS
     of_run = objective_of, load_run_config(folder / "runs" / "whole", [])
     for refused in (of_run, (find_folder, str(folder / "runs" / "whole"))):
         assert refusal(*refused).startswith("objective is regression, which Python code has given to finetune(): call that again")

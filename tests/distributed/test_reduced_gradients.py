@@ -1,9 +1,15 @@
 """Ranks that have gradients of different parameters: FSDP2 would add these up, so the run ends, and says which parameters."""
 
+from unittest.mock import patch
+
 import pytest
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from tests.support.launch import start_on_ranks
+from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32
+from toolkit.distributed.comm import rank
+from toolkit.training import loop
 
 SENTENCE = "some ranks had a gradient of these parameters in a micro-batch where others had none: "
 NAMES = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
@@ -13,20 +19,12 @@ FIRST, LATER = (1, 0), (2, 1)
 
 def train_unevenly(argv: list[str], when: tuple[int, int]) -> None:
     """On every rank: train. In one micro-batch, ranks take different ones of two weights of the first MLP, of equal shapes."""
-    from unittest.mock import patch
-
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
-
-    from tests.support.small_run import run_in_this_process
-    from toolkit.distributed.comm import rank
-    from toolkit.training import loop
-
     init, forward, seed_all = LlamaDecoderLayer.__init__, LlamaMLP.forward, loop.seed_all
     here: list[tuple[int, int]] = []
 
-    def note_place(what: str, seed: int, step: int, rank: int, micro_batch: int) -> None:
-        here[:] = [(step, micro_batch)]
-        seed_all(what, seed, step, rank, micro_batch)
+    def note_place(what: str, seed: int, step: int, *place: int) -> None:
+        here[:] = [(step, place[-1])]
+        seed_all(what, seed, step, *place)
 
     def build(block, config, layer_idx: int) -> None:
         init(block, config, layer_idx)

@@ -4,20 +4,40 @@ The other side is transformers' own loading of the full model, on each rank.
 """
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 
+from tests.support.adapter_models import adapted, export_adapter, randomize
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import build_model_folders, save_resized
-from tests.support.workbench import as_flags
-from toolkit.errors import UserError
+from tests.support.quantized.models import FP8_SIZES, save_fp8_model, save_mxfp4_model
+from tests.support.refusals import refusal
+from tests.support.workbench import FP32, as_flags
+from toolkit.checkpoint.load import find_weights
+from toolkit.config.load import load_config
+from toolkit.config.schema import LLMConfig, SummarizationConfig
+from toolkit.distributed.comm import rank
+from toolkit.launch.accelerator import build_accelerator, frozen_dtype
+from toolkit.models import tensor_reader, weights
+from toolkit.models.safetensors_index import ShardedReadUnsupported
+from toolkit.objectives import objective_of
+from toolkit.parallel import wrap as sharding
+from toolkit.parallel.gather import unsharded_parameters
+from toolkit.training import model as stages
+from toolkit.training.setup import Run
 
 QUANTIZED = Path(__file__).parents[1] / "support" / "quantized"
 SMALL_PIECE_BYTES = 1024
@@ -72,24 +92,16 @@ REFUSED = {
 }  # fmt: skip
 """Model folder, flags, and the beginning or a part of the sentence."""
 BASES = ("t5", "flan_t5", "bart", "llama", "llama_tied", "gpt2", "mixtral", "granitemoe", "deepseek_v3")
-PLACES = ("{fp8}", "{other_t5}", "{grown_t5}", "{adapter}", "{without_tensor}")
-"""Values of flags that are model folders."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("models")
-    return run_on_ranks(build_folders, preset="single", overrides={"mixed_precision": "no"}, args=(parent,))[0]
+    return run_on_ranks(build_folders, preset="single", overrides=FP32, args=(parent,))[0]
 
 
 def build_folders(parent: Path) -> dict[str, Path]:
     """The families' models, and some whose files are made in other ways; on one process."""
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    from tests.support.adapter_models import adapted, export_adapter, randomize
-    from tests.support.quantized.models import FP8_SIZES, save_fp8_model, save_mxfp4_model
-
     folders = build_model_folders(parent, BASES)
 
     def change(name: str, base: str, edit: Callable) -> None:
@@ -145,30 +157,19 @@ def build_folders(parent: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders) -> list[dict[str, dict]]:
+def found(folders) -> list[dict[str, Any]]:
     return run_on_ranks(load_all, preset="fsdp2_cpu", num_processes=3, args=(folders,))
 
 
-def load_all(folders: dict[str, Path]) -> dict[str, dict]:
-    from accelerate import Accelerator
-
+def load_all(folders: dict[str, Path]) -> dict[str, Any]:
     found = load_both_ways(folders, tuple(CASES))
     accelerator = Accelerator()
     found["computed"] = load(accelerator, folders, "without_bias", {})
-    for case, (name, flags, _) in REFUSED.items():
-        try:
-            load(accelerator, folders, name, flags)
-        except UserError as error:
-            found[case] = {"refused": str(error)}
-    return found
+    return found | {case: refusal(load, accelerator, folders, name, flags) for case, (name, flags, _) in REFUSED.items()}
 
 
 def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str, dict]:
     """What was read in slices, and what differs from what transformers loads in full."""
-    from toolkit.launch.accelerator import build_accelerator
-    from toolkit.models import tensor_reader, weights
-    from toolkit.models.safetensors_index import ShardedReadUnsupported
-
     accelerator = build_accelerator()
     in_full = patch.object(weights, "match_files", side_effect=ShardedReadUnsupported("a test asks for it"))
     found = {}
@@ -186,22 +187,12 @@ def load_both_ways(folders: dict[str, Path], cases: tuple[str, ...]) -> dict[str
 
 def load(accelerator, folders: dict[str, Path], name: str, flags: dict) -> dict:
     """Load as a recipe does; returns what a run can see of the model, whole, and what was read to make its shards."""
-    from toolkit.checkpoint.load import find_weights
-    from toolkit.config.load import load_config
-    from toolkit.config.schema import LLMConfig, SummarizationConfig
-    from toolkit.launch.accelerator import frozen_dtype
-    from toolkit.objectives import objective_of
-    from toolkit.parallel import wrap as sharding
-    from toolkit.parallel.gather import unsharded_parameters
-    from toolkit.training import model as stages
-    from toolkit.training.setup import Run
-
     is_seq2seq = json.loads((folders[name] / "config.json").read_text()).get("is_encoder_decoder", False)
     always = {
         "model.name_or_path": folders[name], "data.source": "not/read", "train.num_epochs": 1,
         "train.global_batch_size_rows": 3, "train.micro_batch_size_rows": 1,
     }  # fmt: skip
-    values = {key: value.format(**folders) if value in PLACES else value for key, value in (always | flags).items()}
+    values = {key: value.format(**folders) if isinstance(value, str) else value for key, value in (always | flags).items()}
     config = load_config(SummarizationConfig if is_seq2seq else LLMConfig, as_flags(values))
     dtype = frozen_dtype(accelerator, config.model.frozen_dtype, has_adapter=config.adapter.method != "none")
     init_from = find_weights(config.model.init_from) if config.model.init_from else None
@@ -298,19 +289,9 @@ def test_a_file_that_one_rank_cannot_read_to_its_end_stops_all(folders):
 
 def lose_files(folders: dict[str, Path]) -> list[str]:
     """On every rank: what is said when rank 1 loses the file behind its header, as shards are read or the base is hashed."""
-    import errno
-    import os
-
-    from toolkit.distributed.comm import rank
-    from toolkit.launch.accelerator import build_accelerator
-
-    accelerator, said = build_accelerator(), []
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    for case in ("t5", "llama-dora"):
-        with patch("os.preadv", side_effect=stale if rank() == 1 else os.preadv), pytest.raises(UserError) as raised:
-            load(accelerator, folders, *CASES[case])
-        said.append(str(raised.value))
-    return said
+    accelerator, stale = build_accelerator(), OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    with patch("os.preadv", side_effect=stale if rank() == 1 else os.preadv):
+        return [refusal(load, accelerator, folders, *CASES[case]) for case in ("t5", "llama-dora")]
 
 
 def test_what_cannot_be_read_in_parts_is_loaded_in_full_and_says_why(found, folders):
@@ -324,5 +305,5 @@ def test_what_cannot_be_read_in_parts_is_loaded_in_full_and_says_why(found, fold
 @pytest.mark.parametrize("case", REFUSED)
 def test_weights_of_another_model_are_refused_on_every_rank(found, folders, case):
     name, _, sentence = REFUSED[case]
-    said = {of_rank[case]["refused"] for of_rank in found}
+    said = {of_rank[case] for of_rank in found}
     assert len(said) == 1 and sentence.format(folder=folders[name], **folders) in said.pop()
