@@ -17,14 +17,17 @@ from pathlib import Path
 
 from tests.support.launch import GPU_PRESET_OVERRIDES_ON_CPU, run_on_ranks
 from tests.support.model_folders import build_model_folders
-from tests.support.workbench import FP32, ROWS, as_flags, run_each, save_rows, step_name
+from tests.support.workbench import FP32, ROWS, Workbench, run_each, save_rows, step_name
 from toolkit.files.json_lines import load_json_lines
 
-MODELS = {"t5": "t5", "untied": "t5", "llama": "llm", "tied": "llm", "mixture": "llm"}
-"""Model by name: the recipe that trains it."""
 FAMILIES = {"t5": "t5", "untied": "flan_t5", "llama": "llama", "tied": "qwen3", "mixture": "qwen3_moe"}
+"""Model by name."""
 PRESETS = {"single": "single_cpu", "ddp": "ddp_cpu", "fsdp2": "fsdp2_cpu", "hsdp": "fsdp2_hsdp", "fsdp1": "fsdp1_full_shard"}
 NUM_STEPS, SAVED_STEP = 6, 3
+SETTINGS = {
+    "train.max_steps": NUM_STEPS, "optim.lr": 3e-3, "optim.weight_decay": 0.1, "eval.at_start": True, "log_row_ids": True,
+    "eval.every_steps": SAVED_STEP, "eval.num_rows": 5, "eval.max_new_tokens": 5, "checkpoint.every_steps": SAVED_STEP,
+}  # fmt: skip
 LORA = {"adapter.method": "lora", "adapter.rank": 4, "adapter.dropout": 0.1}
 DORA = LORA | {"adapter.method": "dora"}
 NF4 = LORA | {"adapter.base_dtype": "nf4"}
@@ -102,22 +105,14 @@ def _run(folder: Path, runs: Path, chosen: dict, *, resumed: bool = False) -> It
                 run = runs / f"{name}.{strategy}"
                 if resumed:
                     _take_back(folder / "recorded" / run.name, run)
-                argvs[run.name] = (MODELS[model], as_flags(_settings(folder, run, model) | changes))
+                recipe = "t5" if model in ("t5", "untied") else "llm"
+                bench = Workbench(runs, {}, data=folder, recipe=recipe, rows=ROWS[recipe], changes=SETTINGS | changes)
+                argvs[run.name] = (recipe, bench.flags(run.name, folder / FAMILIES[model]))
         if not argvs:
             continue
         overrides = FP32 | GPU_PRESET_OVERRIDES_ON_CPU.get(preset, {})
         run_each(list(argvs.values()), preset=preset, overrides=overrides, timeout_s=3600)
         yield from ((name, _look(runs / name)) for name in argvs)
-
-
-def _settings(folder: Path, run: Path, model: str) -> dict:
-    return {
-        "model.name_or_path": folder / FAMILIES[model], "data.source": "jsonl", "data.files": folder / ROWS[MODELS[model]],
-        "data.eval_fraction": 0.1, "data.cache_dir": folder / "cache", "train.global_batch_size_rows": 8,
-        "train.micro_batch_size_rows": 4, "train.max_steps": NUM_STEPS, "optim.lr": 3e-3, "optim.weight_decay": 0.1,
-        "eval.every_steps": SAVED_STEP, "eval.num_rows": 5, "eval.max_new_tokens": 5, "checkpoint.every_steps": SAVED_STEP,
-        "log_every_steps": 1, "log_row_ids": True, "run.output_dir": run.parent, "run.name": run.name,
-    }  # fmt: skip
 
 
 def _take_back(recorded: Path, run: Path) -> None:

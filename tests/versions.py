@@ -63,14 +63,10 @@ def resolve(python: str, versions: str, pins: Path) -> Path:
     return pins
 
 
-def dependencies() -> list[Requirement]:
-    return [Requirement(line) for line in tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]]
-
-
 def low_bounds(installed: dict[str, str]) -> list[str]:
     """Dependencies of the toolkit whose lower bound cannot be installed beside the other lower bounds, with what was instead."""
-    wrong = []
-    for dependency in dependencies():
+    wrong, dependencies = [], tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
+    for dependency in map(Requirement, dependencies):
         (bound,) = (Version(part.version) for part in dependency.specifier if part.operator == ">=")
         version = Version(installed[dependency.name.replace("_", "-").lower()])
         if Version(version.public) != bound:
