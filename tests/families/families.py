@@ -57,7 +57,6 @@ WIDTHS = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim")
 
 def save_model(family: str, folder: Path) -> None:
     """Write the family's tiny random model and its tokenizer."""
-    import torch
     import transformers
 
     if family in IN_PROCESS:
@@ -67,15 +66,24 @@ def save_model(family: str, folder: Path) -> None:
     else:
         name, sizes = (FAMILIES | CAUSAL_FAMILIES | MORE_CAUSAL | MIXTURES)[family]
         config_class = getattr(transformers, name)
+    auto_class = "AutoModelForSeq2SeqLM" if family in ENCODER_DECODERS else "AutoModelForCausalLM"
+    save_random(family, auto_class, config_class(**{"vocab_size": 256, **_widen(sizes)}), folder)
+
+
+def save_random(family: str, auto_class: str, config, folder: Path):
+    """Write a random model of a config and a tokenizer of the family; the model, in fp32."""
+    import torch
+    import transformers
+
     torch.manual_seed(0)
-    config = config_class(**{"vocab_size": 256, **_widen(sizes)})
-    auto = transformers.AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else transformers.AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.ndim > 1:
+    model = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        is_shut = not parameter.any() and not name.endswith(("weight", "bias"))  # a factor of 0 lets no gradient through
+        if parameter.requires_grad and (parameter.ndim > 1 or is_shut):
             torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
     model.save_pretrained(folder)
-    save_tokenizer(family, folder, has_start=sizes.get("pad_token_id") == 1)
+    save_tokenizer(family, folder, has_start=getattr(config, "pad_token_id", 0) == 1)
+    return model
 
 
 def save_tokenizer(family: str, folder: Path, *, has_start: bool) -> None:

@@ -5,8 +5,8 @@ import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.families.families import WEIGHT_SIZE, save_tokenizer
-from tests.support.seq2seq_families import IN_PROCESS
+from tests.families.families import save_random
+from tests.support.seq2seq_families import AUDIO, IN_PROCESS
 
 SIZES = {
     # Widths; 8 a head.
@@ -57,70 +57,47 @@ SIZES = {
 """What the rule sets, where a config has the name."""
 
 
-OTHERS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
-            "nemo_speechlm", "qwen2_audio", "qwen3_asr", "seamless_m4t", "seamless_m4t_v2", "vibevoice_asr", "voxtral",
-            "voxtral_realtime", "musicgen", "musicgen_melody", "phi4_multimodal", "whisper", "moshi", "speech_to_text_2",
-        ),
-        "speech or music",
+OTHERS: dict[str, tuple[str, ...]] = {
+    "speech or music": (
+        *AUDIO, "musicgen", "musicgen_melody", "phi4_multimodal", "whisper", "moshi", "speech_to_text_2",
     ),
-    **dict.fromkeys(
-        (
-            "blip", "blip-2", "diffusion_gemma", "evolla", "florence2", "git", "idefics", "instructblip", "instructblipvideo",
-            "kosmos-2", "pi0", "pix2struct", "pix2struct_text_model", "pp_formulanet", "trocr", "udop",
-            "vision-encoder-decoder",
-        ),
-        "no texts without images, proteins or blocks of noise",
+    "no texts without images, proteins or blocks of noise": (
+        "blip", "blip-2", "diffusion_gemma", "evolla", "florence2", "git", "idefics", "instructblip", "instructblipvideo",
+        "kosmos-2", "pi0", "pix2struct", "pix2struct_text_model", "pp_formulanet", "trocr", "udop", "vision-encoder-decoder",
     ),
-    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "a tower of another library (timm)"),
-    **dict.fromkeys(
-        (
-            "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
-            "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod", "reformer",
-            "xlm", "xlnet",
-        ),
-        "tokens that see later ones",
+    "a tower of another library (timm)": ("fast_vlm", "gemma3n", "perception_lm"),
+    "tokens that see later ones": (
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+        "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod", "reformer", "xlm",
+        "xlnet",
     ),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for another model's cache"),
+    "drafts for another model's cache": ("gemma4_assistant", "gemma4_unified_assistant"),
 }  # fmt: skip
-"""Kinds that are not in the table, with what they are for."""
+"""Kinds that are not in the table, by what they are for."""
+
+
+def _rope(*section: int) -> dict:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}}
+
+
 MORE = {
     **{
         kind: ({"bos_token_id": 2}, "takes no None")
         for kind in ("cwm", "emu3_text_model", "modernbert-decoder", "t5gemma2_decoder")
     },
     **{
-        kind: (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}},
-            "splits its positions",
-        )
-        for section, kinds in {
-            (2, 3, 3): (
-                "cosmos3_edge_text",
-                "glm4v_text",
-                "glm_ocr_text",
-                "paddleocr_vl_text",
-                "qwen2_5_omni_text",
-                "qwen2_5_vl_text",
-                "qwen2_vl_text",
-            ),
-            (1, 1, 2): ("glm4v_moe_text",),
-            (2, 2, 2, 2): ("hunyuan_vl_text",),
-        }.items()
-        for kind in kinds
+        f"{kind}_text": (_rope(2, 3, 3), "splits its positions")
+        for kind in ("cosmos3_edge", "glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl")
     },
+    "glm4v_moe_text": (_rope(1, 1, 2), "splits its positions"),
+    "hunyuan_vl_text": (_rope(2, 2, 2, 2), "splits its positions"),
     "qwen2_vl_vision": ({"embed_dim": 64}, "has another name for its width"),
     **dict.fromkeys(
         ("chameleon", "emu3"), ({"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5}}, "reads the token of an image there")
     ),
     "deepseek_ocr2_text": ({"mlp_layer_types": ["dense", "sparse"], "head_dim": None}, "has no types by default"),
     "ernie4_5_vl_moe_text": (
-        {
-            "moe_intermediate_size": [48, 48],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
-        },
+        {"moe_intermediate_size": [48, 48], **_rope(3, 3, 2)},
         "has a width each for texts and images, and splits its positions",
     ),
     "emu3_vqgan": ({"base_channels": 32, "codebook_size": 64}, "has names of its own"),
@@ -279,16 +256,4 @@ def has_experts(kind: str) -> bool:
 
 def save_kind(kind: str, folder: Path):
     """Write a tiny random model of a kind and its tokenizer; the model, in fp32."""
-    import torch
-    import transformers
-
-    config = tiny_config(kind)
-    torch.manual_seed(0)
-    model = getattr(transformers, kinds()[kind]).from_config(config, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        is_shut = not parameter.any() and not name.endswith(("weight", "bias"))  # a factor of 0 lets no gradient through
-        if parameter.requires_grad and (parameter.ndim > 1 or is_shut):
-            torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
-    model.save_pretrained(folder)
-    save_tokenizer(kind, folder, has_start=getattr(config, "pad_token_id", 0) == 1)
-    return model
+    return save_random(kind, kinds()[kind], tiny_config(kind), folder)

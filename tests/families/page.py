@@ -132,9 +132,6 @@ def render(results: dict, survey: dict) -> str:
 
 def _render_survey(survey: dict) -> list[str]:
     found, possible = survey["kinds"], survey["possible"]
-    by_reason: dict[str, list[str]] = {}
-    for kind, reason in OTHERS.items():
-        by_reason.setdefault(reason, []).append(kind)
     header = SURVEY_HEADER.format(
         num_tried=len(found),
         num_kinds=len(possible),
@@ -148,7 +145,7 @@ def _render_survey(survey: dict) -> list[str]:
         for kind, cells in found.items()
     }
     causes = "".join(f"{number}. `{cause}`\n" for cause, number in notes.items())
-    others = "; ".join(f"{reason} ({', '.join(kinds)})" for reason, kinds in by_reason.items())
+    others = "; ".join(f"{reason} ({', '.join(kinds)})" for reason, kinds in OTHERS.items())
     table = _render_table("kinds", SURVEY_COLUMNS, found_in)
     return [
         header,

@@ -2,7 +2,6 @@
 `make families`, or for some kinds only `python -m tests.families.survey bloom mamba`. It exits with 1 if one fails or was better.
 """
 
-import json
 import re
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from tests.families.kinds import OTHERS, has_experts, kinds, save_kind
 from tests.families.page import FAILS, SURVEY_COLUMNS, YES
-from tests.families.table import SURVEY, launch_cell, library_versions, run_each, save_rows, write_page
+from tests.families.table import SURVEY, launch_cell, library_versions, record, recorded, run_each, save_rows
 from tests.support.launch import run_on_ranks
 from tests.support.workbench import FP32
 
@@ -20,17 +19,11 @@ TIMEOUT_S = 240.0
 
 
 def main() -> None:
-    possible = [kind for kind in kinds() if kind not in OTHERS]
+    possible = [kind for kind in kinds() if all(kind not in others for others in OTHERS.values())]
     chosen = sys.argv[1:] or possible
-    before = json.loads(SURVEY.read_text(encoding="utf-8"))["kinds"]
-    found, start = dict[str, dict[str, str]](), time.monotonic()
-    for kind, outcomes in run_each(chosen, survey):
-        found[kind] = outcomes
-        others = before if sys.argv[1:] else {}
-        in_order = {kind: (others | found)[kind] for kind in possible if kind in others | found}
-        results = {"versions": library_versions(), "possible": possible, "kinds": in_order}
-        SURVEY.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    write_page()
+    before, start = recorded()[1]["kinds"], time.monotonic()
+    about, others = {"versions": library_versions(), "possible": possible}, before if sys.argv[1:] else {}
+    found = record(SURVEY, about, "kinds", others, possible, run_each(chosen, survey))
     cells = [(kind, cell, outcome) for kind in chosen for cell, outcome in found[kind].items()]
     failed = [f"{kind} {cell}" for kind, cell, outcome in cells if outcome.startswith(FAILS)]
     worse = [f"{kind} {cell}" for kind, cell, outcome in cells if outcome != YES == before.get(kind, {}).get(cell)]

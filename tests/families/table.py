@@ -32,6 +32,8 @@ from tests.support.launch import REPOSITORY, TIMEOUT_S, run_on_ranks, start_on_r
 from tests.support.model_folders import LANGUAGES, make_rows, save_jsonl
 from tests.support.workbench import FP32
 
+Cells = dict[str, dict[str, str]]
+"""By family or kind, the outcome of each cell."""
 RESULTS = REPOSITORY / "tests" / "families" / "results.json"
 SURVEY = REPOSITORY / "tests" / "families" / "survey.json"
 PAGE = REPOSITORY / "docs" / "support.md"
@@ -55,25 +57,31 @@ def cells_of(family: str) -> list[str]:
 
 
 def main() -> None:
-    families = sys.argv[1:] or list(TITLES)
-    versions = library_versions()
-    found: dict[str, dict[str, str]] = {}
-    if families != list(TITLES):  # the rest stays as it was found
-        before = json.loads(RESULTS.read_text(encoding="utf-8"))
-        if before["versions"] != versions:
-            sys.exit(f"the other families were run with {before['versions']}: run all with these versions, {versions}")
-        found = before["cells"]
-    start = time.monotonic()
-    for family, cells in run_each(families, run_family):
-        found[family] = cells
-        date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-        in_order = {family: found[family] for family in TITLES if family in found}
-        results = {"date": date, "versions": versions, "cells": in_order}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    write_page()
+    families, start = sys.argv[1:] or list(TITLES), time.monotonic()
+    about = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "versions": library_versions()}
+    before = recorded()[0] if families != list(TITLES) else about | {"cells": {}}  # the rest stays as it was found
+    if before["versions"] != about["versions"]:
+        sys.exit(f"the other families were run with {before['versions']}: run all with these versions, {about['versions']}")
+    found = before["cells"] | record(RESULTS, about, "cells", before["cells"], list(TITLES), run_each(families, run_family))
     num_failed = sum(not is_known(outcome) for cells in found.values() for outcome in cells.values())
     print(f"{sum(map(len, found.values()))} cells, of which {num_failed} fail; {time.monotonic() - start:.0f} s")
     sys.exit(1 if num_failed else 0)
+
+
+def record(path: Path, about: dict, key: str, before: Cells, names: list[str], running: Iterator[tuple[str, dict]]) -> Cells:
+    """Write what each comes to, under `key` and in the order of `names`, beside what others came to before; and then the page."""
+    found: Cells = {}
+    for name, outcomes in running:
+        found[name] = outcomes
+        in_order = {name: (before | found)[name] for name in names if name in before | found}
+        path.write_text(json.dumps(about | {key: in_order}, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(render(*recorded()), encoding="utf-8")
+    return found
+
+
+def recorded() -> list[dict]:
+    """What the files of results have: the table's, and the survey's."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SURVEY)]
 
 
 def run_each(names: list[str], run: Callable[[str], dict[str, str]]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -83,11 +91,6 @@ def run_each(names: list[str], run: Callable[[str], dict[str, str]]) -> Iterator
         running = {pool.submit(run, name): name for name in names}
         for future in as_completed(running):
             yield running[future], future.result()
-
-
-def write_page() -> None:
-    results, survey = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SURVEY))
-    PAGE.write_text(render(results, survey), encoding="utf-8")
 
 
 def library_versions() -> dict[str, str]:

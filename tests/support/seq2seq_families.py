@@ -37,18 +37,16 @@ IN_PROCESS = {
 }  # fmt: skip
 """Model type and what its config is built with, beside `vocab_size=256`."""
 
+AUDIO = (
+    "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
+    "nemo_speechlm", "qwen2_audio", "qwen3_asr", "seamless_m4t", "seamless_m4t_v2", "vibevoice_asr", "voxtral",
+    "voxtral_realtime",
+)  # fmt: skip
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
-            "nemo_speechlm", "qwen2_audio", "qwen3_asr", "seamless_m4t", "seamless_m4t_v2", "vibevoice_asr", "voxtral",
-            "voxtral_realtime",
-        ),
-        "which takes audio beside text",
-    ),
+    **dict.fromkeys(AUDIO, "which takes audio beside text"),
     "nllb-moe": "has 128 experts as separate modules",
     "switch_transformers": "has 8 experts as separate modules",
-}  # fmt: skip
+}
 """Model type and what its error says."""
 
 
