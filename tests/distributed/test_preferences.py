@@ -4,25 +4,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
+from tests.support import small_run
 from tests.support.launch import run_on_ranks
-from tests.support.model_folders import build_gemmas, save_jsonl
-from tests.support.small_run import (
-    T5_CONFIG,
-    WORDS,
-    check_curve,
-    check_gradients,
-    draw_texts,
-    figures,
-    run_recipes,
-    train_without_export,
-)
+from tests.support.model_folders import build_gemmas, build_model_folders, save_jsonl
+from tests.support.small_run import check_curve, check_gradients, figures, run_recipes, train_without_export
+from tests.support.workbench import FP32
 from toolkit.objectives.reference import REFERENCE_FILE
 
 PACKED = ["--data.packing", "true"]
 LORA = ["--adapter.method", "lora", "--adapter.rank", "4"]
 NF4, INT8 = ([*LORA, "--adapter.base_dtype", kind] for kind in ("nf4", "int8"))
+RESUMED = ("resumed", "recomputed")
 RUNS: dict[str, tuple[str, list[str]]] = {
     "single": ("single", ["--train.micro_batch_size_rows", "4"]),
     "single-packed": ("single", [*PACKED, "--train.micro_batch_size_rows", "2"]),
@@ -42,20 +38,18 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "t5-fsdp2": ("fsdp2_cpu", ["--train.micro_batch_size_rows", "3", "--eval.unshard", "never", "--eval.generate", "true"]),
     "reference-single": ("single", ["--train.micro_batch_size_rows", "4"]),
     "reference-fsdp2-packed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "2"]),
-    "resumed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", "1"]),
-    "recomputed": ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", "1"]),
+    **dict.fromkeys(RESUMED, ("fsdp2_cpu", [*PACKED, "--train.micro_batch_size_rows", "4", "--checkpoint.every_steps", "1"])),
 }
-RESUMED = ("resumed", "recomputed")
 OF_EVALUATION = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "rewards/chosen")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("preferences")
-    texts = draw_texts(90, (2, 11), (1, 6), (1, 6), words=WORDS[:12])
+    texts = small_run.draw_texts(90, (2, 11), (1, 6), (1, 6), words=small_run.WORDS[:12])
     pairs = [{"prompt": f"{prompt} ", "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in texts]
     save_jsonl(folder / "rows.jsonl", pairs)
-    run_on_ranks(build_others, preset="single", overrides={"mixed_precision": "no"}, args=(folder,))
+    run_on_ranks(build_others, preset="single", overrides=FP32, args=(folder,))
     return folder
 
 
@@ -79,15 +73,10 @@ def expected_of(name: str) -> str:
 
 def build_others(folder: Path) -> None:
     """The Gemmas, a mixture, and a T5 without ReLU."""
-    import torch
-    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
-
-    from tests.support.model_folders import build_model_folders
-
     build_gemmas(folder)
     build_model_folders(folder, ["mixtral"])
     torch.manual_seed(0)
-    T5ForConditionalGeneration(T5Config(**T5_CONFIG)).save_pretrained(folder / "t5")
+    T5ForConditionalGeneration(T5Config(**small_run.T5_CONFIG)).save_pretrained(folder / "t5")
     AutoTokenizer.from_pretrained(folder / "gemma3").save_pretrained(folder / "t5")
 
 
