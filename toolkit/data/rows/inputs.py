@@ -134,10 +134,8 @@ def check_columns_used(config: DataConfig | LLMDataConfig, inputs: list[RowInput
     for setting, column in configured_columns(config).items():
         if column not in used:
             labels = ", ".join(item.label for item in inputs)
-            trouble = f"{setting} is {column}, but that is not a column of {labels}: name one that exists, or leave it out"
-            if config.format != "auto":
-                trouble = f"{setting} is {column}, but data.format {config.format} does not read it: leave one of them out"
-            raise UserError(trouble)
+            trouble = f"no column of that name is read from {labels} with data.format {config.format}"
+            raise UserError(f"{setting} is {column}, but {trouble}: name one that exists, or leave one of them out")
 
 
 def describe_readings(inputs: list[RowInput]) -> list[str]:

@@ -102,7 +102,7 @@ def test_beside_files_in_a_mix():
     for identify in ("", "\ndef identify(config): return 'x'"):
         code = returns("[{'prompt': 'p', 'completion': 'c'}]") + identify
         assert refusal(llm, code, source=None, mix=entries[:2], messages_column="body").startswith(
-            f"data.messages_column is body, but that is not a column of {NAME}, a.jsonl"
+            f"data.messages_column is body, but no column of that name is read from {NAME}, a.jsonl with data.format auto: "
         )
     assert len(list(Path("cache").glob("rows/*"))) == 1
     assert llm(returns("[{'body': 'x'}]"), text_column="body").train["text"][:] == ["x"]
