@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,25 +168,6 @@ def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path):
     sentence = "no checkpoint was removed, as the one just written is not whole: step-00000003 lacks rng-00000.safetensors"
     assert prune_to(tmp_path, last) == ([], [sentence])
     assert len(list_checkpoints(tmp_path)) == 3
-
-
-def test_pruning_goes_on_where_one_cannot_be_removed_and_tries_it_again(tmp_path, monkeypatch):
-    first, second, last = (make_checkpoint(tmp_path, step) for step in (1, 2, 3))
-    (step_folder(tmp_path, 9).with_name("step-00000009.tmp")).mkdir()
-    real = shutil.rmtree
-
-    def rmtree(path: Path, *args, **kwargs) -> None:
-        if path.name == "step-00000001.removing":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        real(path, *args, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    sentence = f"{first} could not be removed (Permission denied): the next save tries again"
-    assert prune_to(tmp_path, last) == ([second], [sentence])
-    assert names(tmp_path) == ["step-00000001.removing", "step-00000003"]
-    monkeypatch.undo()
-    assert prune_to(tmp_path, last) == ([], [])
-    assert names(tmp_path) == ["step-00000003"]
 
 
 OTHER, THIRD = {"rows": "b", "num_beams": 1}, {"rows": "c", "num_beams": 1}

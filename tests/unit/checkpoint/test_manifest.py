@@ -58,19 +58,35 @@ def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_is_not_removed(tm
     assert (tmp_path / "other_disk" / "rng-00000.safetensors").is_file()
 
 
-def test_what_cannot_be_removed_yet_does_not_fail_the_save_and_goes_later(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path, 3, loss=1.0)
+def refuse_removals(patch: pytest.MonkeyPatch, step: int) -> None:
     real = shutil.rmtree
 
-    def refuse(path: Path, *args, **kwargs) -> None:
-        if path.suffix == ".removing":
-            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+    def rmtree(path: Path, *args, **kwargs) -> None:
+        if path.name == f"step-{step:08d}.removing":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
         real(path, *args, **kwargs)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", refuse)
-        make_checkpoint(tmp_path, 3, loss=2.0)
+    patch.setattr(shutil, "rmtree", rmtree)
+
+
+def test_pruning_goes_on_where_one_cannot_be_removed_and_tries_it_again(tmp_path, monkeypatch):
+    first, second, last = (make_checkpoint(tmp_path, step) for step in (1, 2, 3))
+    (step_folder(tmp_path, 9).with_name("step-00000009.tmp")).mkdir()
+    refuse_removals(monkeypatch, 1)
+    sentence = f"{first} could not be removed (Permission denied): the next save tries again"
+    assert prune_to(tmp_path, last) == ([second], [sentence])
+    assert names(tmp_path) == ["step-00000001.removing", "step-00000003"]
+    monkeypatch.undo()
+    assert prune_to(tmp_path, last) == ([], [])
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_what_cannot_be_removed_yet_does_not_fail_the_save_and_goes_later(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, 3, loss=1.0)
+    refuse_removals(monkeypatch, 3)
+    make_checkpoint(tmp_path, 3, loss=2.0)
     assert names(tmp_path) == ["step-00000003", "step-00000003.removing"]
+    monkeypatch.undo()
     last = make_checkpoint(tmp_path, 3, loss=3.0)  # its `.old` needs that name
     assert names(tmp_path) == ["step-00000003"]
     assert read_manifest(last)["metrics"] == {"loss": 3.0}

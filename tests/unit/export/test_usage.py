@@ -116,8 +116,8 @@ def commands(
     chat_template: str | None = None, takes_images: bool = False, **model,
 ) -> list[str]:  # fmt: skip
     """The lines but those of Python, which must be where they belong."""
-    required = {"model.name_or_path": "org/base", "data.source": "x", "train.max_steps": 1, "run.name": run_name}
-    config = load_config(recipe, overrides=required | {f"model.{name}": value for name, value in model.items()})
+    given = {"model.name_or_path": "org/base", "run.name": run_name, **{f"model.{name}": value for name, value in model.items()}}
+    config = load_config(recipe, overrides=REQUIRED | given)
     objective = built_in(config.data.objective)
     model_config = SimpleNamespace(is_encoder_decoder=recipe == "t5", model_type=model_type)
     modalities = ("image", "text") if takes_images else "text"

@@ -11,8 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tests.support.adapter_models import compare_logits
 from tests.support.refusals import refusal
 from tests.support.tiny_models import one_process
-from toolkit.config.data import DataConfig
-from toolkit.config.schema import ExportConfig, ModelConfig, RunConfig, SummarizationConfig
+from toolkit.config.python import load_config
 from toolkit.data.collate import SummarizationCollator
 from toolkit.errors import UserError
 from toolkit.evaluation.rows import EvaluationRows
@@ -104,9 +103,7 @@ def test_a_run_without_evaluation_rows_and_rows_that_are_long(trained):
     sharded = shard_model(one_process(), copy.deepcopy(trained[0]))
     collator = SummarizationCollator(pad_token_id=63, decoder_start_token_id=0)
     for rows, shape in (([], (1, 4)), ([{"input_ids": [2] * 50, "labels": [3] * 50}] * 5, (4, 12))):
-        check = _trained_logits(
-            sharded, EvaluationRows(rows=Dataset.from_list(rows), tokenizer=None, collator=collator, objective=Seq2Seq())
-        )
+        check = _trained_logits(sharded, EvaluationRows(Dataset.from_list(rows), None, collator, Seq2Seq()))
         assert check["input_ids"].shape == check["decoder_input_ids"].shape == shape and check["logits"].isfinite().all()
 
 
@@ -132,12 +129,8 @@ def test_an_older_export_stands_until_the_new_one_is_proven(tmp_path, error):
 
 @pytest.mark.parametrize("name", ["export", "merged"])
 def test_a_link_or_file_in_the_place_of_an_export_is_refused_before_the_run(tmp_path, name):
-    config = SummarizationConfig(
-        model=ModelConfig(name_or_path="model"),
-        data=DataConfig(source="jsonl"),
-        run=RunConfig(),
-        export=ExportConfig(merge=name == "merged"),
-    )
+    given = {"model.name_or_path": "model", "data.source": "x", "train.max_steps": 1, "adapter.method": "lora"}
+    config = load_config("t5", overrides=given | {"export.merge": name == "merged"})
     (tmp_path / "export").mkdir()
     check_export_places(config, tmp_path)
     place = tmp_path / name
