@@ -3,12 +3,12 @@ mean."""
 
 import os
 import random
+from pathlib import Path
 
 import datasets
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from tests.support.metric_scripts import write_metric
 from tests.support.refusals import refusal
 from toolkit.errors import UserError
 from toolkit.evaluation.metrics import (
@@ -32,6 +32,26 @@ from toolkit.evaluation.rouge import (
 )
 
 SAME = "return {'share': sum(p == r for p, r in zip(predictions, references)) / len(references), 'parts': [1, 2]}"
+SCRIPT = """
+import datasets
+import evaluate
+
+
+class Own(evaluate.Metric):
+    def _info(self):
+        texts = {{"predictions": datasets.Value("string"), "references": datasets.Value("string")}}
+        return evaluate.MetricInfo(description="", citation="", features=datasets.Features(texts))
+
+    def _compute(self, predictions, references):
+        {body}
+"""
+
+
+def write_metric(folder: Path, body: str) -> Path:
+    """Write `<folder>/<its name>.py`, a script for `evaluate` whose metric has this body; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{folder.name}.py").write_text(SCRIPT.format(body=body))
+    return folder
 
 
 def test_numbers_of_a_script_are_figures_named_by_its_folder(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from tests.support.refusals import refusal
-from tests.support.row_files import list_pairs, load_llm, load_t5, write_objects
+from tests.support.rows import list_pairs, load_llm, load_t5, write_objects
 from toolkit.config.validate import FILE_SOURCES
 from toolkit.data.sources import files
 from toolkit.data.sources.files import READERS

@@ -6,9 +6,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tests.support import row_files
 from tests.support.refusals import refusal
-from tests.support.row_files import load_t5, write
+from tests.support.rows import load_llm, load_t5, write
 from toolkit.data.rows.load import TextRows
 
 
@@ -17,7 +16,7 @@ def write_readme(*lines: str) -> None:
 
 
 def load(source: str = "data", **settings) -> TextRows:
-    return row_files.load_llm(source=source, **settings)
+    return load_llm(source=source, **settings)
 
 
 def texts(source: str = "data", **settings) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from tests.support.refusals import refusal
-from tests.support.row_files import CHAT, TURNS, list_pairs, load_llm, load_t5, stored_call, with_call, write_objects
+from tests.support.rows import CHAT, TURNS, list_pairs, load_llm, load_t5, stored_call, with_call, write_objects
 from toolkit.data.sources import files
 
 NULLS = {"x": None, "y": 1, "list": [None, {"z": None}], "deep": {"a": None}}

@@ -10,8 +10,7 @@ import datasets
 import pytest
 
 from tests.support.refusals import refusal
-from tests.support.row_files import CHAT, load_llm, load_t5
-from tests.support.rows import load_rows
+from tests.support.rows import CHAT, load_llm, load_rows, load_t5
 from toolkit import load_config
 from toolkit.checkpoint.load import _without_places
 from toolkit.config.data import MixEntry

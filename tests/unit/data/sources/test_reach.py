@@ -17,7 +17,7 @@ from mnist_config import ImageDataConfig
 from mnist_images import load_images
 
 from tests.support.refusals import refusal
-from tests.support.row_files import load_llm, load_t5, write
+from tests.support.rows import load_llm, load_t5, write
 from toolkit.config.data import MixEntry
 from toolkit.data.sources.hub import _check_files
 

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.row_files import write_objects
-from tests.support.rows import prepare_rows
+from tests.support.rows import prepare_rows, write_objects
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import ModelConfig
 from toolkit.data.tokens.prepare import TokenizedRows

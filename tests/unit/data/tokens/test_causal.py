@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.chats import CHATML, CLOSING, LLAMA2, MARKED, STRIPPING, build_chat_tokenizer, say
 from tests.support.refusals import refusal
-from tests.support.row_files import write_objects
+from tests.support.rows import write_objects
 from tests.support.template_shapes import MISTRAL
 from toolkit.config.data import MixEntry
 from toolkit.config.schema import ModelConfig
