@@ -79,26 +79,13 @@ def load_tensors(tensors: Tensors, folder: Path, trouble: str) -> None:
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise UserError(f"{trouble}: {' '.join(str(reason).split()) or type(reason).__name__}") from None
 
-    on_all_ranks(lambda: explained(lambda: _check_fits(tensors, reader.read_metadata(), folder)))
+    on_all_ranks(lambda: explained(reader.read_metadata))
     on_all_ranks(lambda: explained(lambda: dcp.load(tensors, storage_reader=reader, process_group=control_group())))
 
 
 def stored_names(folder: Path) -> set[str]:
     """Names of the tensors in a folder that `save_tensors` wrote; a `ValueError` if it did not."""
     return set(_SafeReader(folder).read_metadata().state_dict_metadata)
-
-
-def _check_fits(tensors: Tensors, metadata: Metadata, folder: Path) -> None:
-    for name, tensor in tensors.items():
-        stored = metadata.state_dict_metadata.get(name)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"{folder} holds no {name}")
-        if tuple(stored.size) != tuple(tensor.size()):
-            raise ValueError(f"{folder} holds {name} with shape {tuple(stored.size)}, not {tuple(tensor.size())}")
-        dtype = stored.properties.dtype
-        # Floating types are converted: FSDP1 keeps buffers in bf16, other strategies in fp32.
-        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
-            raise ValueError(f"{folder} holds {name} as {dtype}, not {tensor.dtype}")
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -166,6 +153,9 @@ class _SafeReader(dcp.FileSystemReader):
                     stored = self._read_tensor(file, name, item.storage_index)
                     begins = zip(item.storage_offsets, item.lengths, strict=True)
                     target = planner.resolve_tensor(item).detach()
+                    # Floating types are converted: FSDP1 keeps buffers in bf16, other strategies in fp32.
+                    if stored.dtype != target.dtype and not (stored.is_floating_point() and target.is_floating_point()):
+                        raise ValueError(f"it holds {item.storage_index.fqn} as {stored.dtype}, not {target.dtype}")
                     target.copy_(stored[tuple(slice(begin, begin + length) for begin, length in begins)])
                     planner.commit_tensor(item, target)
                     loading.add(1)
