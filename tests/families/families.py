@@ -2,16 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.model_folders import (
-    CAUSAL_FAMILIES,
-    FAMILIES,
-    LANGUAGES,
-    MIXTURES,
-    MORE_CAUSAL,
-    T5_SIZES,
-    _build_tokenizer,
-    save_translation_tokenizer,
-)
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL, T5_SIZES, save_tokenizer
 from tests.support.seq2seq_families import IN_PROCESS
 
 ENCODER_DECODERS = {
@@ -84,14 +75,6 @@ def save_random(family: str, auto_class: str, config, folder: Path):
     model.save_pretrained(folder)
     save_tokenizer(family, folder, has_start=getattr(config, "pad_token_id", 0) == 1)
     return model
-
-
-def save_tokenizer(family: str, folder: Path, *, has_start: bool) -> None:
-    """Of these words. BART's kin have a token before a text."""
-    if family in LANGUAGES:
-        save_translation_tokenizer(family, folder)
-    else:
-        _build_tokenizer(("<s>", "<pad>", "</s>") if has_start else ("<pad>", "</s>")).save_pretrained(folder)
 
 
 def _widen(sizes: dict) -> dict:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.families.families import save_tokenizer
 from tests.support.launch import run_on_ranks
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, LANGUAGES
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, LANGUAGES, save_tokenizer
 from tests.support.seq2seq_families import IN_PROCESS, build_collator, build_model
 from tests.support.workbench import FP32, RELOAD, Workbench, run_without_toolkit, step_name
 from toolkit.files.json_lines import load_json_lines

@@ -134,10 +134,7 @@ def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *C
         auto_class = transformers.AutoModelForSeq2SeqLM if family in FAMILIES else transformers.AutoModelForCausalLM
         model = auto_class.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
-        if family in LANGUAGES:
-            save_translation_tokenizer(family, folder)
-        else:
-            _build_tokenizer(("<s>", "<pad>", "</s>") if family == "bart" else ("<pad>", "</s>")).save_pretrained(folder)
+        save_tokenizer(family, folder, has_start=family == "bart")
     return folders
 
 
@@ -211,11 +208,15 @@ def _build_tokenizer(special_tokens: tuple[str, ...]):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **named)
 
 
-def save_translation_tokenizer(family: str, folder: Path) -> None:
-    """Write the tokenizer of a family of `LANGUAGES` into a folder, with fewer than 256 tokens. It has no target language yet,
-    and marks a text's language in the way of its own family."""
+def save_tokenizer(family: str, folder: Path, *, has_start: bool = False) -> None:
+    """Write a tokenizer of `WORDS`, with fewer than 256 tokens; BART's kin have one before a text. Those of `LANGUAGES` have no
+    target language yet, and mark a text's language in the way of their own family."""
     with tempfile.TemporaryDirectory() as scratch:
-        _TRANSLATION_TOKENIZERS[family](Path(scratch)).save_pretrained(folder)
+        if family in LANGUAGES:
+            tokenizer = _TRANSLATION_TOKENIZERS[family](Path(scratch))
+        else:
+            tokenizer = _build_tokenizer(("<s>", "<pad>", "</s>") if has_start else ("<pad>", "</s>"))
+        tokenizer.save_pretrained(folder)
 
 
 def _nllb(scratch: Path):

@@ -15,7 +15,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from tests.support.model_folders import FAMILIES, LANGUAGES, _build_tokenizer, save_translation_tokenizer
+from tests.support.model_folders import FAMILIES, LANGUAGES, _build_tokenizer, save_tokenizer
 from tests.support.refusals import refusal
 from tests.support.tokenizer_kinds import LLAMA_3, build_byte_level
 from toolkit.config.data import DataConfig
@@ -37,7 +37,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """A folder with a tokenizer, by family; none has a target language."""
     parent = tmp_path_factory.mktemp("tokenizers")
     for family in LANGUAGES:
-        save_translation_tokenizer(family, parent / family)
+        save_tokenizer(family, parent / family)
     return {family: parent / family for family in LANGUAGES}
 
 
