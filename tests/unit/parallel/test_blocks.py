@@ -173,11 +173,10 @@ def attention_with_a_mask(query: torch.Tensor, dropout_p: float) -> tuple[torch.
     return query * mask, mask
 
 
-def draw(ctx, inputs, output) -> None:
-    ctx.save_for_backward(output[1])
-
-
-attention_with_a_mask.register_autograd(lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None), setup_context=draw)
+attention_with_a_mask.register_autograd(
+    lambda ctx, gradient, _: (gradient * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
 
 
 class DrawingBlock(nn.Module):
