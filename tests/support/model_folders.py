@@ -115,7 +115,7 @@ MORE_CAUSAL = {
     ),
     "bamba": ("BambaConfig", GROUPED | {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}),
 }
-"""Families that only the support table and the tests of masks know."""
+"""Families that only the support table and the tests of attention know."""
 
 
 def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *CAUSAL_FAMILIES), **more) -> dict[str, Path]:

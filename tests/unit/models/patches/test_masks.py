@@ -5,15 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-import transformers
 from transformers import ModernBertConfig, masking_utils
 
-from tests.families.kinds import kind_on_meta, tiny_config
+from tests.families.kinds import kind_on_meta
 from tests.support.host_reads import recorded
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.seq2seq_families import IN_PROCESS, build_collator
 from tests.support.seq2seq_families import build_model as build_seq2seq
-from tests.support.tiny_models import build_causal, build_rows, causal_config, causal_skeleton, take_gradients
+from tests.support.tiny_models import build_causal, build_rows, causal_skeleton, take_gradients
 from toolkit.config.data import LLMDataConfig
 from toolkit.config.schema import AdapterConfig, LLMConfig, ModelConfig
 from toolkit.data.collate import CausalCollator
@@ -34,19 +33,19 @@ LEFT: dict[str, dict[str, int]] = {
 """What a forward and backward still reads, by family; each is a `_local_scalar_dense`."""
 ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
 
-GIVEN_POSITIONS = ("falcon", "gpt_oss", "afmoe", "opt", "bloom", "mpt")
-"""Families whose masks get none in transformers 5.23, and do not need more than positions."""
-HYBRID = ("granitemoehybrid", "bamba")
-OF_IMAGES = ("qwen2_vl", "qwen3_vl", "glm4v", "mistral3", "llava", "kosmos-2.5")
-"""Kinds of images and texts. A position of the first three is several numbers."""
+APART = (
+    *("falcon", "gpt_oss", "afmoe", "opt", "bloom", "mpt", "granitemoehybrid", "bamba"),
+    *("qwen2_vl", "qwen3_vl", "glm4v", "mistral3", "llava", "kosmos-2.5"),
+)
+"""Further kinds whose rows are packed; those of the second line are of images and texts."""
 NOT_APART = ("biogpt", "deepseek_v4")
 """Kinds whose masks can get no positions in transformers 5.23, and whose compressed blocks of tokens go across documents."""
 
 
-@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *GIVEN_POSITIONS, *HYBRID, *OF_IMAGES, *NOT_APART])
+@pytest.mark.parametrize("family", [*CAUSAL_FAMILIES, *APART, *NOT_APART])
 def test_rows_are_packed_where_masks_can_tell_them_apart(family, caplog):
     packs = family not in NOT_APART
-    model = kind_on_meta(family) if family in (*OF_IMAGES, *NOT_APART) else causal_skeleton(family)
+    model = causal_skeleton(family) if family in CAUSAL_FAMILIES else kind_on_meta(family)
 
     def chosen(packing) -> bool | str:
         with caplog.at_level("INFO", "toolkit"):
@@ -81,32 +80,6 @@ def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions):
     model.base_model.forward = fails if takes_positions else lambda input_ids, use_cache: None
     config = LLMConfig(model=ModelConfig(name_or_path="own"), data=LLMDataConfig())
     assert masks.choose_packing(config, model).data.packing is takes_positions
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"), [*((family, {}) for family in (*GIVEN_POSITIONS, *OF_IMAGES)), ("falcon", {"alibi": True})]
-)
-def test_rows_do_not_see_each_other_where_masks_are_given_positions(family, settings):
-    """A packed row has the loss that it has alone, and does not change with the row before it."""
-    torch.manual_seed(0)
-    of_images = family in OF_IMAGES
-    auto_class = transformers.AutoModelForImageTextToText if of_images else transformers.AutoModelForCausalLM
-    config = tiny_config(family) if of_images else causal_config(family, **settings)
-    model = auto_class.from_config(config, experts_implementation="batched_mm").eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # so that attention has something to say
-    masks.install(model)
-    rows = build_rows((7, 9))
-    first, second = (torch.tensor(row["input_ids"])[None] for row in rows)
-    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
-    with torch.no_grad():
-        alone = model(input_ids=second, use_cache=False).logits
-        packed, other = (
-            model(input_ids=torch.cat([start, second], dim=1), position_ids=positions, use_cache=False).logits[:, 7:]
-            for start in (first, first.flip(1) + 1)
-        )
-    assert torch.equal(packed, other)
-    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
