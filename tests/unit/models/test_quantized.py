@@ -13,7 +13,7 @@ from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from tests.families.kinds import kind_on_meta
-from tests.support.adapter_models import BASES, adapter_config
+from tests.support.adapter_models import adapter_config
 from tests.support.host_reads import recorded
 from tests.support.nf4_golden import GOLDEN, as_hex, build_weight
 from tests.support.refusals import refusal
@@ -98,26 +98,26 @@ def test_int8_is_off_by_half_a_step_at_most(weights_at_once, monkeypatch):
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_adapted_layers_compute_what_plain_peft_does_on_the_dequantized_base(kind, dtype, use_dora):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(192, 128, bias=False), nn.GELU(), nn.Linear(128, 64))
+    plain = nn.Sequential(nn.Linear(192, 128, bias=False), nn.GELU(), nn.Linear(128, 64)).requires_grad_(False)
     for layer in (plain[0], plain[2]):
         layer.weight.data = dequantize(*encoded(layer.weight.data, kind))
-    in_codes = nn.Sequential(*(quantized_as(layer, kind) if isinstance(layer, nn.Linear) else layer for layer in plain))
+    quantized_one = nn.Sequential(*(QuantizedLinear(layer, kind) if isinstance(layer, nn.Linear) else layer for layer in plain))
     config = LoraConfig(r=4, target_modules=["0", "2"], use_dora=use_dora, init_lora_weights=False)
-    for model in (plain, in_codes):
+    for model in (plain, quantized_one):
         torch.manual_seed(1)
         inject_adapter_in_model(config, model)
     inputs = torch.randn(5, 192)
-    for model in (plain, in_codes):
+    for model in (plain, quantized_one):
         with ComputeCopies(model, [], dtype).held():
             model(inputs.to(dtype)).float().square().mean().backward()
-    gradients = [{n: p.grad for n, p in model.named_parameters() if p.requires_grad} for model in (plain, in_codes)]
+    gradients = [{n: p.grad for n, p in model.named_parameters() if p.requires_grad} for model in (plain, quantized_one)]
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == (6 if use_dora else 4)
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
 @pytest.mark.parametrize(("kind", "codes_dtype", "bytes_of_16"), [("nf4", torch.uint8, 9), ("int8", torch.int8, 17)])
 def test_the_backward_keeps_codes_and_no_weight_and_the_host_reads_nothing(kind, codes_dtype, bytes_of_16):
-    layer, kept, reads = quantized_as(nn.Linear(192, 128), kind), [], Counter()
+    layer, kept, reads = QuantizedLinear(nn.Linear(192, 128).requires_grad_(False), kind), [], Counter()
     with recorded(reads), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(torch.randn(3, 192, requires_grad=True)).sum().backward()
     assert not reads
@@ -125,21 +125,10 @@ def test_the_backward_keeps_codes_and_no_weight_and_the_host_reads_nothing(kind,
     assert sum(tensor.nbytes for tensor in kept if tensor.dtype != torch.int64) == 192 * 128 * bytes_of_16 // 16
 
 
-def quantized_as(linear: nn.Linear, kind: str) -> QuantizedLinear:
-    """The layer quantized, on the CPU."""
-    weight, bias = linear.weight.data, linear.bias
-    layer = QuantizedLinear(linear, kind)
-    layer.codes = nn.Parameter(quantize(weight, kind), requires_grad=False)
-    layer.scales = nn.Parameter(find_scales(weight), requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
-    return layer
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name, kind):
-    model = wide(name, kind, modules_to_save=["lm_head"] if name == "llama" else [])
+    model = in_codes(name, kind, modules_to_save=["lm_head"] if name == "llama" else [])
     cast_frozen(model, torch.bfloat16)
     held = {n: p.dtype for n, p in model.named_parameters() if not p.requires_grad}
     codes = [n for n in held if n.endswith(".codes")]
@@ -150,19 +139,15 @@ def test_of_a_model_the_adapted_layers_that_64_divides_are_quantized(name, kind)
     narrow = {"llama": ("down_proj",), "t5": (".wo",)}[name]  # of 96 inputs
     assert {n for n in others if ".base_layer." in n} == {n for n in others if any(end in n for end in narrow)} != set()
     # Names and numbers of weights are those of the plain model.
-    with torch.device("meta"):
-        plain = model_of(name)
     numbers: dict[str, int] = {}
     for n, p in model.named_parameters():
         if (own := base_name(n)) is not None:
             numbers[own] = numbers.get(own, 0) + num_weights(n, p)
-    assert numbers == {n: p.numel() for n, p in plain.named_parameters()}
+    assert numbers == {n: p.numel() for n, p in kind_on_meta(name).named_parameters()}
 
 
 def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same():
-    model = kind_on_meta("falcon")
-    add_adapter(model, adapter_config(base_dtype="nf4"), ModelConfig(name_or_path="not/read", revision="1"))
-    found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    found = {name for name, module in in_codes("falcon", "nf4").named_modules() if isinstance(module, QuantizedLinear)}
     ends = {"dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h"}
     assert {name.removesuffix(".base_layer").rpartition(".")[2] for name in found} == ends
     inputs, weight, bias = torch.randn(3, 64), torch.randn(8, 64), torch.randn(8)
@@ -173,21 +158,13 @@ def test_falcon_s_own_linear_layers_are_quantized_and_compute_the_same():
 
 def test_a_base_without_a_layer_to_quantize_is_refused():
     sentence = "adapter.base_dtype is nf4, but none of the 2 adapted layers has a "
-    assert refusal(wide, "llama", "nf4", target_modules=["down_proj"]).startswith(sentence)
+    assert refusal(in_codes, "llama", "nf4", target_modules=["down_proj"]).startswith(sentence)
 
 
-def model_of(name: str):
-    """A model whose rows are 64 long, except those of the layer after the activation."""
-    model_class, config = BASES[name]
-    wide = {"t5": {"d_model": 64, "d_kv": 32, "d_ff": 96}, "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}}
-    return model_class(type(config)(**config.to_dict() | wide[name]))
-
-
-def wide(name: str, kind: str, **settings):
-    """The model on the meta device, adapted and quantized."""
-    with torch.device("meta"):
-        model = model_of(name)
-    add_adapter(model, adapter_config(base_dtype=kind, **settings), ModelConfig(name_or_path="not/read", revision="1"))
+def in_codes(name: str, base_dtype: str, **settings):
+    """A model on the meta device, adapted and quantized. Its rows are 64 long, except those of the layer after the activation."""
+    model = kind_on_meta(name)
+    add_adapter(model, adapter_config(base_dtype=base_dtype, **settings), ModelConfig(name_or_path="not/read", revision="1"))
     return model
 
 
