@@ -38,25 +38,8 @@ def in_fp64(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_is_that_of_the_layout(name):
-    _, model, optimizer = built(name)
-    give_gradients(model, step=1)
-    optimizer.step()
-    for parameter in model.parameters():
-        shape = tuple(parameter.shape)
-        kept = {key: tensor for key, tensor in optimizer.state[parameter].items() if name != "adamw" or key != "step"}
-        layout = OPTIMIZERS[name].layout(shape)
-        assert {key: (t.shape, str(t.dtype)) for key, t in kept.items()} == {
-            key: (part.shape, f"torch.{part.dtype}") for key, part in layout.items()
-        }
-        assert state_bytes(name, shape) == state_bytes(name, shape, shape) == sum(t.nbytes for t in kept.values())
-        uncut = [t.nbytes for key, t in kept.items() if layout[key].num_shared == 0 or not t.ndim]
-        assert state_bytes(name, shape, (0, *shape[1:])) == sum(uncut)
-
-
 @pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in OPTIMIZERS), ("adafactor", {"scale_by_weight": True})])
-def test_an_update_is_that_written_out(name, settings):
+def test_an_update_is_that_written_out_and_the_state_that_of_the_layout(name, settings):
     config, model, optimizer = built(name, **settings)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for step in range(1, 4):
@@ -75,6 +58,16 @@ def test_an_update_is_that_written_out(name, settings):
                     assert np.abs(after[key] - value).max() < 0.51, "a code is the nearest to the exact moment"
                 else:
                     np.testing.assert_allclose(after[key], value, rtol=1e-5, atol=1e-6 * np.abs(value).max())
+    for parameter in model.parameters():
+        shape = tuple(parameter.shape)
+        kept = {key: tensor for key, tensor in optimizer.state[parameter].items() if name != "adamw" or key != "step"}
+        layout = OPTIMIZERS[name].layout(shape)
+        assert {key: (t.shape, str(t.dtype)) for key, t in kept.items()} == {
+            key: (part.shape, f"torch.{part.dtype}") for key, part in layout.items()
+        }
+        assert state_bytes(name, shape) == state_bytes(name, shape, shape) == sum(t.nbytes for t in kept.values())
+        uncut = [t.nbytes for key, t in kept.items() if layout[key].num_shared == 0 or not t.ndim]
+        assert state_bytes(name, shape, (0, *shape[1:])) == sum(uncut)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

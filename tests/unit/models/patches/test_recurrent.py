@@ -86,8 +86,11 @@ def test_packed_rows_have_the_loss_and_the_gradients_that_they_have_alone(kind):
     model, rows = build(kind), build_rows(LENGTHS)
     layers = recurrent.find_layers(model)
     assert sorted({type(layer).__name__ for layer in layers}) == LAYERS.get(kind, "").split()
+    tokens_BT = torch.tensor([rows[2]["input_ids"]])
+    text = model(tokens_BT).logits
     alone, gradients = take(model, [[row] for row in rows])
     packed, of_pack = take(model, [rows])
+    assert torch.equal(model(tokens_BT).logits, text), "generate reads a row as one text after a packed batch"
     assert packed == pytest.approx(alone, rel=TOLERANCE)
     assert largest_difference(gradients, of_pack) < TOLERANCE
     if not layers:
@@ -105,14 +108,6 @@ def test_a_recomputation_has_the_documents_of_its_forward():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     _, recomputed = take(model, [rows])
     assert largest_difference(expected, recomputed) == 0
-
-
-def test_generate_reads_a_row_as_one_text_after_a_packed_batch():
-    model, rows = build("lfm2"), build_rows(LENGTHS)
-    tokens_BT = torch.tensor([rows[2]["input_ids"]])
-    expected = model(tokens_BT).logits
-    take(model, [rows])
-    assert torch.equal(model(tokens_BT).logits, expected)
 
 
 def test_kernels_that_keep_documents_apart_get_their_starts(monkeypatch):
