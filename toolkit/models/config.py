@@ -57,9 +57,8 @@ def load_model_config(config: ModelConfig, objective: Objective, *, is_trained: 
             at = hub_commit(config) or config.revision
             index = cached_file(name, WEIGHTS_INDEX, revision=at, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = first_line(error)
-        if isinstance(error, StrictDataclassError):  # the first line has the key, the second the reason
-            reason = "config.json: " + " ".join(str(error).split())
+        is_strict = isinstance(error, StrictDataclassError)  # the first line has the key, the second the reason
+        reason = "config.json: " + " ".join(str(error).split()) if is_strict else first_line(error)
         raise UserError(
             f"model.name_or_path {name} could not be read ({reason}): give a Hugging Face model folder, or a hub id within reach"
         ) from None

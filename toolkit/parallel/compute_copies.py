@@ -126,11 +126,6 @@ def mixes_dtypes(skeleton: PreTrainedModel, dtype: torch.dtype) -> bool:
     return products.have_two_dtypes
 
 
-def autocast_forward(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Let the model's forward cast operands of products to `dtype`, in place."""
-    run_within(model, functools.partial(torch.autocast, device.type, dtype))
-
-
 def run_within(model: nn.Module, build_context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Let each of the model's forwards run within a context of its own, in place."""
     forward: Any = model.forward

@@ -21,7 +21,7 @@ from toolkit.models.freeze import aliases
 from toolkit.models.patches import chunked_loss, fused, masks
 from toolkit.models.quantized import dequantize_layers, dequantized, is_quantized
 from toolkit.models.tensor_reader import copy_on_meta
-from toolkit.parallel.compute_copies import autocast_forward, cast_inputs
+from toolkit.parallel.compute_copies import cast_inputs, run_within
 from toolkit.parallel.float8 import plain
 from toolkit.parallel.units import clean_name, repeated_blocks
 from toolkit.parallel.wrap import ShardedModel, forget_forwards, gathered_once
@@ -145,7 +145,7 @@ def _replica(sharded: ShardedModel, replica: PreTrainedModel) -> PreTrainedModel
     if sharded.max_logits is not None:  # a GPU
         fused.install(replica)
     if sharded.autocasts:
-        autocast_forward(replica, device, dtype)
+        run_within(replica, functools.partial(torch.autocast, device.type, dtype))
     if dtype != torch.float32:
         # Buffers are not cast, so positions may be fp32 (M2M-100's are): cast each block's inputs, as FSDP2 does.
         for block in repeated_blocks(replica).values():

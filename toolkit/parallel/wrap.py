@@ -38,7 +38,7 @@ from toolkit.models.patches import chunked_loss, fused, masks
 from toolkit.models.patches.experts import Route, routes_noted
 from toolkit.models.tensor_reader import TensorReaders, allocate, copy_on_meta, fill_parameters
 from toolkit.parallel.blocks import checkpoint_activations, choose_checkpointing, compile_blocks, compiles
-from toolkit.parallel.compute_copies import ComputeCopies, autocast_forward, mixes_dtypes
+from toolkit.parallel.compute_copies import ComputeCopies, mixes_dtypes, run_within
 from toolkit.parallel.float8 import choose_linears, convert
 from toolkit.parallel.units import ShardUnit, build_units, check_ties, find_blocks, find_ends, find_towers, repeated_blocks
 from toolkit.private import VIEW_RETURNED, private
@@ -130,7 +130,7 @@ def shard_model(
     dtype = compute_dtype(accelerator)
     autocasts = dtype != torch.float32 and mixes_dtypes(skeleton, dtype)
     if autocasts:
-        autocast_forward(model, accelerator.device, dtype)
+        run_within(model, functools.partial(torch.autocast, accelerator.device.type, dtype))
     if version:
         check_ties(model, units)
     with routes_noted(model, repeated_blocks(model) if notes else {}) as routes:

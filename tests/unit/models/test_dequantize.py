@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.families.kinds import tiny_config
+from tests.families.kinds import kind_on_meta, tiny_config
 from tests.support.quantized.models import quantize_fp8, save_fp8_model
 from tests.support.refusals import refusal
 from toolkit.config.schema import ModelConfig
@@ -85,19 +85,16 @@ def test_fp8_by_rows_is_what_transformers_makes_of_it(tmp_path, shape, scales_dt
 def test_mxfp4_by_experts_is_what_transformers_makes_of_it(tmp_path, num_experts):
     """In the files of a gpt-oss; every code and exponent is met."""
     torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_local_experts=3,
-    )  # fmt: skip
-    model = transformers.GptOssForCausalLM(config)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("proj")}
-    expected = {}
-    for name, out, groups in (("gate_up_proj", 192, 2), ("down_proj", 64, 3)):
-        key = f"model.layers.0.mlp.experts.{name}"
-        blocks = torch.randint(0, 256, (3, out, groups, 16), dtype=torch.uint8)
-        scales = torch.randint(0, 255, (3, out, groups), dtype=torch.uint8)
-        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        expected[key] = convert_moe_packed_tensors(blocks, scales)
+    model, tensors, expected = kind_on_meta("gpt_oss"), {}, {}
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim < 3:
+            tensors[name] = torch.zeros(tensor.shape)
+            continue
+        shape = tensor.shape[0], tensor.shape[2], tensor.shape[1] // 32
+        blocks, scales = (torch.randint(0, end, of, dtype=torch.uint8) for end, of in ((256, (*shape, 16)), (255, shape)))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    assert len(expected) == 4
     save_file(tensors, tmp_path / "model.safetensors")
     files = open_files([tmp_path / "model.safetensors"], "it")
     match = match_names(model, files)

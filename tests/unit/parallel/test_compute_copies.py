@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiny_models import build_causal
 from toolkit.models.tensor_reader import copy_on_meta
-from toolkit.parallel.compute_copies import ComputeCopies, autocast_forward, cast_inputs, mixes_dtypes
+from toolkit.parallel.compute_copies import ComputeCopies, cast_inputs, mixes_dtypes, run_within
 from toolkit.parallel.units import repeated_blocks
 
 IDS_BT = torch.tensor([[5, 9, 3, 2, 7, 1]])
@@ -102,7 +102,7 @@ def test_a_model_that_mixes_dtypes_in_its_blocks_casts_at_each_product():
     copies_of(plain)
     with pytest.raises(RuntimeError, match="dtype|scalar type"):
         plain(input_ids=IDS_BT)
-    autocast_forward(model, torch.device("cpu"), torch.bfloat16)
+    run_within(model, functools.partial(torch.autocast, "cpu", torch.bfloat16))
     copies_of(model)
     logits = model(input_ids=IDS_BT).logits
     assert torch.allclose(logits.float(), expected, atol=0.05) and not torch.equal(logits.float(), expected)
