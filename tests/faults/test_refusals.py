@@ -146,13 +146,12 @@ def test_ctrl_c_that_ends_the_reader_too_loses_no_step(faulty_bench):
 def small_disk(folder: Path) -> Iterator[None]:
     """The folder on a disk of its own, if that can be."""
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True).returncode:
-        yield
-        return
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
     try:
         yield
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_each_place_of_a_full_disk_and_the_same_command_completes(faulty_bench, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from tests.support.launch import run_on_ranks
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, LANGUAGES, save_tokenizer
 from tests.support.seq2seq_families import IN_PROCESS, build_collator, build_model
-from tests.support.workbench import FP32, RELOAD, Workbench, run_without_toolkit, step_name
+from tests.support.workbench import FP32, RELOAD, run_without_toolkit, step_name
 from toolkit.files.json_lines import load_json_lines
 
 NUM_STEPS = 2
@@ -50,8 +50,12 @@ def trained(bench, llm_bench) -> dict[str, str]:
     run_on_ranks(save_models, preset="single", overrides=FP32, args=(bench.runs / "models",))
     for family in IN_PROCESS:
         settings[family] = {"model": bench.runs / "models" / family, "model__freeze": UNUSED.get(family, [])}
-    printed = run_all(bench, {family: how | {"train__max_steps": NUM_STEPS} for family, how in settings.items()})
-    return printed | llm_bench.run_all({family: {"model": family, "train__max_steps": NUM_STEPS} for family in CAUSAL_FAMILIES})
+    short = {"train__max_steps": NUM_STEPS}
+    printed = llm_bench.run_all({family: {"model": family} | short for family in CAUSAL_FAMILIES})
+    for of in LOGIT_TOLERANCE:
+        runs = {family: how | short for family, how in settings.items() if precision(family) == of}
+        printed |= bench.run_all(runs, overrides={"mixed_precision": of})
+    return printed
 
 
 def save_models(parent: Path) -> None:
@@ -59,14 +63,6 @@ def save_models(parent: Path) -> None:
         model = build_model(family)
         model.save_pretrained(parent / family)
         save_tokenizer(family, parent / family, has_start=bool(build_collator(model).pad_token_id))
-
-
-def run_all(bench: Workbench, settings: dict[str, dict]) -> dict[str, str]:
-    printed = {}
-    for of in LOGIT_TOLERANCE:
-        runs = {family: how for family, how in settings.items() if precision(family) == of}
-        printed |= bench.run_all(runs, overrides={"mixed_precision": of})
-    return printed
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *IN_PROCESS, *CAUSAL_FAMILIES])

@@ -35,7 +35,7 @@ def test_the_first_lines_and_the_phases(bench, tmp_path):
     once = ["reading the data: 60 rows", "writing step-00000002: N of N GB", "writing step-00000003: N of N GB"]
     once += ["tokenizing train rows: 52 of 52 rows", "tokenizing evaluation rows: 8 of 8 rows"]
     once += ["loading the weights: N of N GB", "hashing the frozen weights: N of N GB", "exporting to merged: N of N GB"]
-    at_the_end = [line for line in masked(printed).splitlines() if not line.endswith(" left")]
+    at_the_end = [line for line in masked(printed, bench).splitlines() if not line.endswith(" left")]
     assert [at_the_end.count(line) for line in once] == [1] * len(once), printed
 
     printed, of_rank_1 = run_on_ranks(print_run, preset="fsdp2_cpu", overrides=FP32, args=([*flags, "--train.max_steps=5"],))
@@ -59,10 +59,9 @@ def first_lines(printed: str, bench: Workbench) -> str:
     return masked("".join(lines), bench)
 
 
-def masked(printed: str, bench: Workbench | None = None) -> str:
+def masked(printed: str, bench: Workbench) -> str:
     """Without what differs from run to run: the test's folders, and figures of the model and of its tokens."""
-    if bench is not None:
-        printed = printed.replace(str(bench.runs), "runs").replace(str(bench.models["t5"]), "t5")
+    printed = printed.replace(str(bench.runs), "runs").replace(str(bench.models["t5"]), "t5")
     for pattern, to in MASKS:
         printed = re.sub(pattern, to, printed)
     return printed
