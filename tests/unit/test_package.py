@@ -3,12 +3,12 @@ exists, a missing one ends a run with its sentence, and no private name is used 
 that it changes; `tests/distributed/test_planted_faults.py` shows that it is caught."""
 
 import ast
-import enum
 import importlib.util
 import inspect
 import logging
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -81,10 +81,6 @@ def test_lower_folders_import_the_interface_of_objectives_for_type_checkers_only
             assert "from toolkit.objectives" not in ast.unparse(tree), path
 
 
-class OfAnotherLibrary(enum.Enum):
-    FIRST = 1
-
-
 def test_what_torchao_prints_at_its_import_is_left_out_and_other_messages_of_its_loggers_pass():
     words = [sys.executable, "-c", "import toolkit.errors, torchao"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
@@ -93,7 +89,7 @@ def test_what_torchao_prints_at_its_import_is_left_out_and_other_messages_of_its
         ("torchao", "Failed to load the config: no such file"),
         ("torchao", "Skipping import of cpp extensions due to incompatible torch version"),
         ("torch.utils._pytree", "something else"),
-        ("torch.utils._pytree", "%s is an Enum subclass. Calling register_constant() on it is deprecated", OfAnotherLibrary),
+        ("torch.utils._pytree", "%s is an Enum subclass. Calling register_constant() on it is deprecated", signal.Signals),
     ):
         record = logging.LogRecord(logger, logging.WARNING, __file__, 1, message, tuple(arguments), None)
         assert logging.getLogger(logger).filters and logging.getLogger(logger).filter(record)

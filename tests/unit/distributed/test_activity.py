@@ -105,20 +105,11 @@ def test_a_long_phase_has_a_line_every_ten_seconds_and_at_its_end(total, unit, l
         assert capsys.readouterr() == ("".join(f"{line}\n" for line in said), "")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def count(rows: dict[str, list]) -> dict[str, list]:
-    return {"length": [len(text) for text in rows["text"]]}
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_tokenizing_reports_rows_of_all_processes(num_workers, capfd, monkeypatch):
     monkeypatch.setattr(module, "LINE_INTERVAL_S", 0)
     monkeypatch.setattr(prepare, "_ROWS_WORTH_SEVERAL_PROCESSES", 1)
-    rows = Dataset.from_dict({"text": ["a"] * 4001})
+    rows, count = Dataset.from_dict({"text": ["a"] * 4001}), lambda rows: {"length": [*map(len, rows["text"])]}
     assert sum(map(len, prepare.tokenize_rows(rows, count, "train", num_workers))) == 4001
     out, err = capfd.readouterr()
     numbers = [int(found.replace(",", "")) for found in re.findall(r"^tokenizing train rows: ([\d,]+) of 4,001 rows", out, re.M)]
@@ -153,8 +144,8 @@ def test_a_line_at_the_stated_steps_and_at_the_last_one(capsys, monkeypatch):
 
 
 def test_bars_of_steps_and_of_a_phase_on_a_terminal(monkeypatch, capsys):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
+    terminal.isatty = lambda: True
     monkeypatch.setenv("COLUMNS", "80")
     progress = Progress(num_steps=8, start_step=2, every_steps=1)
     for since in ("start_t", "last_print_t"):  # an evaluation of an hour came first

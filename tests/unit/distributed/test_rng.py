@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -97,16 +96,9 @@ NOTHING = Agreement(None, False)
 
 
 @pytest.fixture
-def terminal() -> Iterator[None]:
-    """As started in a terminal, whatever has started the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-def send(number: int) -> None:
-    """To this process; Python handles it before the next line."""
-    os.kill(os.getpid(), number)
+def terminal() -> None:
+    """As started in a terminal, whatever has started the tests; `own_signals` puts it back."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -115,7 +107,7 @@ def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number
     with StopRequests() as stops:
         assert all(signal.getsignal(number) not in before for number in SIGNALS)
         assert stops.agree() == NOTHING
-        send(number)
+        signal.raise_signal(number)
         assert stops.agree() == NOTHING, "read before it was exchanged: the ranks would not have had time to answer"
         assert stops.agree() == Agreement(number.name, False)
         assert stops.agree() == Agreement(number.name, False), "forgotten"
@@ -125,12 +117,12 @@ def test_signal_is_agreed_on_one_boundary_later_and_handlers_are_put_back(number
 def test_a_rank_that_nohup_started_survives_its_terminal_and_a_second_signal_only_changes_the_name(terminal):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequests() as stops:
-        send(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
         stops.agree(write_failed=True)
         assert stops.agree() == Agreement(None, True), "no signal, and a save that has failed"
         assert stops.agree() == NOTHING, "which is reported once"
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
-            send(number)
+            signal.raise_signal(number)
         stops.agree()
         assert stops.agree() == Agreement("SIGTERM", False)
 
@@ -169,7 +161,7 @@ def agree_often() -> list[Agreement]:
         for boundary in range(9):
             now = rank(), boundary
             if now in ((1, 3), (0, 5)):
-                send(signal.SIGUSR1 if rank() == 1 else signal.SIGTERM)
+                signal.raise_signal(signal.SIGUSR1 if rank() == 1 else signal.SIGTERM)
             agreements.append(stops.agree(write_failed=now == (0, 6), fingerprint=2**63 - 1 - (now == (1, 2))))
         stops.agree()  # its own collective is read too: none is under way when the group ends
         stops._read()

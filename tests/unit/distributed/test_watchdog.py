@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from toolkit.distributed import rank_status
-from toolkit.distributed.rank_status import Peers, Place, Verdict, _machine, explain, hang_file, late_ranks
+from toolkit.distributed.rank_status import Peers, Place, _machine, explain, hang_file, late_ranks
 from toolkit.distributed.watchdog import Watchdog
 
 WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})
@@ -85,50 +86,42 @@ def test_the_sentence(places, silent, sentence):
     assert any_name.endswith(r" Stacks are in runs/a\nb\udce9/hang-rank-*.txt.") and any_name.encode()
 
 
-class Bitten(Watchdog):
-    """One that notes its verdict instead of ending the process."""
-
-    def __init__(self, timeout_s: float, folder: Path) -> None:
-        super().__init__(timeout_s, folder)
-        self.bitten = threading.Event()
-        self.sentence = ""
-
-    def _end(self, verdict: Verdict) -> None:
-        self.sentence = verdict.sentence
-        self.bitten.set()
-
-
 @pytest.mark.parametrize(("enters_until", "counts_cpu", "bites_at"), [(20, False, 30), (1, False, 11), (1, True, 30)])
 def test_it_bites_once_nothing_moves_and_work_is_movement_only_in_a_phase_that_says_so(
     enters_until, counts_cpu, bites_at, tmp_path, monkeypatch
 ):
     """A host that waits for a GPU takes a whole core. This process works until the 20th look; ten of them are its patience."""
-    watchdog, look = Bitten(1.0, tmp_path), 0
+    watchdog, bites, look = Watchdog(1.0, tmp_path), Mock(), 0
 
     def wait(_: float) -> bool:
         nonlocal look
         look += 1
         if look <= enters_until:  # the same place again and again is progress: a micro-batch more
             watchdog.enter_phase("evaluation", 3, counts_cpu=counts_cpu)
-        return watchdog.bitten.is_set() or look > 99
+        return bites.called or look > 99
 
     clock = SimpleNamespace(monotonic=lambda: look / 10, thread_time=float, time_ns=int)
     monkeypatch.setattr("toolkit.distributed.watchdog.time", clock)
     activity = SimpleNamespace(restart=lambda _: None, has_worked=lambda _: look <= 20)
-    vars(watchdog).update(_rank=0, _world_size=1, _stopped=SimpleNamespace(wait=wait), _activity=activity)
+    stopped = SimpleNamespace(wait=wait)
+    vars(watchdog).update(_rank=0, _world_size=1, _stopped=stopped, _activity=activity, _end=bites)
     watchdog._keep_time()
     assert bites_at < look <= bites_at + 2
-    assert "rank 0 stopped moving: in step 3, evaluation, for 1 s, at " in watchdog.sentence
+    (verdict,) = bites.call_args.args
+    assert "rank 0 stopped moving: in step 3, evaluation, for 1 s, at " in verdict.sentence
 
 
 def test_after_its_end_it_is_quiet(tmp_path):
     before = threading.active_count()
-    with Bitten(0.3, tmp_path) as watchdog:
+    watchdog = Watchdog(0.3, tmp_path)
+    vars(watchdog)["_end"] = bites = Mock()
+    with watchdog:
         watchdog.enter_phase("update", 1)
     assert threading.active_count() == before
     watchdog.__exit__(None, None, None)
     watchdog.enter_phase("update", 2)
-    assert not watchdog.bitten.wait(0.6)
+    time.sleep(0.6)
+    assert not bites.called
     assert not hang_file(tmp_path, 0).exists()
 
 

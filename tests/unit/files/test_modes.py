@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub.file_download  # noqa: F401  (another user may not be able to import)
 import pytest
@@ -34,10 +34,9 @@ from toolkit.tools.checkpoints import show_checkpoints
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder that every user can enter; pytest's own are closed."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @contextlib.contextmanager
@@ -53,10 +52,6 @@ def another_user() -> Iterator[None]:
         os.seteuid(0)
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 @pytest.mark.parametrize(("umask", "usual"), [(0o002, "0o664"), (0o077, "0o600")])
 def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path, umask, usual):
     """All files of a run do: tests/faults/test_run_folders.py."""
@@ -68,16 +63,12 @@ def test_files_of_safetensors_get_the_mode_of_any_other_file(tmp_path, umask, us
         give_usual_mode(tmp_path)
     finally:
         os.umask(before)
-    assert oct(mode(file)) == usual
+    assert oct(stat.S_IMODE(file.stat().st_mode)) == usual
 
 
 def test_a_file_system_without_modes_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-
-    def refuse(path: Path, mode: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError))
     give_usual_mode(tmp_path)
 
 
@@ -105,13 +96,10 @@ def test_checkpoints_that_may_not_be_listed_are_not_none(shared):
     newest = make_checkpoint(shared, 6)
     folder = checkpoints_folder(shared)
     folder.chmod(0)
-    try:
-        with another_user():
-            assert refusal(found_folder, shared, "auto") == f"checkpoints: {folder} {DENIAL}"
-            assert refusal(found_folder, shared, str(newest)) == f"checkpoint.resume: {newest} {DENIAL}"
-            assert refusal(find_weights, str(newest)).endswith(DENIAL)
-    finally:
-        folder.chmod(0o755)
+    with another_user():
+        assert refusal(found_folder, shared, "auto") == f"checkpoints: {folder} {DENIAL}"
+        assert refusal(found_folder, shared, str(newest)) == f"checkpoint.resume: {newest} {DENIAL}"
+        assert refusal(find_weights, str(newest)).endswith(DENIAL)
 
 
 def test_an_export_that_may_not_be_read_is_not_said_to_be_absent(shared):
@@ -138,13 +126,9 @@ def test_a_token_cache_that_may_not_be_read_is_not_built_again(shared, closed):
     folder = shared / "cache" / "tokens"
     find_or_build("the token cache", folder, write_rows)
     folder.parent.chmod(0o777)
-    before = mode(folder / closed)
     (folder / closed).chmod(0)
-    try:
-        with another_user():
-            sentence = refusal(find_or_build, "the token cache", folder, write_rows)
-    finally:
-        (folder / closed).chmod(before)
+    with another_user():
+        sentence = refusal(find_or_build, "the token cache", folder, write_rows)
     assert sentence.startswith(f"data.cache_dir: {folder}") and "ask its owner, or" in sentence
 
 
@@ -159,7 +143,6 @@ def test_a_damaged_cache_of_another_user_is_one_sentence(shared):
     assert sentence.startswith(f"the cache {folder} is damaged and cannot be replaced ")
     assert ": ask its owner, or set data.cache_dir to a folder of" in sentence
     assert (folder / "train" / "data.arrow").read_text() == "test" and os.listdir(folder.parent) == ["a"]
-    folder.chmod(0o755)
 
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
