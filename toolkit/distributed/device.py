@@ -95,13 +95,11 @@ def cpu_has_bf16() -> bool:
 @contextlib.contextmanager
 def all_cores(device: torch.device) -> Iterator[None]:
     """On a node with GPUs, let torch use all cores of this process, while the other ranks wait. On a CPU, change nothing."""
-    num_threads = torch.get_num_threads()
-    if device.type != "cpu":
-        torch.set_num_threads(available_cores())
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        if device.type != "cpu":
+            torch.set_num_threads(available_cores())
         yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def synchronize(device: torch.device) -> None:

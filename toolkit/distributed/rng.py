@@ -34,11 +34,9 @@ def capture_random_state() -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
     """Restore this rank's random state on exit, even if a library draws at its import (nltk does, for ROUGE)."""
-    state = capture_random_state()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(_set, capture_random_state())
         yield
-    finally:
-        _set(state)
 
 
 def save_random_state(state: dict[str, torch.Tensor], folder: Path) -> str:

@@ -174,12 +174,10 @@ def cudnn_attention(allowed: bool) -> Iterator[None]:
     Blackwell) from cuDNN 9.15.1 on, so with wheels for CUDA 13 (`check_prefer_cudnn_attention` in torch's sdp_utils.cpp). It
     plans each new shape for 23 to 70 ms a direction (sglang-omni, flashinfer#5245), in a cache without bounds (pytorch#190388).
     """
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(allowed)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
         yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:

@@ -20,6 +20,7 @@ from toolkit.data.batch_plan import BatchPlan
 from toolkit.launch import accelerator, environment
 from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, connect_devices
 from toolkit.launch.environment import why_no_gpu
+from toolkit.launch.process_state import process_state_kept
 
 WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 ON_EVERY_RANK = ["--fsdp_cpu_ram_efficient_loading", "false"]
@@ -70,14 +71,11 @@ def on_gpus(monkeypatch) -> None:
 def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator(on_gpus, given, grow):
     """Set before the ranks connect, which is before any allocation; this machine's torch reads it back."""
     os.environ.update(given)
-    before = torch._C._accelerator_getAllocatorSettings()
-    try:
+    with process_state_kept():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         with pytest.raises(ConnectionAbortedError):
             build_accelerator()
         assert torch._C._accelerator_getAllocatorSettings() == f"expandable_segments:{grow}"
-    finally:
-        torch._C._accelerator_setAllocatorSettings(before)
 
 
 def test_products_of_fp32_stay_in_fp32_whoever_has_allowed_tf32():
