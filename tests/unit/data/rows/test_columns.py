@@ -179,23 +179,24 @@ def test_messages_with_a_prompt_of_their_own_or_in_both(row):
     assert (example.messages, example.rejected, example.first_trained) == ([USER, GOOD], [USER, BAD], 1)
 
 
-@pytest.mark.parametrize("prompt", [{}, {"prompt": "Why?"}, {"prompt": "Again?"}])
-def test_earlier_turns_a_system_turn_and_tools_are_the_prompt(prompt):
-    turns, others = [USER, GOOD, AGAIN], {"system": "Be brief.", "tools": [{"name": "look"}]}
-    row = {**prompt, "chosen": [*turns, GOOD], "rejected": [*turns, BAD], **others}
-    example = read(row, has_chat_template=False)
-    assert example.rejected == [SYSTEM, *turns, BAD] and example.tools == [{"name": "look"}]
-    assert example.trained_turns == [4]
+TURNS, TOOLS = [USER, GOOD, AGAIN], [{"name": "look"}]
 
 
-def test_an_answer_before_that_ends_the_prompt_does_not_count_beside_a_system_turn():
-    example = read({"system": "Be brief.", "prompt": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]})
-    assert (example.messages, example.trained_turns) == ([SYSTEM, USER, GOOD, GOOD], [3])
-
-
-def test_texts_beside_a_system_turn_are_chats():
-    example = read({"system": "Be brief.", "prompt": "Why?", "chosen": "So.", "rejected": "No."})
-    assert (example.messages, example.rejected) == ([SYSTEM, USER, GOOD], [SYSTEM, USER, BAD])
+@pytest.mark.parametrize(
+    ("row", "prompt", "has_chat_template"),
+    [
+        *(
+            ({**given, "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD], "tools": TOOLS}, TURNS, False)
+            for given in ({}, {"prompt": "Why?"}, {"prompt": "Again?"})
+        ),
+        ({"prompt": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]}, [USER, GOOD], True),  # which ends in an answer
+        ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, [USER], True),
+    ],
+)
+def test_earlier_turns_and_a_system_turn_are_the_prompt_beside_tools(row, prompt, has_chat_template):
+    example = read(row | {"system": "Be brief."}, has_chat_template=has_chat_template)
+    assert (example.messages, example.rejected) == ([SYSTEM, *prompt, GOOD], [SYSTEM, *prompt, BAD])
+    assert (example.trained_turns, example.tools) == ([len(prompt) + 1], row.get("tools"))
 
 
 @pytest.mark.parametrize(

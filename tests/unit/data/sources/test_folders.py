@@ -50,11 +50,8 @@ def test_the_files_of_a_split_and_those_left_out_are_named():
     assert texts() == ["train-0.json", "train-1.jsonl"]
     left_out = "; left out: more.jsonl, notes.txt, test-0.jsonl (split test), .hidden.jsonl"
     assert load().readings[0] == f"data: split train is train-0.json, train-1.jsonl{left_out}"
-    assert (
-        load(hub_split="test")
-        .readings[0]
-        .startswith("data: split test is test-0.jsonl; left out: more.jsonl, notes.txt, train-0")
-    )
+    of_test = load(hub_split="test").readings[0]
+    assert of_test.startswith("data: split test is test-0.jsonl; left out: more.jsonl, notes.txt, train-0")
     for name in ("a\x1b]0;.csv", ".b\nc"):
         write(f"escaped/{name}")
     assert load("escaped").readings[0] == r"escaped: split train is a\x1b]0;.csv; left out: .b\nc"
