@@ -155,8 +155,6 @@ def test_ranks_get_balanced_tokens():
 
 
 def test_a_rank_without_rows_stays_in_step_and_does_not_count():
-    plan = build_plan(world_size=8, micro_batch_size_rows=4)
-    assert len(steps_of(plan)[-1].rows) == 11
     train = TrainConfig(global_batch_size_rows=2, micro_batch_size_rows=1)
     few = BatchPlan(np.array([5, 3, 9]), np.array([1, 2, 3]), train, world_size=2)
     ranks = [few.micro_batches(few.step(2), rank) for rank in range(2)]
