@@ -22,9 +22,7 @@ from tests.support.workbench import FP32, RECIPE, Workbench
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500  # of a namespace, where nobody else is
-CHANGES = {
-    "model__dropout": 0, "checkpoint__every_steps": 2, "train__max_steps": 6, "train__micro_batch_size_rows": 2,
-}  # fmt: skip
+CHANGES = {"model__dropout": 0, "checkpoint__every_steps": 2, "train__max_steps": 6, "train__micro_batch_size_rows": 2}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -200,7 +199,6 @@ def test_answers_are_those_of_the_evaluation(llm_workbench, tmp_path, monkeypatc
 
 # --- The wheel.
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = [
     "--train.max_steps", "2", "--eval.every_steps", "2", "--eval.num_rows", "4", "--optim.warmup_steps", "0",
     "--eval.max_new_tokens", "4",
@@ -243,7 +241,8 @@ def bin_folder(wheel, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(bin_folder, tmp_path, monkeypatch) -> Command:
+def run(bin_folder, tmp_path, monkeypatch):
+    """A function that runs a command of that environment."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the other core has tests of its own
 
