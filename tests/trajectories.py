@@ -75,7 +75,9 @@ def main() -> None:
     given = arguments.parse_args()
     folder, chosen = given.folder.resolve(), {name: RUNS[name] for name in given.runs or RUNS}
     if given.action == "record":
-        _write_inputs(folder)
+        folder.mkdir(parents=True)
+        run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, tuple(FAMILIES.values())))
+        save_rows(folder)
         for name, told in _run(folder, folder / "recorded", chosen):
             (folder / f"{name}.json").write_text(json.dumps(told, indent=1))
         return
@@ -88,12 +90,6 @@ def main() -> None:
             print(f"{where}: {'; '.join(found) or 'equal'}", flush=True)
             differences += found
     sys.exit(bool(differences))
-
-
-def _write_inputs(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    run_on_ranks(build_model_folders, preset="single", overrides=FP32, args=(folder, tuple(FAMILIES.values())))
-    save_rows(folder)
 
 
 def _run(folder: Path, runs: Path, chosen: dict, *, resumed: bool = False) -> Iterator[tuple[str, dict]]:

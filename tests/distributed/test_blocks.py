@@ -190,10 +190,9 @@ def report_gathers(adapter: str, has_images: bool) -> tuple[list[str], list[str]
     if adapter == "lora":
         model = with_adapter(model, AdapterConfig(method="lora", target_modules=["q_proj"]))
     sharded = shard_model(accelerator, model)
-    of_fsdp = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    units = {name.replace("language_model.", ""): module for name, module in of_fsdp}
-    assert ("model.visual" in units) is has_images
-    groups = {name: module._get_fsdp_state()._fsdp_param_group for name, module in units.items()}
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    groups = {name.replace("language_model.", ""): module._get_fsdp_state()._fsdp_param_group for name, module in units}
+    assert ("model.visual" in groups) is has_images
     gathered, held, chunks = [], {}, []
     gather, head_forward = _fsdp_param_group.foreach_all_gather, model.lm_head.forward
 

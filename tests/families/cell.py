@@ -68,8 +68,7 @@ def plain_losses(family: str, folder: Path, run: Path, kind: str) -> list[float]
         rows = [load_json_lines(folder / name) for name in ("rows.jsonl", "held_out.jsonl")]
         adapter, how = run / "export", (FROZEN.get(family), LANGUAGES.get(family))
         found.write_text(json.dumps(train_plain(folder / "model", kind, *rows, adapter, *how)))
-    expected: list[float] = json.loads(found.read_text())
-    return expected
+    return json.loads(found.read_text())
 
 
 def train_lines(run: Path) -> list[dict]:

@@ -24,6 +24,10 @@ EXPERTS = {
 TITLES = EXPERTS | CAUSAL | ENCODER_DECODERS
 NUM_STEPS, LR, BETA1, BETA2, EPS = 3, 1e-2, 0.8, 0.9, 1e-6
 """With this eps no update comes of the rounding of gradients that should be 0, such as those of a key's bias."""
+OPTIM = {
+    "optim.lr": LR, "optim.beta1": BETA1, "optim.beta2": BETA2, "optim.eps": EPS, "optim.weight_decay": 0,
+    "optim.schedule": "constant", "optim.max_grad_norm": None,
+}  # fmt: skip
 FROZEN = {"led": "_global", "phimoe": "mlp.router"}
 """Part of the names of what a text's loss does not reach. Phi-MoE's routers train only where they draw experts at random."""
 SETTINGS = {

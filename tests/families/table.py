@@ -15,18 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.families.cell import run_cell
-from tests.families.families import (
-    BETA1,
-    BETA2,
-    ENCODER_DECODERS,
-    EPS,
-    FROZEN,
-    LR,
-    NUM_STEPS,
-    SETTINGS,
-    TITLES,
-    save_model,
-)
+from tests.families.families import ENCODER_DECODERS, FROZEN, NUM_STEPS, OPTIM, SETTINGS, TITLES, save_model
 from tests.families.page import PACKED, REASONS, REFUSED, YES, is_known, render
 from tests.support.launch import REPOSITORY, TIMEOUT_S, run_on_ranks, start_on_ranks
 from tests.support.model_folders import LANGUAGES, make_rows, save_jsonl
@@ -162,17 +151,11 @@ def settings_of(folder: Path, family: str, cell: str, *, is_causal: bool) -> dic
         "train.max_steps": NUM_STEPS,
         "train.global_batch_size_rows": NUM_ROWS,
         "train.micro_batch_size_rows": 2,
-        "optim.lr": LR,
-        "optim.schedule": "constant",
-        "optim.beta1": BETA1,
-        "optim.beta2": BETA2,
-        "optim.eps": EPS,
-        "optim.weight_decay": 0,
-        "optim.max_grad_norm": None,
         "checkpoint.every_steps": NUM_STEPS - 1,
         "log_every_steps": 1,
         "run.output_dir": folder / "runs",
         "run.name": cell,
+        **OPTIM,
         **KINDS[kind],
         **SETTINGS.get(family, {}),
     }
