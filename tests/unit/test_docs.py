@@ -62,9 +62,8 @@ def test_commands_parse_and_what_is_named_exists(page):
     missing += [name for name in INLINE.findall(FENCE.sub("", text)) if not name_exists(name)]
     assert not missing + [link for link in LINK.findall(text) if not link_leads_somewhere(link, Path(page))]
     if page.startswith("docs/"):  # it says what it is for, and has a place in the site
-        assert (
-            re.match(r"# .*\n\n(Read|Use|Look)\b", text) and f'"{page.removesuffix(".md")}"' in Path("docs/conf.py").read_text()
-        )
+        assert re.match(r"# .*\n\n(Read|Use|Look)\b", text)
+        assert f'"{page.removesuffix(".md")}"' in Path("docs/conf.py").read_text()
 
 
 def test_readme_is_short_and_maps_every_folder():

@@ -74,9 +74,8 @@ def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_
     assert done.returncode != 0
     lines = done.stderr.split("\n")
     assert lines.count("error: a is 3: write 4") == 1, done.stderr
-    assert [line.split("(")[0].strip() for line in lines if line.startswith("  exitcode  :")] == ["exitcode  : 2"] * 2, (
-        done.stderr
-    )
+    exits = [line.split("(")[0].strip() for line in lines if line.startswith("  exitcode  :")]
+    assert exits == ["exitcode  : 2"] * 2, done.stderr
     assert "  traceback : error: a is 3: write 4" in lines[-4:], done.stderr
 
 

@@ -127,10 +127,10 @@ def test_hybrid_shards_of_fsdp1_need_all_gpus_of_a_machine_in_sight(monkeypatch,
 
 
 SINGLE = REPOSITORY / "accelerate_configs" / "single.yaml"
-GPU_PRESETS = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if "_cpu" not in path.stem)
+OF_GPUS = [path for path in sorted(SINGLE.parent.glob("*.yaml")) if "_cpu" not in path.stem and "single" not in path.stem]
 
 
-@pytest.mark.parametrize("path", [path for path in GPU_PRESETS if "single" not in path.stem], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OF_GPUS, ids=lambda path: path.stem)
 def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch, path):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
