@@ -75,10 +75,6 @@ def test_new_adapters_that_are_refused(bases, name, settings, sentence):
     assert sentence in refusal(adapted, bases / name, name, **settings)
 
 
-def without_tensor(end: str):
-    return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(end)}
-
-
 def with_tensor(name: str, *shape: int):
     return lambda tensors: tensors | {f"base_model.model.{name}": torch.zeros(shape)}
 
@@ -91,7 +87,7 @@ def with_tensor(name: str, *shape: int):
         ("llama", {"init_lora_weights": "pissa"}, {}, "began with init_lora_weights pissa, which changes"),
         ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
         ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model. Please check the "),
-        ("llama", {"weights": without_tensor("0.self_attn.q_proj.lora_B.weight")}, {},
+        ("llama", {"weights": lambda tensors: {n: t for n, t in tensors.items() if not n.endswith("q_proj.lora_B.weight")}}, {},
          f"does not fit {{base}}: it lacks {Q_PROJ}.lora_B.weight"),
         ("llama", {"weights": with_tensor("model.layers.5.mlp.up_proj.lora_A.weight", 1)}, {},
          "does not fit {base}: it also has model.layers.5.mlp.up_proj.lora_A.weight"),

@@ -15,6 +15,7 @@ from torch import nn
 from tests.families.kinds import tiny_config
 from tests.support.adapter_models import LLAMA_SIZES
 from tests.support.refusals import refusal
+from tests.support.tiny_models import build_causal
 from toolkit.models import tensor_reader
 from toolkit.models.freeze import aliases, hash_tensor
 from toolkit.models.safetensors_index import (
@@ -30,8 +31,6 @@ from toolkit.models.tensor_reader import TensorReader, fill_parameters, pieces, 
 from toolkit.models.weights import hash_frozen
 from toolkit.objectives.causal import Causal
 from toolkit.objectives.seq2seq import Seq2Seq
-
-SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
 def test_any_part_of_any_tensor_is_read(tmp_path):
@@ -71,7 +70,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 def test_one_file_is_taken_before_an_index(tmp_path):
     with pytest.raises(ShardedReadUnsupported, match=r"has no model.safetensors or model.safetensors.index.json"):
         find_weight_files(str(tmp_path), None)
-    model = hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES))
+    model = build_causal("gpt2")
     model.save_pretrained(tmp_path, max_shard_size="5kB")
     parts = find_weight_files(str(tmp_path), None)
     assert len(parts) > 2 and all(path.parent == tmp_path for path in parts)
@@ -82,7 +81,7 @@ def test_one_file_is_taken_before_an_index(tmp_path):
 
 
 def test_names_are_matched_as_transformers_does(tmp_path):
-    model = hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES))
+    model = build_causal("gpt2")
     tensors = {name.removeprefix("transformer."): p.detach() for name, p in model.named_parameters()}
     tensors["more"] = tensors.pop("wpe.weight")
     save_file(tensors, tmp_path / "model.safetensors")

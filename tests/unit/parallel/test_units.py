@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from tests.families.kinds import kind_on_meta
 from tests.support.adapter_models import with_adapter
 from tests.support.refusals import refusal
+from tests.support.seq2seq_families import build_model
 from tests.support.tiny_models import build_causal
 from toolkit.config.schema import AdapterConfig
 from toolkit.launch import environment
@@ -35,18 +35,8 @@ def fsdp_plugin(class_names: list[str] | None = None, min_num_params: int | None
     return SimpleNamespace(auto_wrap_policy=policy, fsdp_version=2, **named)
 
 
-def tiny_t5(tie_word_embeddings: bool = True) -> T5ForConditionalGeneration:
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=tie_word_embeddings))
-
-
-def tiny_llama(**settings) -> LlamaForCausalLM:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes | settings))
-
-
 def test_blocks_come_from_the_model_where_the_yaml_names_none_and_are_inferred_else():
-    t5 = tiny_t5()
+    t5 = build_model("t5")
     for classes in (t5._no_split_modules, []):
         t5._no_split_modules = classes
         blocks = find_blocks(fsdp_plugin(), t5)
@@ -66,19 +56,19 @@ A_UNIT = "and lm_head would be gathered once for each chunk of a rank's loss, of
 
 
 @pytest.mark.parametrize(
-    ("build", "class_names", "expected"),
+    ("family", "class_names", "expected"),
     [
-        (tiny_t5, ["T6Block"], r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"),
-        (tiny_llama, ["LlamaDecoderLayer", "Linear"], f"names Linear, {A_UNIT}"),
-        (tiny_llama, ["LlamaDecoderLayer", "LlamaForCausalLM"], "names LlamaForCausalLM, which is the full model"),
-        (lambda: tiny_t5(tie_word_embeddings=False), ["T5Block", "Linear"], A_UNIT),
+        ("t5", ["T6Block"], r"names T6Block, which is not in T5ForConditionalGeneration; .* T5Block"),
+        ("llama", ["LlamaDecoderLayer", "Linear"], f"names Linear, {A_UNIT}"),
+        ("llama", ["LlamaDecoderLayer", "LlamaForCausalLM"], "names LlamaForCausalLM, which is the full model"),
+        ("flan_t5", ["T5Block", "Linear"], A_UNIT),
         # What lies in the backbone is called alike on every rank.
-        (tiny_llama, ["LlamaAttention", "LlamaMLP", "Embedding"], 5),
-        (lambda: tiny_t5(tie_word_embeddings=False), ["T5Block", "T5LayerNorm"], 6),
+        ("llama", ["LlamaAttention", "LlamaMLP", "Embedding"], 5),
+        ("flan_t5", ["T5Block", "T5LayerNorm"], 6),
     ],
 )
-def test_classes_are_taken_whose_units_every_rank_calls_alike(build, class_names, expected):
-    plugin, model = fsdp_plugin(class_names), build()
+def test_classes_are_taken_whose_units_every_rank_calls_alike(family, class_names, expected):
+    plugin, model = fsdp_plugin(class_names), (build_causal if family == "llama" else build_model)(family)
     if isinstance(expected, int):
         assert len(find_blocks(plugin, model)) == expected
     else:
@@ -94,17 +84,17 @@ def test_units_that_part_a_weight_or_lie_in_a_recomputed_block_are_refused_befor
 
     sentence = "model.embed_tokens.weight and lm_head.weight are one tied weight, but lie in different"
     classes = ["LlamaDecoderLayer", "Embedding"]
-    assert sentence in refusal(check, tiny_llama(tie_word_embeddings=True), fsdp_plugin(classes), "none")
-    model, plugin = tiny_t5(), fsdp_plugin(min_num_params=500)
+    assert sentence in refusal(check, build_causal("llama", tie_word_embeddings=True), fsdp_plugin(classes), "none")
+    model, plugin = build_model("t5"), fsdp_plugin(min_num_params=2000)
     check(model, plugin, "full")
     sentence = "train.activation_checkpointing is selective, but encoder.block.0.layer.0.SelfAttention is a shard unit inside"
     assert refusal(check, model, plugin, "selective").startswith(sentence)
 
 
-@pytest.mark.parametrize("min_num_params", [1, 500, 1000, 1500, 2000, 5000])
+@pytest.mark.parametrize("min_num_params", [1, 2000, 4000, 6000, 8000, 20000])
 def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params):
-    """The embedding alone has 1024 parameters, and the encoder with it more than any size here."""
-    model, plugin = tiny_t5(), fsdp_plugin(min_num_params=min_num_params)
+    """The embedding alone has 8192 parameters, and the encoder with it more than any size here."""
+    model, plugin = build_model("t5"), fsdp_plugin(min_num_params=min_num_params)
     blocks = find_blocks(plugin, model)
     assert not {"shared", "lm_head", "encoder", "decoder", "encoder.embed_tokens", "decoder.embed_tokens"} & set(blocks)
     assert not any(isinstance(module, nn.ModuleList) for module in blocks.values())
@@ -113,7 +103,7 @@ def test_size_based_wrap_keeps_tied_weights_in_the_root(min_num_params):
     assert "shared.weight" in units[-1].parameter_names
     assert all(unit.num_parameters >= min_num_params for unit in units[:-1])
     assert sum(unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
-    assert bool(blocks) == (min_num_params < 5000)
+    assert bool(blocks) == (min_num_params < 20000)
     # An untied head is a unit whatever its size, and stays gathered between forward and backward.
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     assert "lm_head" not in find_blocks(plugin, model)
@@ -129,13 +119,13 @@ def test_size_based_wrap_goes_up_to_the_module_that_holds_all_of_a_tied_weight()
 
 
 def test_tied_weights_lie_in_the_root_and_untied_embedding_and_head_are_units_of_their_own():
-    llama, tied, plugin = tiny_llama(), tiny_llama(tie_word_embeddings=True), fsdp_plugin()
+    llama, tied, plugin = build_causal("llama"), build_causal("llama", tie_word_embeddings=True), fsdp_plugin()
     ends = find_ends(llama, blocks := find_blocks(plugin, llama))
     assert list(ends) == ["model.embed_tokens", "lm_head"]
     units = build_units(llama, blocks | ends)
     check_ties(llama, units)
     assert units[-1].parameter_names == ("model.norm.weight",)
-    t5 = tiny_t5()
+    t5 = build_model("t5")
     units = build_units(t5, find_blocks(plugin, t5))
     check_ties(t5, units)
     assert [name for name in units[-1].parameter_names if "embed" in name or "shared" in name] == ["shared.weight"]
@@ -168,7 +158,7 @@ def test_towers_that_texts_do_not_call_are_units_of_their_own_and_their_layers_a
     for named in ([], ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]):
         blocks = find_blocks(fsdp_plugin(named), model)
         assert sorted(blocks) == [*layers, "model.visual"]
-    assert find_towers(tiny_llama()) == find_towers(tiny_t5()) == find_towers(nn.Linear(1, 1)) == {}
+    assert find_towers(build_causal("llama")) == find_towers(build_model("t5")) == find_towers(nn.Linear(1, 1)) == {}
 
 
 def test_offloaded_shards_are_gathered_on_the_device():
@@ -193,14 +183,14 @@ def test_offloaded_shards_are_gathered_on_the_device():
     assert found == {"weight": ("meta", (4, 4)), "bias": ("meta", (4,))}
 
 
-NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
+NARROW = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def test_linears_of_blocks_are_chosen_but_for_the_first_frozen_ones_and_those_of_other_sizes():
     def choose(model, num_shards: int = 2) -> dict:
         return float8.choose_linears(model, repeated_blocks(model), num_shards=num_shards)
 
-    model = tiny_llama(**NARROW)
+    model = build_causal("llama", **NARROW)
     chosen = choose(model)
     assert len(chosen) == 2 * 7 - 1 and "model.layers.0.self_attn.q_proj" not in chosen and "lm_head" not in chosen
     assert all(model.get_submodule(name) is linear for name, linear in chosen.items())
@@ -209,9 +199,9 @@ def test_linears_of_blocks_are_chosen_but_for_the_first_frozen_ones_and_those_of
     assert len(chosen) == 7 and all(name.startswith("model.layers.1.") for name in chosen)
     # 48 rows over 32 ranks, 16 rows of the one key head over 32: neither is shared equally.
     assert sorted(name.rpartition(".")[2] for name in choose(model, 32)) == ["down_proj", "o_proj", "q_proj"]
-    said = refusal(choose, tiny_llama(**NARROW | {"hidden_size": 24}))
+    said = refusal(choose, build_causal("llama", **NARROW | {"hidden_size": 24}))
     assert "none of the 15 Linears of LlamaForCausalLM can be converted: " in said and "of sizes that 16 divides" in said
-    said = refusal(choose, with_adapter(tiny_llama(**NARROW), AdapterConfig(method="lora")))
+    said = refusal(choose, with_adapter(build_causal("llama", **NARROW), AdapterConfig(method="lora")))
     assert said.startswith("mixed_precision is fp8, and an adapter's frozen base ") and "adapter.method none" in said
 
 
