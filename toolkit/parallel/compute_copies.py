@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models.freeze import FEW_TOKENS, meta_inputs
 from toolkit.models.patches.experts import experts_by_token
+from toolkit.models.patches.masks import silence_padding
 from toolkit.parallel.units import repeated_blocks
 from toolkit.private import private
 
@@ -119,6 +120,7 @@ def mixes_dtypes(skeleton: PreTrainedModel, dtype: torch.dtype) -> bool:
         own = dtype if parameter.is_floating_point() else parameter.dtype
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=own, device="meta"), requires_grad=False)
     probe: Any = copy.deepcopy(skeleton, memo)
+    silence_padding(probe)
     for block in repeated_blocks(probe).values():
         block.register_forward_pre_hook(functools.partial(cast_inputs, dtype), with_kwargs=True)
     with contextlib.suppress(Exception), torch.no_grad(), experts_by_token(probe), _Products() as products:

@@ -81,7 +81,7 @@ def install(model: PreTrainedModel) -> None:
             return forward(*args, **inputs)
 
     model.forward = forward_with_known_masks
-    _silence_padding(model)
+    silence_padding(model)
 
 
 def choose_packing(config: ConfigT, model: PreTrainedModel, *, is_one_graph: bool = False) -> ConfigT:
@@ -105,7 +105,7 @@ def choose_packing(config: ConfigT, model: PreTrainedModel, *, is_one_graph: boo
         packing = False
     has_attention = bool(called - {RECURRENT}) or not is_recurrent
     if packing and has_attention and not is_flash:  # flash attention gets the documents' lengths
-        _silence_padding(model)
+        silence_padding(model)
         tokens_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         given = _positions_given(_names_of_forward(model), tokens_BT)
         with known_masks(is_packed=True, documents=None) as asked, given, contextlib.suppress(Exception), experts_by_token(model):
@@ -228,7 +228,7 @@ def _positions_given(names: dict[str, Any], position_ids: torch.Tensor | None) -
         names.update(own)
 
 
-def _silence_padding(model: PreTrainedModel) -> None:
+def silence_padding(model: PreTrainedModel) -> None:
     """GPT-2 and BERT look for padding ids where they get no mask, to warn. Here padding comes last."""
     name = "warn_if_padding_and_no_attention_mask"
     private(name)
