@@ -7,13 +7,29 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.integrations.moe import _grouped_mm
 
 from tests.distributed.test_float8_training import BF16, PRESET, check_run, check_step, take_step
+from tests.distributed.test_host_reads import READS_OF_TRANSFORMERS, build_run, take_two_steps
 from tests.distributed.test_weights import COMPARED, HYBRID_CASES, build_folders, load_both_ways
 from tests.gpu.conftest import needs_gpus
 from tests.support.launch import run_on_ranks
-from tests.support.small_run import train_and_record_gradients
+from tests.support.small_run import T5_CONFIG, train_and_record_gradients
+from tests.support.tiny_models import build_rows
+from tests.unit.models.patches.test_documents import LENGTHS, build
 from toolkit.checkpoint.save import HostCopier
+from toolkit.config.schema import OptimConfig
+from toolkit.data.collate import CausalCollator, move_to
+from toolkit.distributed.comm import build_group, control_group
+from toolkit.launch.accelerator import build_accelerator
+from toolkit.models.patches.chunked_loss import summed_loss
+from toolkit.models.patches.documents import BY_DOCUMENT
+from toolkit.models.quantized import choose_kernel, dequantize, find_scales, quantize
+from toolkit.parallel.units import local_tensor
+from toolkit.parallel.wrap import shard_model
+from toolkit.training.optim import build_optimizer
 
 GPU = torch.device("cuda", 0)
 
@@ -45,8 +61,6 @@ def test_experts_without_tokens_get_gradients_of_zeros(dtype):
 
     The allocator gives memory again that held NaN: a kernel that writes nothing for an empty group would leave it there.
     """
-    from transformers.integrations.moe import _grouped_mm
-
     torch.manual_seed(0)
     tokens = [0, 5, 0, 0, 11, 16, 0, 0]
     weights = torch.randn(len(tokens), 64, 128, device=GPU, dtype=dtype, requires_grad=True)
@@ -66,9 +80,6 @@ def test_experts_without_tokens_get_gradients_of_zeros(dtype):
 @needs_gpus(1)
 def test_an_update_is_left_out_on_the_gpu():
     """`found_inf` of 1 changes no weight, moment or step count; of 0 it changes all; the host waits for none of it."""
-    from toolkit.config.schema import OptimConfig
-    from toolkit.training.optim import build_optimizer
-
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8).to(GPU)
     optimizer = build_optimizer(OptimConfig(lr=0.1), model)
@@ -91,8 +102,6 @@ def test_an_update_is_left_out_on_the_gpu():
 @needs_gpus(1)
 def test_nf4_is_dequantized_as_on_a_cpu():
     """By bitsandbytes' kernel, if it is installed."""
-    from toolkit.models.quantized import choose_kernel, dequantize, find_scales, quantize
-
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 96).unsqueeze(1)
     codes, scales = quantize(weight, "nf4"), find_scales(weight)
     choose_kernel(GPU)
@@ -112,17 +121,8 @@ def test_gradients_go_over_nccl_and_decisions_over_gloo(preset):
 
 def report_backends() -> dict:
     """On every rank: backends of its groups, its device, a sum over it, and whether its parameters lie in pinned host memory."""
-    import torch.distributed as dist
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    from tests.support.small_run import T5_CONFIG
-    from toolkit.distributed.comm import build_group, control_group, rank
-    from toolkit.launch.accelerator import build_accelerator
-    from toolkit.parallel.units import local_tensor
-    from toolkit.parallel.wrap import shard_model
-
     accelerator = build_accelerator()
-    total = torch.full((), rank() + 1.0, device=accelerator.device)
+    total = torch.full((), dist.get_rank() + 1.0, device=accelerator.device)
     dist.all_reduce(total)
     sharded = shard_model(accelerator, T5ForConditionalGeneration(T5Config(**T5_CONFIG)))
     return {
@@ -139,12 +139,6 @@ def report_backends() -> dict:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
 def test_the_varlen_kernel_computes_what_a_dense_mask_does(family):
     """In bf16, with grouped queries, and with windows shorter than the documents."""
-    from tests.support.tiny_models import build_rows
-    from tests.unit.models.patches.test_documents import LENGTHS, build
-    from toolkit.data.collate import CausalCollator, move_to
-    from toolkit.models.patches.chunked_loss import summed_loss
-    from toolkit.models.patches.documents import BY_DOCUMENT
-
     found = []
     rows = build_rows(LENGTHS)
     for attention in ("sdpa", BY_DOCUMENT):
@@ -177,9 +171,6 @@ def test_a_sharded_step_waits_only_for_offloaded_gradients(preset, waits, tmp_pa
 
 
 def take_steps_without_waiting(folder: Path, waits: set[str] | None = None) -> None:
-    from tests.distributed.test_host_reads import READS_OF_TRANSFORMERS, build_run, take_two_steps
-    from toolkit.launch.accelerator import build_accelerator
-
     accelerator = build_accelerator()
     for model in READS_OF_TRANSFORMERS:
         take_two_steps(build_run(model, accelerator, folder), (contextlib.nullcontext(), no_waiting(waits or set())))
