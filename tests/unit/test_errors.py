@@ -14,8 +14,6 @@ import pytest
 from tests.support.launch import REPOSITORY
 from toolkit.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, as_user_error, exit_on_user_error, refused
 
-LAUNCHED = ["-m", "accelerate.commands.launch", "--config_file", f"{REPOSITORY}/accelerate_configs/ddp_cpu.yaml"]
-
 
 def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
@@ -70,7 +68,8 @@ def test_under_the_real_launcher_each_rank_ends_with_2_and_the_last_lines_carry_
         "    time.sleep(9 if os.environ['LOCAL_RANK'] == '0' else 0)\n"
         "    raise UserError('a is 3: write 4')\n"
     )
-    done = run_python(*LAUNCHED, str(script))
+    preset = f"{REPOSITORY}/accelerate_configs/ddp_cpu.yaml"
+    done = run_python("-m", "accelerate.commands.launch", "--config_file", preset, str(script))
     assert done.returncode != 0
     lines = done.stderr.split("\n")
     assert lines.count("error: a is 3: write 4") == 1, done.stderr

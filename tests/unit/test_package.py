@@ -148,12 +148,12 @@ def test_every_private_name_is_listed_and_every_listed_one_used():
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in TOOLKIT.rglob("*.py") if path not in LISTS}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     texts = {node.value for _, node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    written = {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    assert not ALL.keys() - texts - written, "listed, but used nowhere"
+    stored = [node for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    assert not ALL.keys() - texts - {node.attr for node in stored}, "listed, but used nowhere"
 
     own = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {node.id for _, node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and _is_of_self(node) and node.attr not in ALL}
+    own |= {node.attr for node in stored if ast.unparse(node.value) == "self" and node.attr not in ALL}
     own |= {str(node.args[1].value) for _, node in nodes if _is_call_of("setattr", node)}
     places = {part for place, _ in ALL.values() for part in place.split(".")}
     unlisted = [
@@ -163,10 +163,6 @@ def test_every_private_name_is_listed_and_every_listed_one_used():
         if name not in own | places | OF_PYTHON
     ]
     assert not unlisted, unlisted
-
-
-def _is_of_self(node: ast.Attribute) -> bool:
-    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def _is_call_of(function: str, node) -> bool:

@@ -22,8 +22,6 @@ from toolkit.distributed.watchdog import Watchdog
 WAITS = Place("forward and backward", 4, 31.2, "loop.py:9 in train_step", {"0/cpu": 12, "1/cpu": 3})
 LATE = replace(WAITS, line="rows.py:7 in read", num_collectives={"0/cpu": 11, "1/cpu": 3})
 IN_READ = "in step 4, forward and backward, for 31 s, at rows.py:7 in read"
-START = "error: no progress for 30 s (run.timeout_s): "
-END = ". Stacks are in runs/a/hang-rank-*.txt."
 
 
 def place(step: int | None = 4, **num_collectives: int) -> Place:
@@ -81,7 +79,8 @@ def test_late_ranks(places, late):
     ],
 )  # fmt: skip
 def test_the_sentence(places, silent, sentence):
-    assert explain(places, silent, 30, Path("runs/a")) == f"{START}{sentence}{END}"
+    said = f"error: no progress for 30 s (run.timeout_s): {sentence}. Stacks are in runs/a/hang-rank-*.txt."
+    assert explain(places, silent, 30, Path("runs/a")) == said
     any_name = explain(places, silent, 30, Path("runs/a\nb\udce9"))
     assert any_name.endswith(r" Stacks are in runs/a\nb\udce9/hang-rank-*.txt.") and any_name.encode()
 

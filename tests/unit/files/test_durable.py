@@ -23,11 +23,9 @@ from toolkit.files.durable import fsync_path, fsync_tree, written_beside
 from toolkit.files.json_lines import encode_json_line, load_json_lines, read_json_lines, save_json_lines
 from toolkit.files.lock import holds_lock, release_lock, take_lock
 
-EVERY_CHARACTER = [chr(i) for i in range(sys.maxunicode + 1)]
-
 
 def test_every_character_comes_back_and_no_reader_splits_a_line(tmp_path):
-    text = "".join(reversed(EVERY_CHARACTER))  # half surrogates too, of which no two make a pair
+    text = "".join(map(chr, reversed(range(sys.maxunicode + 1))))  # half surrogates too, of which no two make a pair
     path = tmp_path / "rows.jsonl"
     save_json_lines(path, [{text: text}, text])
     assert load_json_lines(path) == [{text: text}, text]

@@ -55,7 +55,6 @@ def mesh(**sizes: int) -> dict:
 
 ON_CPU = {"use_cpu": True}
 ONE = {"distributed_type": "NO", "num_processes": 1}
-ONLY_FSDP2 = "works with distributed_type FSDP and fsdp_version 2 only"
 BROKEN = {
     # unknown keys
     "unknown key num_proceses: did you mean num_processes?": ddp(num_proceses=2),
@@ -128,7 +127,7 @@ BROKEN = {
     | {"num_processes": 4}
     | mesh(dp_replicate_size=4),
     "dp_shard_size -2: their product must be": fsdp2() | {"num_processes": 4} | mesh(dp_replicate_size=-2, dp_shard_size=-2),
-    ONLY_FSDP2: fsdp1() | mesh(dp_shard_size=2),
+    "works with distributed_type FSDP and fsdp_version 2 only": fsdp1() | mesh(dp_shard_size=2),
 }
 
 
