@@ -1,6 +1,7 @@
 """Which parameters are frozen, in what dtype they are stored, and a class or a built model that Python code gives to a run."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 from transformers import YoutuForCausalLM
 
 from tests.families.kinds import kind_on_meta, tiny_config
-from tests.support.model_folders import FAMILIES, build_model_folders
+from tests.support.model_folders import build_model_folders
 from tests.support.own_models import own_class as make_class
 from tests.support.refusals import refusal
+from tests.support.seq2seq_families import build_model
 from toolkit.config.schema import ModelConfig
 from toolkit.models.config import load_model_config
 from toolkit.models.freeze import cast_frozen, freeze, freeze_as
@@ -93,9 +95,7 @@ def folder(tmp_path_factory) -> str:
     return str(build_model_folders(tmp_path_factory.mktemp("models"), ["t5"])["t5"])
 
 
-def build(seed: int = 0):
-    torch.manual_seed(seed)
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=256, **FAMILIES["t5"][1]))
+built_t5 = partial(build_model, "t5")
 
 
 def test_a_class_is_loaded_for_its_kind_of_config_until_the_run_ends(folder):
@@ -113,13 +113,13 @@ def test_what_fits_neither_the_task_nor_the_config_is_refused(folder):
         (torch.nn.Linear(2, 2), {}, Seq2Seq(), "model is a Linear, not an encoder-decoder"),
         (transformers.T5EncoderModel, {}, Seq2Seq(), "model is a T5EncoderModel, not an encoder-decoder"),
         (transformers.LlamaForCausalLM, {}, Seq2Seq(), "model is a LlamaForCausalLM, not an encoder-decoder"),
-        (build(), {}, Causal(), "model is a T5ForConditionalGeneration, not a causal language model"),
+        (built_t5(), {}, Causal(), "model is a T5ForConditionalGeneration, not a causal language model"),
         (transformers.BartForConditionalGeneration, {}, Seq2Seq(),
          f"model is a BartForConditionalGeneration, for bart models, but model.name_or_path {folder} is a t5 model: "),
-        (build(), {"from_scratch": True}, Seq2Seq(), "model is built, and model.from_scratch asks for other weights: "),
-        (build(), {"init_from": "runs/first"}, Seq2Seq(), "model is built, and model.init_from asks for other weights: "),
+        (built_t5(), {"from_scratch": True}, Seq2Seq(), "model is built, and model.from_scratch asks for other weights: "),
+        (built_t5(), {"init_from": "runs/first"}, Seq2Seq(), "model is built, and model.init_from asks for other weights: "),
         *((given, {"train_tokenizer": True, **more}, Seq2Seq(), "model.train_tokenizer is true, which is for a model built ")
-          for given, more in ((None, {}), (transformers.T5ForConditionalGeneration, {}), (build(), {"tokenizer": "other"}),
+          for given, more in ((None, {}), (transformers.T5ForConditionalGeneration, {}), (built_t5(), {"tokenizer": "other"}),
                               (None, {"from_scratch": True, "init_from": "runs/first"}))),
     ]  # fmt: skip
     for given, changes, task, sentence in mistakes:
@@ -131,17 +131,18 @@ def test_a_built_model_becomes_a_folder_named_by_its_contents_and_its_tokenizer(
     base = Path(shutil.copytree(folder, tmp_path / "base"))
     config, tokenizer_of = ModelConfig(name_or_path=str(base), revision="main"), transformers.AutoTokenizer.from_pretrained
 
-    def save(config: ModelConfig, seed: int = 0) -> ModelConfig:
-        return save_built(build(seed), config, tmp_path)
+    def save(config: ModelConfig, model=None) -> ModelConfig:
+        return save_built(model or built_t5(), config, tmp_path)
 
     saved = save(config)
     assert saved.revision is None and Path(saved.name_or_path).parent == tmp_path / "models"
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved.name_or_path)
-    expected = build().state_dict()
+    expected = built_t5().state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     tokenizer = tokenizer_of(base)
     assert tokenizer("alpha beta").input_ids == tokenizer_of(saved.name_or_path)("alpha beta").input_ids
-    assert save(config) == saved != save(config, seed=1)
+    torch.nn.init.ones_((other := built_t5()).shared.weight)
+    assert save(config) == saved != save(config, other)
     # Of a base whose tokenizer has changed.
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(base)
@@ -153,7 +154,7 @@ def test_a_built_model_becomes_a_folder_named_by_its_contents_and_its_tokenizer(
     for file in (*base.glob("tokenizer*"), *base.glob("chat*")):
         file.unlink()
     asked = ModelConfig(name_or_path=str(base), train_tokenizer=True)
-    with own_class(build(), asked, Seq2Seq()):
+    with own_class(built_t5(), asked, Seq2Seq()):
         trained = save(asked)
     assert trained.train_tokenizer and not list(Path(trained.name_or_path).glob("tokenizer*"))
     assert "could not be read (T5Tokenizer finds no vocabulary); its files are config.json, " in refusal(save, config)
@@ -162,18 +163,18 @@ def test_a_built_model_becomes_a_folder_named_by_its_contents_and_its_tokenizer(
 
 
 def test_what_a_folder_would_not_bring_back_is_refused(folder, tmp_path):
-    model = build()
+    model = built_t5()
     model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
     sentence = refusal(save_built, model, ModelConfig(name_or_path=folder), tmp_path)
     assert sentence.startswith("model has modules that T5ForConditionalGeneration does not build from its config: ")
-    frozen = build()
+    frozen = built_t5()
     frozen.shared.weight.requires_grad_(False)
     sentence = refusal(save_built, frozen, ModelConfig(name_or_path=folder), tmp_path)
     assert sentence.startswith("model has frozen shared.weight, which a run does not see: name what is frozen in ")
 
 
 def test_a_model_with_a_scalar_parameter_grows(folder):
-    model = build().to("meta")
+    model = built_t5().to("meta")
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     grown = grow_vocabulary(model, ModelConfig(name_or_path=folder, add_tokens=[f"<|{n}|>" for n in range(256)]))
     assert "shared.weight" in grown and "scale" not in grown

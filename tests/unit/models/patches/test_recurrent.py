@@ -190,7 +190,7 @@ def test_the_kernel_has_the_values_and_gradients_of_transformers(kind):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
-def test_other_code_stays_and_the_planner_keeps_what_the_kernel_keeps():
+def test_other_code_stays_and_the_planner_keeps_what_the_kernel_keeps(monkeypatch):
     other = Gemma2RMSNorm(8)  # multiplies by 1 + weight
     fused.install(other)
     assert "forward" not in vars(other)
@@ -203,9 +203,7 @@ def test_other_code_stays_and_the_planner_keeps_what_the_kernel_keeps():
         (torch.bfloat16, (2, 3, 8)), (torch.bfloat16, (8,)), (torch.float32, (2, 3, 1))
     ]  # fmt: skip
     assert hidden.grad is not None and norm.weight.grad is not None
-
-
-def test_without_the_source_of_transformers_every_module_stays(monkeypatch):
+    # Without the source of transformers no code is known.
     monkeypatch.setattr(fused, "_code", lambda kind: "")
-    fused.install(model := torch.nn.Sequential(LlamaRMSNorm(8), torch.nn.Linear(8, 8)))
-    assert not any("forward" in vars(module) for module in model.modules())
+    fused.install(unknown := LlamaRMSNorm(8))
+    assert "forward" not in vars(unknown)
