@@ -55,7 +55,8 @@ def check_metric(
             raise UserError(f"eval.higher_is_better is {given}, but of {metric} the other value is better: leave it out")
     elif metric not in known and metric.split("/")[0] not in own:
         choice = [*known, *(f"{name}/…" for name in own), *(f"{name}/loss" for name in sets)]
-        raise UserError(f"eval.best_metric is {config.best_metric}: choose one of {', '.join(choice)}")
+        remedy = "set eval.generate true, or choose" if metric in TEXT_METRICS else "choose"
+        raise UserError(f"eval.best_metric is {config.best_metric}: {remedy} one of {', '.join(choice)}")
     elif higher is None:
         remedy = "also say which value is better, by eval.higher_is_better true or false"
         raise UserError(f"eval.best_metric is {config.best_metric}: {remedy}")
