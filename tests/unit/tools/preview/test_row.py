@@ -23,7 +23,7 @@ from toolkit.objectives.causal import Causal
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.preference import PairCollator, Preference, Seq2SeqPreference, SourcePairCollator
 from toolkit.objectives.seq2seq import Seq2Seq
-from toolkit.tools.preview.row import RowView, Token, Tokens, find_cut_row, token_texts, view_row
+from toolkit.tools.preview.row import RowView, Token, Tokens, token_texts, view_row
 from toolkit.tools.preview.step import CONTEXT, LOSS, LOST, PADDING, StepView, view_step
 from toolkit.tools.preview.summary import _count as count
 
@@ -53,11 +53,6 @@ def kinds(tokens: list[Token]) -> list[tuple[str, str]]:
     return [(kind, "".join(texts)) for kind, texts in Tokens(tokens).by_kind()]
 
 
-def uses(row: RowView) -> list[str]:
-    """What each turn is for."""
-    return [turn.split(", ", maxsplit=1)[1] for turn in row.turns]
-
-
 @pytest.mark.parametrize("kind", EXACT_KINDS)
 def test_the_tokens_spell_what_they_decode_to(kind):
     tokenizer = EXACT_KINDS[kind]()
@@ -72,49 +67,27 @@ def test_the_tokens_spell_what_they_decode_to(kind):
         assert spelt.endswith(decoded.removeprefix("<s>")) or "<s>" in text
 
 
-def test_a_chat_has_its_turns_and_what_was_cut_from_each(tmp_path):
-    chat = say("hello there", "it is four", "thanks", "welcome", system="be brief")
-    whole = Rows(tmp_path, [{"messages": chat}], True).view(0)
-    assert whole.turns == [
-        "system: 8 characters, context",
-        "user: 11 characters, context",
-        "assistant: 10 characters, 4 tokens count",
-        "user: 6 characters, context",
-        "assistant: 7 characters, 2 tokens count",
-    ]
-    (side,) = whole.sides
-    assert side.num_lost == 0 and side.text.endswith("<|im_start|>assistant\nwelcome<|im_end|>\n")
-    assert [text for kind, text in kinds(side.tokens) if kind == LOSS] == ["it is four<|im_end|>", "welcome<|im_end|>"]
-    assert "".join(text for _, text in kinds(side.tokens)) == side.text
-    # Cut within the first answer.
-    limit = side.num_tokens - 14
-    cut = Rows(tmp_path, [{"messages": chat}], True, max_length_tokens=limit)
-    row = cut.view(0)
-    (side,) = row.sides
-    off = "the others are cut off"
-    assert uses(row)[2::2] == [f"3 of 4 tokens count, {off}", f"0 of 2 tokens count, {off}"]
-    assert (side.num_tokens, side.num_lost, side.limit) == (limit, 14, limit)
-    assert kinds(side.tokens)[1:] == [
-        (LOSS, "it is four"),
-        (LOST, "<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nwelcome<|im_end|>\n"),
-    ]
-    found = find_cut_row(built_in(cut.config.objective), cut.rows, cut.config, cut.model)
-    assert found.row_id == 0
-
-
-def test_turns_that_do_not_count_are_named(tmp_path):
-    first, last = say("hello there", "it is four", "thanks", "welcome"), say("hello there", "it is four")
-    first[1]["weight"] = 0
-    of_prompt = {"prompt": say("hello there", "it is four", "thanks"), "completion": first[3:]}
-    pair = {"chosen": last, "rejected": say("hello there", "welcome")}
+def test_each_turn_says_why_it_does_not_count_or_what_it_has_lost(tmp_path):
+    """Weights of 0, and chats that are whole or cut between turns, are in the golden texts."""
+    last, off = say("hello there", "it is four"), "the others are cut off"
+    chat = [*last, *say("thanks", "welcome")]
     rows = [
-        (pair, {}, ["context", "4 tokens count"]),
-        ({"messages": first}, {}, ["context", "context, as its weight is 0", "context", "2 tokens count"]),
-        (of_prompt, {}, ["context", "context, as a part of the prompt", "context", "2 tokens count"]),
+        ({"chosen": last, "rejected": say("hello there", "welcome")}, {}, ["context", "4 tokens count"]),
+        (
+            {"prompt": chat[:3], "completion": chat[3:]},
+            {},
+            ["context", "context, as a part of the prompt", "context", "2 tokens count"],
+        ),
         ({"messages": last}, {"loss_on": "all"}, ["counts, as data.loss_on is all"] * 2),
+        (
+            {"messages": chat},
+            {"max_length_tokens": 13},
+            ["context", f"3 of 4 tokens count, {off}", "context", f"0 of 2 tokens count, {off}"],
+        ),
     ]
     for row, settings, expected in rows:
-        assert uses(Rows(tmp_path, [row], True, **settings).view(0)) == expected
+        shown = Rows(tmp_path, [row], True, **settings).view(0)
+        assert [turn.split(", ", maxsplit=1)[1] for turn in shown.turns] == expected
 
 
 def test_an_encoder_decoders_sides_keep_their_end_token_after_a_cut(tmp_path):
@@ -188,50 +161,52 @@ def test_every_row_is_in_one_pack(num_processes, pack_length, one_row):
     else:
         assert all(len(of_one) == 1 for of_one in widths.values()) and step.num_tensor_rows == len(step.packs)
     assert all(pack is step.find_pack(row) for pack in step.packs for row in pack.row_ids) and step.find_pack(9) is None
-
-
-def test_a_rank_without_rows_is_padding():
-    step = view(Causal(), causal_rows(), CausalCollator(0), 3)
-    # Two micro-batches of two rows on three ranks: seven rows leave two ranks without one in the second.
-    assert step.num_micro_batches == 2 and len(step.packs) == 7
+    # A rank without rows gets the step's first one, which is padding.
+    num_empty = step.num_micro_batches * num_processes - len(widths)
     drawn = sum(num for pack in step.packs for _, num in pack.parts)
-    filler = LENGTHS[step.plan.step(1).rows[0]]
-    assert sum(step.positions.values()) == drawn + 2 * filler
+    assert sum(step.positions.values()) == drawn + num_empty * LENGTHS[step.plan.step(1).rows[0]]
+    if (num_processes, pack_length) == (3, None):
+        assert (num_empty, step.num_micro_batches) == (2, 2), "seven rows, two of a micro-batch on each rank"
 
 
-def test_an_encoder_decoder_pads_sources_and_targets():
-    num_labels = list(range(1, 8))
-    num_tokens = [n + more for n, more in zip(LENGTHS, num_labels, strict=True)]
-    rows = make_rows([[5] * n for n in LENGTHS], [[6] * n for n in num_labels], num_tokens, num_labels)
-    step = view(Seq2Seq(), rows, SummarizationCollator(0, 0))
-    assert len(step.packs) == 7 and step.num_micro_batches == 4
-    assert step.positions[CONTEXT] == sum(LENGTHS) and step.positions[LOSS] == 28
-    for pack in step.packs:
-        place = pack.row_ids[0] - 100
-        of_source, of_target = pack.padding["source"], pack.padding["target"]
-        expected = [(CONTEXT, LENGTHS[place]), (PADDING, of_source), (LOSS, place + 1), (PADDING, of_target)]
-        assert pack.parts == [part for part in expected if part[1]]
+PAIRS = list(zip(LENGTHS, reversed(LENGTHS), strict=True))
 
 
-@pytest.mark.parametrize("of_source", [False, True])
-def test_documents_of_a_pair_are_padded_each_by_itself_unless_they_are_packed(of_source):
-    answers = [(n, other) for n, other in zip(LENGTHS, LENGTHS[::-1], strict=True)]
-    labels = [[6] * n + [6] * other if of_source else [-100, *[6] * (n - 1), -100, *[6] * (other - 1)] for n, other in answers]
-    ids = [[5] * (4 if of_source else n + other) for n, other in answers]
+@pytest.mark.parametrize(
+    ("objective", "collator", "answers"),
+    [
+        (Seq2Seq(), SummarizationCollator(0, 0), [(n,) for n in range(1, 8)]),
+        (Seq2SeqPreference(), SourcePairCollator(0, 0), PAIRS),
+        (Preference(), PairCollator(0), PAIRS),
+    ],
+    ids=["seq2seq", "dpo_t5", "dpo"],
+)
+def test_sources_and_answers_are_padded_each_by_itself_unless_they_are_packed(objective, collator, answers):
+    has_source = bool(objective.label_side)
+    labels = [[label for n in of_row for label in (6 if has_source else -100, *[6] * (n - 1))] for of_row in answers]
+    ids = [[5] * n for n in LENGTHS] if has_source else [[5] * len(row) for row in labels]
     rows = make_rows(ids, labels, [len(row) for row in ids], [1] * 7)
-    rows = rows.add_column("num_chosen_tokens", LENGTHS)
-    shown = (Seq2SeqPreference(), rows, SourcePairCollator(0, 0)) if of_source else (Preference(), rows, PairCollator(0))
-    for _, packs in itertools.groupby(view(*shown).packs, key=lambda pack: pack.micro_batch):
-        together = list(packs)
-        width = max(n for pack in together for n in answers[pack.row_ids[0] - 100])
-        for pack in together:
-            expected = [(CONTEXT, 4)] if of_source else []
-            for num in answers[pack.row_ids[0] - 100]:
-                expected += [(LOSS, num)] if of_source else [(CONTEXT, 1), (LOSS, num - 1)]
-                expected += [(PADDING, width - num)] if num < width else []
-            assert pack.parts == expected
-            assert [*pack.padding.values()][-1] == sum(num for kind, num in expected if kind == PADDING)
-    if not of_source:
-        packed = view(*shown, pack_length_tokens=24).packs
+    if answers is PAIRS:
+        rows = rows.add_column("num_chosen_tokens", LENGTHS)
+    step = view(objective, rows, collator)
+    assert len(step.packs) == 7 and step.num_micro_batches == 4
+    assert step.positions[LOSS] == sum(label == 6 for row in labels for label in row)
+    assert step.positions[CONTEXT] == (sum(LENGTHS) if has_source else 2 * len(PAIRS))
+    for _, packs in itertools.groupby(step.packs, key=lambda pack: pack.micro_batch):
+        together = [(pack, pack.row_ids[0] - 100) for pack in packs]
+        longest_source = max(LENGTHS[place] for _, place in together)
+        longest = max(n for _, place in together for n in answers[place])
+        for pack, place in together:
+            of_answers = sum(longest - n for n in answers[place])
+            expected, padding = list[tuple[str, int]](), [of_answers]
+            if has_source:
+                padding = [longest_source - LENGTHS[place], of_answers]
+                expected = [(CONTEXT, LENGTHS[place]), (PADDING, padding[0])]
+            for n in answers[place]:
+                expected += [(LOSS, n)] if has_source else [(CONTEXT, 1), (LOSS, n - 1)]
+                expected += [(PADDING, longest - n)]
+            assert pack.parts == [part for part in expected if part[1]] and [*pack.padding.values()] == padding
+    if not has_source:
+        packed = view(objective, rows, collator, pack_length_tokens=24).packs
         assert any(len(pack.row_ids) > 1 for pack in packed)
         assert all([kind for kind, _ in pack.parts[:4]] == [CONTEXT, LOSS] * 2 for pack in packed)
