@@ -200,7 +200,6 @@ def test_a_gpu_preset_without_gpus_says_how_to_run(tmp_path, launched, capsys, m
         ("ddp", ("--output", "recipes"), RECIPE, "--output recipes exists and is not an empty folder: name a new one"),
         ("ddp:fsdp_ofload=true", (), RECIPE, "--presets ddp:fsdp_ofload=true: unknown key fsdp_config.fsdp_ofload: did you mean"),
         ("fsdp2_cpu:offload", (), RECIPE, "--presets fsdp2_cpu:offload: offload is not a change: write key=value"),
-        ("ddp:num_processes=two", (), RECIPE, "--presets ddp:num_processes=two: num_processes is 'two': write a whole number"),
         ("ddp", (), (), "compare needs a recipe after its own options: add -- recipes/t5.py"),
         ("ddp", (), ("--",), "compare needs a recipe after its own options: add -- recipes/t5.py"),
         ("ddp", (), RECIPE[1:2], "unrecognized arguments: recipes/mnist.py: write the recipe and its flags after --"),
@@ -235,15 +234,13 @@ def outcome(tmp_path: Path, preset: str, lines: list[dict], *changes: str) -> Ou
     return Outcome(preset, 2, "no", list(changes), read_figures(save_jsonl(tmp_path / "metrics.jsonl", lines), 2))
 
 
-def test_the_first_steps_are_not_timed_and_a_save_that_training_waits_for_stands_when_it_goes_on(tmp_path):
+def test_the_first_steps_are_not_timed_and_what_a_run_lacks_is_not_shown(tmp_path):
     figures = read_figures(save_jsonl(tmp_path / "metrics.jsonl", LINES), 2)
-    assert (figures.num_timed_steps, figures.loop_s, figures.speed, figures.unit) == (4, 2.0, 80.0, "tokens/s")
-    assert list(figures.losses) == [1, 2, 3, 4, 5, 6] and figures.peak_memory_gib == 1.75
+    assert (figures.num_timed_steps, figures.num_bytes, list(figures.losses)) == (4, 20, [1, 2, 3, 4, 5, 6])
     assert figures.evaluation == {"loss": 2.5, "token_accuracy": 50.0, "rougeL": 12.5}
-    assert (figures.save_waits_s, figures.save_stands_s, figures.num_bytes) == (0.5, (1.25 + 0.75) / 2, 20)
     with pytest.raises(ValueError, match="no step after step 6"):
         read_figures(tmp_path / "metrics.jsonl", 6)
-    # Rows of one token are counted as rows; what a run lacks has no column.
+    # Rows of one token are counted as rows.
     lines = [step(number, 1.0, 0.5, num_tokens=4) for number in range(1, 5)]
     few = outcome(tmp_path, "ddp", lines)
     assert (few.figures.save_waits_s, few.figures.evaluation) == (None, {})
@@ -264,6 +261,7 @@ def test_the_loss_difference_is_the_largest_relative_one(tmp_path):
 
 
 def test_the_table_names_the_reference_the_failures_and_what_was_changed(tmp_path):
+    """A save that training waits for stands when it goes on: 1.25 s and 0.75 s."""
     other = [line | ({"loss": 1.25 * line["loss"]} if line["kind"] == "train" else {}) for line in LINES]
     outcomes = [
         Outcome("hsdp", 2, "no", ["use_cpu false → true"], failure="a mesh | of 3"),

@@ -62,6 +62,7 @@ END = VOCAB * HIDDEN
 NUM_PARAMETERS = LAYERS * BLOCK + 2 * END + HIDDEN
 TOKENS = 256
 UNPACKED = (f"--data.max_length_tokens={TOKENS}", "--data.packing=false")
+SDPA = "--model.attn_implementation=sdpa"
 LORA = ("--adapter.method=lora", "--adapter.rank=8", "--adapter.target_modules=[q_proj]")
 IN_BF16 = ("--model.trained_dtype=bfloat16_stochastic", "--optim.name=lion")
 NUM_LORA = LAYERS * 2 * 8 * HIDDEN
@@ -175,7 +176,7 @@ def test_every_block_and_the_embedding_are_gathered_twice_and_the_head_once():
 
 
 def test_packed_rows_keep_a_mask_in_every_block_where_they_are_not_attended_to_by_document(edited):
-    dense = (*UNPACKED[:1], "--model.attn_implementation=sdpa")
+    dense = (*UNPACKED[:1], SDPA)
     unpacked, packed, by_document = (trace(LLAMA, FSDP2, arguments) for arguments in (UNPACKED, dense, UNPACKED[:1]))
     for kind in (ACTIVATIONS, TEMPORARIES):
         assert highest(by_document, kind) == pytest.approx(highest(unpacked, kind), rel=0.001)
@@ -291,22 +292,19 @@ def test_few_blocks_tell_of_many(settings, kind):
 
 
 @pytest.mark.parametrize(
-    ("settings", "attention", "dtype", "is_cpu"),
+    ("settings", "attention", "dtype", "is_cpu", "rows"),
     [
-        (LLAMA, "sdpa", torch.bfloat16, False),  # fused kernels of the CPU keep what CUDA's do
-        (LLAMA, "documents", torch.bfloat16, True),
-        (MIXTRAL, "sdpa", torch.float32, True),
-        (T5, "sdpa", torch.bfloat16, True),
+        (LLAMA, "sdpa", torch.bfloat16, False, (*UNPACKED, SDPA)),  # fused kernels of the CPU keep what CUDA's do
+        (LLAMA, "documents", torch.bfloat16, True, UNPACKED[:1]),
+        (MIXTRAL, "sdpa", torch.float32, True, (*UNPACKED, SDPA)),
+        (T5, "sdpa", torch.bfloat16, True, ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32", SDPA)),
     ],
     ids=["sdpa-cuda", "packed", "experts", "t5"],
 )
-def test_the_trace_is_what_a_real_micro_batch_allocates(settings, attention, dtype, is_cpu, request):
+def test_the_trace_is_what_a_real_micro_batch_allocates(settings, attention, dtype, is_cpu, rows, request):
     strategy = dataclasses.replace(ALONE, compute_dtype=dtype, is_cpu=is_cpu)
     is_packed = attention == "documents"
-    own = () if is_packed else (f"--model.attn_implementation={attention}",)
-    lengths = ("--data.max_source_length_tokens=96", "--data.max_target_length_tokens=32")
-    rows = UNPACKED[: 1 if is_packed else 2] if settings is not T5 else lengths
-    arguments = ("--model.from_scratch=true", *own, *rows)
+    arguments = ("--model.from_scratch=true", *rows)
     traced = trace(settings, strategy, arguments, rows=2)
     subject = _subject(model_folder(settings), strategy, arguments)
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))

@@ -179,9 +179,7 @@ def test_the_begin_the_cuts_and_the_end_of_a_long_row_are_shown_once():
         ("--config chats.yaml --rows=-1", "argument --rows: it is -1: give a whole number, 0 or more"),
         ("--config chats.yaml --html gone/page.html", "--html gone/page.html cannot be written .*: give a file in a folder that"),
         ("--config chats.yaml --html .", "--html . cannot be written .Is a directory.: give a file"),
-        ("--config chats.yaml --optim.lrr 1", "did you mean --optim.lr"),
         ("--config t5.yaml --recipe llm", "is not a key|unknown|data.max_source_length_tokens"),
-        ("--config chats.yaml --model.name_or_path ./nowhere", "nowhere"),
         ("--config chats.yaml", "as several processes: start it without accelerate launch"),
     ],
 )
