@@ -62,7 +62,7 @@ def unread(config: ImageDataConfig, smallest_side: int = 6) -> str:
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_idx_files_are_read_as_they_are_or_zipped(tmp_path, zipped):
+def test_idx_files_are_read_as_they_are_or_zipped_into_batches_of_mean_0_and_deviation_1(tmp_path, zipped):
     arrays = save_idx(tmp_path, zipped=zipped)
     images = load_images(ImageDataConfig(source="idx", folder=str(tmp_path)), 6)
     for part, (pixels, labels) in zip((images.train, images.evaluation), IDX_FILES.values(), strict=True):
@@ -70,16 +70,11 @@ def test_idx_files_are_read_as_they_are_or_zipped(tmp_path, zipped):
         np.testing.assert_array_equal(part.labels_N, arrays[labels])
     assert (images.train.pixels_NHW.dtype, images.train.labels_N.dtype, images.num_classes) == (torch.uint8, torch.int64, 3)
     assert len(load_images(ImageDataConfig(source="idx", folder=str(tmp_path), num_rows=4), 6).train) == 4
-
-
-def test_a_batch_has_mean_0_and_deviation_1_and_labels_that_may_not_count(tmp_path):
-    save_idx(tmp_path)
-    images = load_images(ImageDataConfig(source="idx", folder=str(tmp_path)), 6)
     pixels, labels = images.collate(images.train, range(5), CPU, is_dummy=False)
     assert pixels.shape == (5, 1, 7, 7) and pixels.dtype == torch.float32 and labels.tolist() == [0, 1, 2, 0, 1]
     assert pixels.mean().item() == pytest.approx(0, abs=1e-5) and pixels.std().item() == pytest.approx(1, abs=1e-5)
     pixels, labels = images.collate(images.train, [3, 1], CPU, is_dummy=True)
-    assert labels.tolist() == [-100, -100]
+    assert labels.tolist() == [-100, -100], "labels of rows that do not count"
     raw = images.train.pixels_NHW[3].double()
     np.testing.assert_allclose(pixels[0, 0], (raw - images.mean) / images.std, rtol=1e-5)
 
@@ -150,14 +145,11 @@ def dataset(tmp_path, monkeypatch):
     return save
 
 
-def test_a_hub_dataset_gives_its_images(dataset):
+def test_a_hub_dataset_gives_its_images_or_says_what_is_wrong_with_them(dataset):
     arrays = [np.full((6, 8), value) for value in (0, 100, 255)]
     images = load_images(dataset(arrays, [1, 0, 1]), 6)
     np.testing.assert_array_equal(images.train.pixels_NHW, np.stack(arrays))
     assert images.evaluation.labels_N.tolist() == [1, 0, 1] and images.num_classes == 2
-
-
-def test_what_is_wrong_with_a_hub_dataset(dataset):
     flat, colour = np.zeros((6, 8)), np.zeros((6, 8, 3))
     assert "split train, image 1 has the shape 6 x 8 x 3: only grayscale images" in unread(dataset([flat, colour]))
     assert "image 1 has 7 x 7 pixels, those before 6 x 8" in unread(dataset([flat, np.zeros((7, 7))]))
@@ -183,15 +175,11 @@ ARTIST_TEXT = (
 )
 
 
-@pytest.fixture
-def read_articles(tmp_path):
-    def read_articles(*names, eval_files=()):
-        files, eval_files = ([str(tmp_path / name) for name in names] for names in (names, eval_files))
-        rows = list(wikihow.load_rows(SimpleNamespace(files=files, eval_files=eval_files)))
-        read_articles.skipped = {number: row["skip"] for number, row in enumerate(rows, start=1) if row["skip"]}
-        return [row for row in rows if not row["skip"]]
-
-    return read_articles
+def read_articles(file, *eval_files):
+    """The rows that are kept, and the reasons to skip the others by their numbers."""
+    rows = list(wikihow.load_rows(SimpleNamespace(files=[str(file)], eval_files=[*map(str, eval_files)])))
+    skipped = {number: row["skip"] for number, row in enumerate(rows, start=1) if row["skip"]}
+    return [row for row in rows if not row["skip"]], skipped
 
 
 def article(subject):
@@ -200,14 +188,15 @@ def article(subject):
 
 
 def write_all(path, rows, columns=("headline", "title", "text")):
-    """`wikihowAll.csv` with rows of (headline, title, text)."""
+    """`wikihowAll.csv` with rows of (headline, title, text); returns its path."""
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([columns, *rows])
+    return path
 
 
-def test_article_is_cleaned(tmp_path, read_articles):
-    write_all(tmp_path / "wikihowAll.csv", [(ARTIST_HEADLINE, "How to Be an Organized Artist1", ARTIST_TEXT)])
-    (row,) = read_articles("wikihowAll.csv")
+def test_article_is_cleaned(tmp_path):
+    article = (ARTIST_HEADLINE, "How to Be an Organized Artist1", ARTIST_TEXT)
+    [row], _ = read_articles(write_all(tmp_path / "wikihowAll.csv", [article]))
     assert row["target"] == (
         "Keep related supplies in the same area. Clean your workspace after every session! "
         "Use clotheslines and clips to hang sketches, photos, and reference material."
@@ -226,20 +215,20 @@ def test_article_is_cleaned(tmp_path, read_articles):
     assert wikihow.clean_text("Stop; then look.;\n\n; \n, Go on.,") == "Stop; then look.\nGo on."
 
 
-def test_sep_file_is_recognised_by_its_columns_and_another_refused(tmp_path, read_articles):
+def test_sep_file_is_recognised_by_its_columns_and_another_refused(tmp_path):
     rows = [
         (" An overview,\nlong", "\nBuy a lens.", article("lenses"), "Steps", "How to Be a Photographer"),
         ("", "\nClean it.;", article("cleaning"), "", "How to Be a Photographer"),
     ]
-    write_all(tmp_path / "wikihowSep.csv", rows, ("overview", "headline", "text", "sectionLabel", "title"))
-    assert [row["target"] for row in read_articles("wikihowSep.csv")] == ["Buy a lens.", "Clean it."]
-    assert not read_articles.skipped  # a missing overview or label is not ours to judge
-    write_all(tmp_path / "rows.csv", [("a", "b")], ("source", "target"))
+    columns = ("overview", "headline", "text", "sectionLabel", "title")
+    kept, skipped = read_articles(write_all(tmp_path / "wikihowSep.csv", rows, columns))
+    assert [row["target"] for row in kept] == ["Buy a lens.", "Clean it."]
+    assert not skipped  # a missing overview or label is not ours to judge
     with pytest.raises(ValueError, match=r"rows.csv has no column 'text' \(its columns: source, target\)"):
-        read_articles("rows.csv")
+        read_articles(write_all(tmp_path / "rows.csv", [("a", "b")], ("source", "target")))
 
 
-def test_unusable_rows_are_counted_by_reason(tmp_path, read_articles):
+def test_unusable_rows_are_counted_by_reason(tmp_path):
     good, text = ("\nDo it.", "How to Do It", article("doing")), article("anything")
     # 100 characters with its line break as one, as Python's text mode reads it; blanks around a cell do not count.
     hundred = f" {'b' * 49}\r\n{'b' * 50}\r\n"
@@ -257,16 +246,16 @@ def test_unusable_rows_are_counted_by_reason(tmp_path, read_articles):
         (("\nDo it.", "How to Do It2", article("doing")), "that repeat an earlier row"),
         (("\nDo it well.", "How to Do It", article("doing")), None),
     ]
-    write_all(tmp_path / "wikihowAll.csv", [row for row, _ in rows])
-    assert [row["target"] for row in read_articles("wikihowAll.csv")] == ["Do it.", "a" * 74, "Do it well."]
-    assert read_articles.skipped == {number: reason for number, (_, reason) in enumerate(rows, start=1) if reason}
+    kept, skipped = read_articles(write_all(tmp_path / "wikihowAll.csv", [row for row, _ in rows]))
+    assert [row["target"] for row in kept] == ["Do it.", "a" * 74, "Do it well."]
+    assert skipped == {number: reason for number, (_, reason) in enumerate(rows, start=1) if reason}
 
 
-def test_titles_and_texts_of_evaluation_files_are_kept_out_of_training(tmp_path, read_articles):
+def test_titles_and_texts_of_evaluation_files_are_kept_out_of_training(tmp_path):
     other_method = ("\nDo it again.", "how to do it2", article("doing it again"))
     same_text = ("\nMake it.", "How to Make It", article("doing"))
-    write_all(tmp_path / "eval.csv", [("\nDo it.", "How to Do It", article("doing"))])
-    write_all(tmp_path / "train.csv", [other_method, same_text, ("\nRest.", "How to Rest", article("rest"))])
-    rows = read_articles("train.csv", eval_files=["eval.csv"])
-    assert [(row["target"], row["split"]) for row in rows] == [("Do it.", "eval"), ("Rest.", "train")]
-    assert read_articles.skipped == dict.fromkeys([2, 3], "that are in data.eval_files too")
+    held_out = write_all(tmp_path / "eval.csv", [("\nDo it.", "How to Do It", article("doing"))])
+    trained = write_all(tmp_path / "train.csv", [other_method, same_text, ("\nRest.", "How to Rest", article("rest"))])
+    kept, skipped = read_articles(trained, held_out)
+    assert [(row["target"], row["split"]) for row in kept] == [("Do it.", "eval"), ("Rest.", "train")]
+    assert skipped == dict.fromkeys([2, 3], "that are in data.eval_files too")

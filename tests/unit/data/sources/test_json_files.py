@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -269,9 +270,5 @@ def test_a_name_of_no_file_is_one_sentence(name, sentence):
 
 def test_a_file_that_may_not_be_read_is_one_sentence(monkeypatch):
     Path("rows.csv").write_text("source,target\na,b\n")
-
-    def deny(self: Path, *args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(type(Path()), "open", deny)  # chmod does not stop root
+    monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))  # chmod does not stop root
     assert "rows.csv cannot be read (Permission denied)" in refusal(load_t5, "rows.csv")
