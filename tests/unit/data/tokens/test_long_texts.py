@@ -33,6 +33,7 @@ def assert_every_token_is_a_label(rows, text, tokenizer, row_id, num_prefix, lim
     assert [label for row in pieces for label in row["labels"] if label != -100] == expected[1:]
     for number, row in enumerate(pieces):
         assert row["num_tokens"] == len(row["input_ids"]) == len(row["labels"]) <= limit
+        assert (row["prompt_length"], row["target"]) == (0, ""), "nothing is generated"
         num_context = row["labels"].count(-100)
         assert row["labels"] == [-100] * num_context + row["input_ids"][num_context:]
         assert row["num_label_tokens"] == row["num_tokens"] - num_context
