@@ -4,6 +4,7 @@ them."""
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -154,8 +155,8 @@ def test_a_run_makes_its_repository_or_is_refused_before_it_trains(hub, monkeypa
         assert re.search(sentence, said) and str(token) not in said
 
 
-def test_one_row_for_each_checkpoint_and_leftover(tmp_path, capsys):
-    for step, loss in ((3, 2.5), (6, 1.25), (9, None)):
+def test_one_row_for_each_checkpoint_and_leftover_and_strict_json_with_all_metrics(tmp_path, capsys):
+    for step, loss in ((3, 2.5), (6, math.nan), (9, None)):
         folder = make_checkpoint(tmp_path, step, loss)
         os.utime(folder / MANIFEST, (1e9, 1e9 + step))
     change_manifest(folder, lambda m: m["identity"]["config"].update({"eval.best_metric": "accuracy"}))
@@ -176,17 +177,12 @@ def test_one_row_for_each_checkpoint_and_leftover(tmp_path, capsys):
     assert "leftover: replaced by another of that step" in rows[2]
     assert "leftover: unfinished" in rows[5]
     assert hint.endswith("--verify hashes them too.")
-
-
-def test_json_is_strict_and_holds_all_metrics(tmp_path, capsys):
-    make_checkpoint(tmp_path, 3, loss=float("nan"))
-    (make_checkpoint(tmp_path, 6) / MANIFEST).unlink()
-    make_checkpoint(tmp_path, 9).rename(tmp_path / "checkpoints" / "step-00000009.tmp")
+    (folder / MANIFEST).unlink()
     assert call_toolkit("checkpoints", tmp_path, "--json") == 1
-    nan, damaged, leftover = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert (nan["step"], nan["valid"], nan["metrics"], nan["world_size"]) == (3, True, {"loss": None}, 1)
+    *_, nan, damaged, leftover = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (nan["step"], nan["valid"], nan["metrics"], nan["world_size"]) == (6, True, {"loss": None}, 1)
     assert (damaged["valid"], damaged["note"]) == (False, "has no manifest.json: it was never finished")
-    assert (leftover["name"], leftover["is_checkpoint"], leftover["valid"]) == ("step-00000009.tmp", False, None)
+    assert (leftover["name"], leftover["is_checkpoint"], leftover["valid"]) == ("step-00000012.tmp", False, None)
 
 
 def test_a_run_without_checkpoints_is_one_sentence(tmp_path, capsys):

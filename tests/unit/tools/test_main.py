@@ -23,21 +23,19 @@ from toolkit.tools.recipes import SHIPPED, find_recipe, find_shipped, init
 FULL = "error: standard output cannot be written (No space left on device): make room there, or print to another place\n"
 
 
-@pytest.mark.parametrize(("command", "options"), [("check", []), ("checkpoints", []), ("report", []), ("checkpoints", ["-u"])])
+CHECK = "-m toolkit check accelerate_configs/ddp_cpu.yaml"
+CHECKPOINTS = "-m toolkit checkpoints RUN"
+
+
+@pytest.mark.parametrize("words", [CHECK, CHECKPOINTS, "-m toolkit report --text RUN", f"-u {CHECKPOINTS}"])
 @pytest.mark.parametrize(("where", "expected"), [("full disk", (2, FULL)), ("closed pipe", (0, ""))])
-def test_a_standard_output_that_fails(tmp_path, options, where, expected, command):
+def test_a_standard_output_that_fails(tmp_path, words, where, expected):
     run = save_distinct_run(tmp_path / "run")
-    arguments = {
-        "check": [str(REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml")],
-        "checkpoints": [str(run)],
-        "report": ["--text", str(run)],
-    }[command]
     reading, output = os.pipe() if where == "closed pipe" else (0, os.open("/dev/full", os.O_WRONLY))
     if reading:
         os.close(reading)
-    program = [sys.executable, *options, "-m", "toolkit", command, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, timeout=600)
+    program = [sys.executable, *words.replace("RUN", str(run)).split()]
+    done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, timeout=600)
     os.close(output)
     assert (done.returncode, done.stderr) == expected
 

@@ -121,12 +121,6 @@ def test_both_answers_of_a_pair_show_what_each_has_lost(tmp_path):
 LENGTHS = [9, 4, 7, 3, 8, 5, 6]
 
 
-def causal_rows() -> Dataset:
-    """Of each row, all but two tokens count."""
-    labels = [[-100, *[5] * (n - 2), -100] for n in LENGTHS]
-    return make_rows([[5] * n for n in LENGTHS], labels, LENGTHS, [n - 2 for n in LENGTHS])
-
-
 def make_rows(ids: list[list[int]], labels: list[list[int]], num_tokens: list[int], num_labels: list[int]) -> Dataset:
     columns = {"input_ids": ids, "labels": labels, "num_tokens": num_tokens, "num_label_tokens": num_labels}
     return Dataset.from_dict({"row_id": list(range(100, 100 + len(ids))), **columns})
@@ -143,7 +137,9 @@ def view(objective: Objective, rows: Dataset, collator, num_processes: int = 1, 
 @pytest.mark.parametrize("pack_length", [None, 12])
 @pytest.mark.parametrize("one_row", [False, True])
 def test_every_row_is_in_one_pack(num_processes, pack_length, one_row):
-    step = view(Causal(), causal_rows(), CausalCollator(0, one_row=one_row), num_processes, pack_length_tokens=pack_length)
+    labels = [[-100, *[5] * (n - 2), -100] for n in LENGTHS]
+    rows = make_rows([[5] * n for n in LENGTHS], labels, LENGTHS, [n - 2 for n in LENGTHS])
+    step = view(Causal(), rows, CausalCollator(0, one_row=one_row), num_processes, pack_length_tokens=pack_length)
     shown = [row for pack in step.packs for row in pack.row_ids]
     assert sorted(shown) == list(range(100, 107)) and sorted(step.plan.step(1).rows) == list(range(7))
     assert step.plan.step(1).num_label_tokens == sum(LENGTHS) - 14
