@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.report_runs import evaluation, save_distinct_run, save_run
+from tests.support.tiny_models import causal_config
 from toolkit.evaluation.generate import describe_flaws
 from toolkit.objectives.causal import Causal
 from toolkit.tools.main import main
@@ -78,10 +79,6 @@ def test_the_summary_has_tokens_duration_and_date_and_what_is_wrong_with_the_tex
 
 
 PRESET = Path(__file__).parents[4] / "accelerate_configs" / "fsdp2_cpu.yaml"
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
 CONFIG = """
 model: {name_or_path: MODEL, from_scratch: true}
 data: {source: not/read, max_length_tokens: 128}
@@ -153,8 +150,7 @@ def test_a_young_run_is_shown(tmp_path, capsys):
 @pytest.fixture
 def run_folder(tmp_path, monkeypatch) -> Path:
     """A run of one process that has saved what it took."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    causal_config("llama", max_position_embeddings=128).save_pretrained(tmp_path / "model")
     (tmp_path / "config.yaml").write_text(CONFIG.replace("MODEL", str(tmp_path / "model")))
     monkeypatch.setattr(step_memory, "find_accelerate_yaml", lambda: PRESET)
     memory = StepMemory(torch.device("cpu"))
