@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.support.launch import REPOSITORY, run_on_ranks
 from tests.support.model_folders import save_jsonl
+from tests.support.tiny_models import causal_config
 from tests.support.workbench import call_toolkit
 from toolkit.data.tokens.tokenizer import train_byte_level_tokenizer
 from toolkit.errors import UserError
@@ -28,10 +29,6 @@ from toolkit.tools.generate.model import _choose_device, load_generator, open_mo
 from toolkit.training.run import release
 
 POSITIONS, NEW = 64, 4
-LLAMA = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "max_position_embeddings": POSITIONS, "bos_token_id": 1,
-}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{% if 'never' in m.content %}{{ raise_exception('never') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -45,7 +42,8 @@ def folders(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     tokenizer = train_byte_level_tokenizer(["hello"], 300)
     sizes = {"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 1}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **sizes))
+    of_llama = causal_config("llama", **sizes, num_hidden_layers=1, max_position_embeddings=POSITIONS, bos_token_id=1)
+    llama = transformers.LlamaForCausalLM(of_llama)
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, **sizes)
     )
