@@ -1,6 +1,7 @@
 """Text longer than a row is trained on whole, and a run says what a cut loses. A prompt's tokens are those that inference
 makes of it, whatever follows; no character is lost or added at a marked place."""
 
+import itertools
 import random
 import re
 
@@ -153,6 +154,15 @@ def test_prompts_are_tokenized_as_at_inference_and_nothing_is_lost(prepare, kind
         num_straddled += straddles
         assert row["labels"] == [-100] * first + ids[first:] + [end]
     assert num_straddled > 5 or "trimmed" in kind  # offsets that leave spaces out show fewer
+    # With several prompts in a text, a token ends where each ends, and no character lies between tokens.
+    texts = [f"{prompt}{completion}{prompt}</s>{prompt}{completion}" for prompt, completion in pairs]
+    places = [[*itertools.accumulate(map(len, (prompt, text, prompt, f"</s>{prompt}")))] for prompt, text in pairs]
+    for text, marked, tokens in zip(texts, places, tokenize_texts(tokenizer, texts, places), strict=True):
+        offsets = [(0, 0), *zip(tokens.starts.tolist(), tokens.ends.tolist(), strict=True)]
+        assert [offsets[first][1] for first in tokens.firsts] == marked, repr(text)
+        assert all(a <= start <= b <= end for (a, b), (start, end) in itertools.pairwise(offsets)), repr(text)
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(tokens.input_ids) == tokenizer.decode(whole), repr(text)
 
 
 @pytest.mark.parametrize("kind", EXACT_KINDS)
@@ -183,6 +193,8 @@ def test_a_tokenizer_that_does_not_keep_its_text_is_said_with_an_example(prepare
     for row, prompt in zip(rows.train, ("So  the ", "so"), strict=True):
         assert row["input_ids"][: row["prompt_length"]] == tokenizer(prompt)["input_ids"]
     assert tokenizer.decode(rows.train[0]["input_ids"]) == "so the word is </s>"
+    spaced = tokenize_texts(tokenizer, ["  So  the", " word "], [[], []])
+    assert [as_lists(tokens)[1:] for tokens in spaced] == [[[0, 4], [4, 9]], [[0], [5]]], "no character lies between tokens"
     of_breaks, of_runs, of_case = (re.sub(r"/\S+/model", "BERT", remark) for remark in rows.remarks)
     assert of_breaks == (
         "WARNING: the tokenizer BERT loses line breaks, which stand in 1 of 2 training rows looked at (50.0 %): with pretrained "
