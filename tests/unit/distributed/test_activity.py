@@ -48,21 +48,21 @@ def sleep() -> None:
     time.sleep(2 * WINDOW_S)
 
 
-@pytest.mark.parametrize(("act", "works"), [(compute, True), (compute_in_a_child, True), (write_slowly, True), (sleep, False)])
-def test_what_is_work(act, works):
+@pytest.mark.parametrize(
+    ("act", "uncounted_s", "works"),
+    [
+        *((act, float, True) for act in (compute, compute_in_a_child, write_slowly)),
+        (sleep, float, False),
+        (compute, time.thread_time, False),  # all of the CPU time is of a thread that does not count
+    ],
+)
+def test_what_is_work(act, uncounted_s, works):
     activity = Activity(WINDOW_S)
-    assert not activity.has_worked(0.0), "the window is not over"
+    activity.restart(uncounted_s())
+    assert not activity.has_worked(uncounted_s()), "the window is not over"
     act()
     time.sleep(WINDOW_S / 10)
-    assert activity.has_worked(0.0) is works
-
-
-def test_threads_that_do_not_count():
-    """All of the CPU time is of such a thread."""
-    activity, before_s = Activity(WINDOW_S), time.thread_time()
-    activity.restart(before_s)
-    compute()
-    assert not activity.has_worked(time.thread_time())
+    assert activity.has_worked(uncounted_s()) is works
 
 
 def test_a_child_counts_where_the_system_hides_other_processes_and_a_look_that_fails_ends_nothing(monkeypatch):

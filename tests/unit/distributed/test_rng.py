@@ -152,16 +152,13 @@ def test_ranks_agree_at_the_same_boundary(terminal):
 
 def agree_often() -> list[Agreement]:
     """Nine boundaries: each rank gets another signal before another one, one's save fails, another's fingerprint differs once."""
-    from toolkit.distributed.comm import rank
-    from toolkit.launch.accelerator import build_accelerator
-
-    build_accelerator()
-    agreements = []
+    accelerator.build_accelerator()
+    agreements, rank = [], comm.rank()
     with StopRequests() as stops:
         for boundary in range(9):
-            now = rank(), boundary
+            now = rank, boundary
             if now in ((1, 3), (0, 5)):
-                signal.raise_signal(signal.SIGUSR1 if rank() == 1 else signal.SIGTERM)
+                signal.raise_signal(signal.SIGUSR1 if rank == 1 else signal.SIGTERM)
             agreements.append(stops.agree(write_failed=now == (0, 6), fingerprint=2**63 - 1 - (now == (1, 2))))
         stops.agree()  # its own collective is read too: none is under way when the group ends
         stops._read()

@@ -270,12 +270,8 @@ def test_links_that_stay_inside_or_are_above_are_followed_and_a_new_folder_is_le
 
 
 def test_a_secret_in_a_url_is_refused_without_telling_it(tmp_path):
-    with_secret = (
-        "https://me:secret@host/rows.jsonl",
-        ["rows.jsonl", "s3://key:secret@bucket/x.jsonl"],
-        "https://secret@host/x.jsonl",
-    )
-    for files in with_secret:
+    in_a_list = ["rows.jsonl", "s3://key:secret@bucket/x.jsonl"]
+    for files in ("https://me:secret@host/rows.jsonl", in_a_list, "https://secret@host/x.jsonl"):
         sentence = refusal(open_run_folder, config(tmp_path, files=files))
         assert sentence.startswith("data.files holds a URL with a password or token") and "secret" not in sentence
         assert list(tmp_path.iterdir()) == []

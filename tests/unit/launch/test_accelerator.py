@@ -146,6 +146,17 @@ def test_a_gpu_preset_without_a_gpu_says_what_is_missing(monkeypatch, path):
     assert fp8 in sentence if path.stem == "fsdp2_fp8" else sentence == others
 
 
+def test_what_float8_lacks_is_named(monkeypatch):
+    gpu = {"is_available": True, "get_device_name": "NVIDIA A100", "get_device_capability": (8, 0)}
+    for name, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert "8.9 (Ada, Hopper) or newer; NVIDIA A100 has 8.0: write bf16" in refusal(environment.check_capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    environment.check_capability()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "torchao is not installed: run pip install 'torchao>=" in refusal(environment.check_torchao)
+
+
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc version 12.3.0\n"
 WHEEL = "take its wheel for CUDA {0} (pip install torch==2.13.0+{1} --index-url https://download.pytorch.org/whl/{1})"

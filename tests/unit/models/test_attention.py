@@ -124,9 +124,13 @@ def test_a_model_that_needs_images_is_refused_before_its_weights_load(kind, reas
     assert f"is a {kind} model, which continues no text without images (" in said and reason in said
 
 
-def test_a_forward_that_fails_without_weights_finds_nothing():
-    model = kind_on_meta("llama")
-    with patch.object(type(model), "forward", side_effect=RuntimeError):
+def test_a_forward_that_fails_without_weights_and_a_class_of_an_interactive_session_are_not_searched():
+    """The class has no source: it is searched by its calls alone."""
+    own = type("LlamaOfASession", (transformers.LlamaForCausalLM,), {"__module__": __name__})
+    with torch.device("meta"):
+        model = own(tiny_config("llama"))
+    assert find_uncalled(model) == []
+    with patch.object(own, "forward", side_effect=RuntimeError):
         assert find_unreached(model) == []
 
 
@@ -147,12 +151,6 @@ def test_a_forward_that_fails_without_weights_finds_nothing():
 def test_linear_layers_whose_weight_is_read_without_a_call_are_found(kind, weight):
     found = find_uncalled(kind_on_meta(kind))
     assert all(name.endswith(weight) for name in found) and bool(found) == bool(weight)
-
-
-def test_a_class_of_an_interactive_session_is_searched_by_its_calls_alone():
-    own = type("LlamaOfASession", (transformers.LlamaForCausalLM,), {"__module__": __name__})
-    with torch.device("meta"):
-        assert find_uncalled(own(tiny_config("llama"))) == []
 
 
 def test_a_buffer_without_dimensions_is_hashed():

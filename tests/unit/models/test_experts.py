@@ -161,15 +161,12 @@ def test_a_small_adapter_survives_bf16_which_a_folded_one_does_not():
     assert lost.pop(ParamWrapper) > 0.6 and all(share < 0.2 for share in lost.values()), lost
 
 
-def test_what_cannot_be_adapted_is_refused():
+def test_what_cannot_be_adapted_is_refused_and_an_adapter_of_some_experts_taken(tmp_path):
     sentence = "adapter.experts is true, but LlamaForCausalLM has no experts that transformers computes by groups of tokens"
     assert refusal(adapt, build_causal("llama"), experts=True).startswith(sentence)
     for ends in (["gate_proj"], ["o_proj", "down_proj"]):
         sentence = f"adapter.target_modules {ends[-1]} is what peft takes for experts or routers in a deepseek_v3, also "
         assert refusal(adapt, build_causal("deepseek_v3"), target_modules=ends).startswith(sentence)
-
-
-def test_an_adapter_of_a_router_is_refused_and_one_of_some_experts_taken(tmp_path):
     for name, parameters in {"router": ["gate.weight"], "down": ["experts.down_proj"]}.items():
         lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
         get_peft_model(build_causal("mixtral"), lora).save_pretrained(tmp_path / name)

@@ -93,21 +93,21 @@ def test_what_trains_is_fp32_on_a_bf16_base(bases):
     torch.testing.assert_close(magnitudes.detach(), norms, rtol=1e-6, atol=0)
 
 
-def test_modules_to_save_are_matched_at_a_dot(bases):
+@pytest.mark.parametrize(
+    ("name", "module", "saved"),
+    [
+        ("llama", "norm", ["model.norm"]),
+        *(("llama_tied", module, ["model.embed_tokens", "lm_head"]) for module in ("embed_tokens", "lm_head")),
+        ("gpt2", "wte", ["transformer.wte", "lm_head"]),
+    ],
+)
+def test_modules_to_save_are_matched_at_a_dot_and_stay_tied(bases, name, module, saved):
     """peft alone would take `norm` for an end of `input_layernorm` too."""
-    model = adapted(bases / "llama", "llama", target_modules=["q_proj"], modules_to_save=["norm"])
-    assert [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n] == [
-        "model.norm.modules_to_save.default.weight"
-    ]
-
-
-@pytest.mark.parametrize(("name", "module"), [("llama_tied", "embed_tokens"), ("llama_tied", "lm_head"), ("gpt2", "wte")])
-def test_tied_modules_to_save_stay_tied(bases, name, module):
     model = adapted(bases / name, name, modules_to_save=[module])
-    copies = [p for n, p in model.named_parameters(remove_duplicate=False) if ".modules_to_save." in n]
-    assert len(copies) == 2 and copies[0] is copies[1]
+    copies = {n: p for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad and "lora_" not in n}
+    assert list(copies) == [f"{of}.modules_to_save.default.weight" for of in saved] and len({*copies.values()}) == 1
     model(**forward_inputs(model)).logits.sum().backward()
-    assert copies[0].grad is not None
+    assert all(p.grad is not None for p in copies.values())
 
 
 def test_go_on_from_an_adapter_of_plain_peft(bases, tmp_path):

@@ -1,6 +1,7 @@
 """Every sentence with which an adapter is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,16 +24,6 @@ def exported(bases: Path, tmp_path_factory) -> Path:
     model = adapted(bases / "llama", "llama", rank=3, alpha=5.0, target_modules=["q_proj", "down_proj"])
     randomize(model)
     return export_adapter(tmp_path_factory.mktemp("adapters") / "llama", model)
-
-
-def rewritten(exported: Path, folder: Path, *, weights=None, **settings) -> Path:
-    """A copy of an adapter's folder with other settings, or with `weights` done to its tensors; without a recorded base."""
-    folder.mkdir()
-    config = json.loads((exported / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps(config | settings))
-    tensors = load_file(exported / WEIGHTS_FILE)
-    save_file(weights(tensors) if weights else tensors, folder / WEIGHTS_FILE)
-    return folder
 
 
 LINEAR = "linear ones end in: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
@@ -75,32 +66,20 @@ def test_new_adapters_that_are_refused(bases, name, settings, sentence):
     assert sentence in refusal(adapted, bases / name, name, **settings)
 
 
+def changed(*, weights=None, **settings):
+    """With other settings, or with `weights` done to its tensors."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        (folder / CONFIG_FILE).write_text(json.dumps(config | settings))
+        if weights:
+            save_file(weights(load_file(folder / WEIGHTS_FILE)), folder / WEIGHTS_FILE)
+
+    return change
+
+
 def with_tensor(name: str, *shape: int):
     return lambda tensors: tensors | {f"base_model.model.{name}": torch.zeros(shape)}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "settings", "sentence"),
-    [
-        ("llama", {}, {"method": "dora"}, "is a lora adapter, but adapter.method is dora: set adapter.method lora"),
-        ("llama", {"peft_type": "IA3"}, {}, "is an adapter of type IA3, and only LoRA, rsLoRA and DoRA are supported"),
-        ("llama", {"init_lora_weights": "pissa"}, {}, "began with init_lora_weights pissa, which changes"),
-        ("llama", {"of_tomorrow": True}, {}, "has of_tomorrow True in its adapter_config.json, which is not supported"),
-        ("gpt2", {}, {}, "does not fit {base}: Target modules down_proj, q_proj not found in the base model. Please check the "),
-        ("llama", {"weights": lambda tensors: {n: t for n, t in tensors.items() if not n.endswith("q_proj.lora_B.weight")}}, {},
-         f"does not fit {{base}}: it lacks {Q_PROJ}.lora_B.weight"),
-        ("llama", {"weights": with_tensor("model.layers.5.mlp.up_proj.lora_A.weight", 1)}, {},
-         "does not fit {base}: it also has model.layers.5.mlp.up_proj.lora_A.weight"),
-        ("llama", {"weights": with_tensor(f"{Q_PROJ}.lora_A.weight", 3, 8)}, {},
-         f"does not fit {{base}}: it has {Q_PROJ}.lora_A.weight of shape (3, 8) instead of (3, 16)"),
-        ("llama_tied", {"modules_to_save": ["embed_tokens"], "weights": with_tensor("model.embed_tokens.weight", 64, 16)}, {},
-         "trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only"),
-    ],
-)  # fmt: skip
-def test_folders_that_are_refused(bases, exported, tmp_path, name, changes, settings, sentence):
-    folder = rewritten(exported, tmp_path / "adapter", **changes)
-    said = refusal(adapted, bases / name, name, name_or_path=str(folder), **settings)
-    assert f"adapter.name_or_path {folder} " + sentence.format(base=bases / name) in said
 
 
 def without(name: str):
@@ -113,23 +92,39 @@ def with_bytes(name: str):
 
 
 GIVEN = "adapter.name_or_path {folder}"
-NO_FILE = GIVEN + " cannot be read ({folder} does not appear to have a file named "
+NO_FILE, NO_FIT = GIVEN + " cannot be read ({folder} does not appear to have a file named ", GIVEN + " does not fit {base}: "
 
 
 @pytest.mark.parametrize(
-    ("change", "settings", "sentence"),
+    ("name", "change", "settings", "sentence"),
     [
-        *((without(name), {}, NO_FILE + name) for name in (CONFIG_FILE, WEIGHTS_FILE)),
-        *((with_bytes(name), {}, f"the {name} of {GIVEN} cannot be read: ") for name in (CONFIG_FILE, BASE_FILE)),
-        (with_bytes(WEIGHTS_FILE), {}, f"{WEIGHTS_FILE} of {GIVEN} cannot be read as safetensors ("),
-        (lambda _: None, {"layers_pattern": "h"}, f"peft refuses the {CONFIG_FILE} of {GIVEN}: When `layers_pattern`"),
+        ("llama", changed(), {"method": "dora"},
+         f"{GIVEN} is a lora adapter, but adapter.method is dora: set adapter.method lora"),
+        ("llama", changed(peft_type="IA3"), {},
+         f"{GIVEN} is an adapter of type IA3, and only LoRA, rsLoRA and DoRA are supported"),
+        ("llama", changed(init_lora_weights="pissa"), {}, f"{GIVEN} began with init_lora_weights pissa, which changes"),
+        ("llama", changed(of_tomorrow=True), {},
+         f"{GIVEN} has of_tomorrow True in its adapter_config.json, which is not supported"),
+        ("llama", changed(layers_pattern="h"), {}, f"peft refuses the {CONFIG_FILE} of {GIVEN}: When `layers_pattern`"),
+        ("gpt2", changed(), {}, f"{NO_FIT}Target modules down_proj, q_proj not found in the base model. Please check the "),
+        ("llama", changed(weights=lambda tensors: {n: t for n, t in tensors.items() if not n.endswith("q_proj.lora_B.weight")}),
+         {}, f"{NO_FIT}it lacks {Q_PROJ}.lora_B.weight"),
+        ("llama", changed(weights=with_tensor("model.layers.5.mlp.up_proj.lora_A.weight", 1)), {},
+         f"{NO_FIT}it also has model.layers.5.mlp.up_proj.lora_A.weight"),
+        ("llama", changed(weights=with_tensor(f"{Q_PROJ}.lora_A.weight", 3, 8)), {},
+         f"{NO_FIT}it has {Q_PROJ}.lora_A.weight of shape (3, 8) instead of (3, 16)"),
+        ("llama_tied", changed(modules_to_save=["embed_tokens"], weights=with_tensor("model.embed_tokens.weight", 64, 16)), {},
+         f"{GIVEN} trains model.embed_tokens.weight, which is one tied weight with lm_head.weight: peft keeps only"),
+        *(("llama", without(file), {}, NO_FILE + file) for file in (CONFIG_FILE, WEIGHTS_FILE)),
+        *(("llama", with_bytes(file), {}, f"the {file} of {GIVEN} cannot be read: ") for file in (CONFIG_FILE, BASE_FILE)),
+        ("llama", with_bytes(WEIGHTS_FILE), {}, f"{WEIGHTS_FILE} of {GIVEN} cannot be read as safetensors ("),
     ],
-)
-def test_files_that_are_missing_or_cannot_be_read(bases, exported, tmp_path, change, settings, sentence):
-    folder = rewritten(exported, tmp_path / "adapter", **settings)
+)  # fmt: skip
+def test_folders_that_are_refused(bases, exported, tmp_path, name, change, settings, sentence):
+    folder = shutil.copytree(exported, tmp_path / "adapter", ignore=shutil.ignore_patterns(BASE_FILE))
     change(folder)
-    said = refusal(adapted, bases / "llama", "llama", name_or_path=str(folder))
-    assert said.startswith(sentence.format(folder=folder))
+    said = refusal(adapted, bases / name, name, name_or_path=str(folder), **settings)
+    assert said.startswith(sentence.format(folder=folder, base=bases / name))
 
 
 def test_neither_a_folder_nor_on_the_hub(bases, monkeypatch):

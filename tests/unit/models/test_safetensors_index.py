@@ -119,11 +119,10 @@ def test_tensors_that_are_put_together_are_not_guessed(tmp_path):
         match_names(model, open_files(find_weight_files(str(tmp_path), None), "it"))
 
 
-@pytest.mark.parametrize("num_experts", [2, 11])
-def test_experts_are_read_in_any_part_as_transformers_merges_them(tmp_path, num_experts):
+def test_experts_are_read_in_any_part_as_transformers_merges_them(tmp_path):
     """Expert 10 comes after 9."""
-    model = hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA_SIZES, num_local_experts=num_experts))
-    model.save_pretrained(tmp_path, max_shard_size="40kB" if num_experts > 2 else "5GB")
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA_SIZES, num_local_experts=11))
+    model.save_pretrained(tmp_path, max_shard_size="40kB")
     files = open_files(find_weight_files(str(tmp_path), None), "it")
     stored, match = dict(files), match_names(model, files)
     assert (match.missing, match.other_shapes, match.unknown) == ([], {}, [])

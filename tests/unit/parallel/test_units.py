@@ -1,11 +1,14 @@
-"""Shard units on models as they are, without processes; where parameters are gathered; which Linears train in float8."""
+"""Shard units on models as they are, without processes; where parameters are gathered; which Linears train in float8.
+Weights in bf16 for a forward and its backward: the numbers of a model in bf16, gradients in fp32, and few launches."""
 
+import copy
+import functools
 import re
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers as hf
 from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,15 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.families.kinds import kind_on_meta
+from tests.families.kinds import kind_on_meta, tiny_config
 from tests.support.adapter_models import with_adapter
 from tests.support.refusals import refusal
 from tests.support.seq2seq_families import build_model
 from tests.support.tiny_models import build_causal
 from toolkit.config.schema import AdapterConfig
-from toolkit.launch import environment
 from toolkit.models.tensor_reader import copy_on_meta
 from toolkit.parallel import float8
+from toolkit.parallel.compute_copies import ComputeCopies, cast_inputs, mixes_dtypes, run_within
 from toolkit.parallel.gather import unsharded_parameters
 from toolkit.parallel.units import build_units, check_ties, find_blocks, find_ends, find_towers, repeated_blocks
 from toolkit.parallel.wrap import check_wrap
@@ -161,24 +164,29 @@ def test_towers_that_texts_do_not_call_are_units_of_their_own_and_their_layers_a
     assert find_towers(build_causal("llama")) == find_towers(build_model("t5")) == find_towers(nn.Linear(1, 1)) == {}
 
 
+class Watching(TorchDispatchMode):
+    """Keeps what calls of an operation are given first."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.given = name, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.name in str(func):
+            self.given.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 def test_offloaded_shards_are_gathered_on_the_device():
     """The meta device stands in for a GPU; `plain` shards on the CPU are those that CPU offload keeps there. c10d chooses the
     backend by the device of an all-gather's input."""
-    gathered_on = []
-
-    class Gathers(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-                gathered_on.append(args[0].device.type)
-            return func(*args, **(kwargs or {}))
-
     with fake_ranks(2):
         model = torch.nn.Linear(4, 4)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         sharded = SimpleNamespace(model=model, unwrapped=model, accelerator=SimpleNamespace(device=torch.device("meta")))
-        with Gathers():
+        with Watching("all_gather_into_tensor") as gathered:
             whole = dict(unsharded_parameters(sharded))
-    assert gathered_on == ["meta", "meta"]
+    assert [tensor.device.type for tensor in gathered.given] == ["meta", "meta"]
     found = {name: (tensor.device.type, tuple(tensor.shape)) for name, tensor in whole.items()}
     assert found == {"weight": ("meta", (4, 4)), "bias": ("meta", (4,))}
 
@@ -205,15 +213,87 @@ def test_linears_of_blocks_are_chosen_but_for_the_first_frozen_ones_and_those_of
     assert said.startswith("mixed_precision is fp8, and an adapter's frozen base ") and "adapter.method none" in said
 
 
-def test_the_sentence_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "torchao is not installed: run pip install 'torchao>=" in refusal(environment.check_torchao)
-    gpu = Mock(**{"is_available.return_value": False, "get_device_name.return_value": "NVIDIA A100"})
-    for name in ("is_available", "get_device_name", "get_device_capability"):
-        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
-    assert "torch sees none: write bf16" in refusal(environment.check_capability)
-    gpu.is_available.return_value, gpu.get_device_capability.return_value = True, (8, 0)
-    said = refusal(environment.check_capability)
-    assert "needs a CUDA GPU of compute capability 8.9 " in said and "; NVIDIA A100 has 8.0: write bf16" in said
-    gpu.get_device_capability.return_value = (9, 0)
-    environment.check_capability()
+IDS_BT = torch.tensor([[5, 9, 3, 2, 7, 1]])
+
+
+def copies_of(model: nn.Module) -> ComputeCopies:
+    return ComputeCopies(model, repeated_blocks(model).values(), torch.bfloat16)
+
+
+def loss_of(model) -> torch.Tensor:
+    torch.manual_seed(0)
+    return model(input_ids=IDS_BT, use_cache=False).logits.float().square().mean()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_loss_and_gradients_are_those_of_a_model_in_bf16(family):
+    model = build_causal(family).train()
+    assert not mixes_dtypes(copy_on_meta(model), torch.bfloat16)
+    in_bf16, again = copy.deepcopy(model), copy.deepcopy(model)
+    for parameter in in_bf16.parameters():  # buffers stay, as under FSDP
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for block in repeated_blocks(in_bf16).values():
+        block.register_forward_pre_hook(functools.partial(cast_inputs, torch.bfloat16), with_kwargs=True)
+    named = dict(model.named_parameters())
+    copies = copies_of(model)
+    with copies.held():
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        (loss := loss_of(model)).backward()
+    assert all(p is named[name] for name, p in model.named_parameters())
+    (expected := loss_of(in_bf16)).backward()
+    assert torch.equal(loss, expected)
+    for name, parameter in in_bf16.named_parameters():
+        assert named[name].grad is not None and named[name].grad.dtype == torch.float32
+        assert torch.equal(named[name].grad, parameter.grad.float()), name
+    # A forward by itself, one with an error, and one with parts frozen.
+    with torch.no_grad():
+        assert torch.equal(loss_of(model), expected)
+    with pytest.raises((TypeError, ValueError)):
+        model(nonsense=1)
+    assert all(p is named[name] for name, p in model.named_parameters()) and loss_of(model).dtype == torch.float32
+    frozen = [p for name, p in again.named_parameters() if "layers.0" in name or "h.0" in name]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    copies_of(again)
+    loss_of(again).backward()
+    assert sum(p.grad is None for p in again.parameters()) == len(frozen)
+
+
+def test_a_block_is_one_launch_in_each_direction():
+    model = build_causal("llama").train()
+    copies = copies_of(model)
+    with Watching("_foreach_copy_") as launched, copies.held():
+        loss_of(model).backward()
+    num_blocks = len(repeated_blocks(model))
+    assert len(launched.given) == 2 * (num_blocks + 1)
+    assert sum(map(len, launched.given)) == 2 * len(list(model.parameters()))
+
+
+def test_inputs_of_blocks_are_cast_wherever_they_stand():
+    """As FSDP2 does: rotary positions come as a tuple."""
+    ids, positions = torch.arange(3), torch.ones(2)
+    given = {"position_embeddings": (positions, [positions, ids]), "masks": {"full": positions}, "cache": None}
+    (hidden,), inputs = cast_inputs(torch.bfloat16, nn.Identity(), (positions,), given)
+    (one, [two, three]), full = inputs["position_embeddings"], inputs["masks"]["full"]
+    assert {each.dtype for each in (hidden, one, two, full)} == {torch.bfloat16}
+    assert three is ids and inputs["cache"] is None and given["position_embeddings"][0] is positions
+
+
+def test_a_model_that_mixes_dtypes_in_its_blocks_casts_at_each_product():
+    """GPT-1 multiplies scores with a mask in fp32. With a padding token it looks for that, which fails without weights. Nothing
+    is searched that is not of transformers."""
+    assert not mixes_dtypes(copy_on_meta(nn.Sequential(nn.Linear(2, 2))), torch.bfloat16)
+    torch.manual_seed(0)
+    model = hf.OpenAIGPTLMHeadModel(tiny_config("openai-gpt")).eval()
+    expected = model(input_ids=IDS_BT).logits
+    assert mixes_dtypes(copy_on_meta(model), torch.bfloat16)
+    plain = copy.deepcopy(model)
+    copies_of(plain)
+    with pytest.raises(RuntimeError, match="dtype|scalar type"):
+        plain(input_ids=IDS_BT)
+    run_within(model, functools.partial(torch.autocast, "cpu", torch.bfloat16))
+    copies_of(model)
+    logits = model(input_ids=IDS_BT).logits
+    assert torch.allclose(logits.float(), expected, atol=0.05) and not torch.equal(logits.float(), expected)
+    logits.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
