@@ -55,6 +55,7 @@ def mesh(**sizes: int) -> dict:
 
 ON_CPU = {"use_cpu": True}
 ONE = {"distributed_type": "NO", "num_processes": 1}
+# More of them, by flags of the launcher: test_accelerator.py.
 BROKEN = {
     # unknown keys
     "unknown key num_proceses: did you mean num_processes?": ddp(num_proceses=2),
@@ -64,7 +65,6 @@ BROKEN = {
     "does not read from the file: give it --rdzv_backend c10d instead": ddp(rdzv_backend="c10d"),
     # keys that cannot work
     "fsdp_ignored_modules cannot be set: FSDP does not average the gradients": fsdp2(fsdp_ignored_modules="lm_head"),
-    "fsdp_cpu_ram_efficient_loading is true: set it to false": fsdp2(fsdp_cpu_ram_efficient_loading=True),
     "fsdp_cpu_ram_efficient_loading is absent, which accelerate": fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"),
     "deepspeed_config is {'zero_stage': 3}: it serves DeepSpeed, and is not supported": ddp(deepspeed_config={"zero_stage": 3}),
     "dynamo_config.dynamo_use_regional_compilation is not true: set it": ddp(dynamo_config={"dynamo_backend": "INDUCTOR"}),
@@ -122,7 +122,6 @@ BROKEN = {
     ),
     "machine_rank is 1, but num_machines is 1: the first machine is 0": ddp(machine_rank=1),
     "cp_size is 2: set it to 1, every rank takes rows of its own": fsdp2() | mesh(cp_size=2),
-    "their product must be num_processes (2)": fsdp2() | mesh(dp_replicate_size=2, dp_shard_size=2),
     "dp_replicate_size 4 and dp_shard_size 1: their product must be num_processes (4), and dp_shard_size 2 or more": fsdp2()
     | {"num_processes": 4}
     | mesh(dp_replicate_size=4),

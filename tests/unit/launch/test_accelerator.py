@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.support.refusals import refusal
 from toolkit.config.schema import TrainConfig
 from toolkit.data.batch_plan import BatchPlan
 from toolkit.launch import accelerator, environment
-from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, connect_devices
+from toolkit.launch.accelerator import bound_primitive_cache, build_accelerator, check_trained_dtype, frozen_dtype
 from toolkit.launch.environment import why_no_gpu
 from toolkit.launch.process_state import process_state_kept
 
@@ -107,9 +108,10 @@ def test_a_mesh_connects_its_own_groups_and_none_over_all_ranks(monkeypatch):
     monkeypatch.setattr(accelerator, "world_size", lambda: 4)
     monkeypatch.setattr(accelerator.dist, "all_reduce", lambda tensor, group: reduced.append((tensor.device.type, group)))
     mesh = MagicMock(get_all_groups=lambda: ["replicas", "shards"])
+    parallelism = MagicMock(fsdp_dim_names=["dp_replicate", "dp_shard_cp"])
     for chosen in ({("dp_replicate", "dp_shard_cp"): mesh}, None):
-        parallelism = MagicMock(fsdp_dim_names=["dp_replicate", "dp_shard_cp"])
-        connect_devices(MagicMock(torch_device_mesh=chosen, parallelism_config=parallelism, device=torch.device("cpu")))
+        of_mesh = {"torch_device_mesh": chosen, "parallelism_config": parallelism}
+        accelerator.connect_devices(MagicMock(**of_mesh, device=torch.device("cpu")))
     assert reduced == [("cpu", "replicas"), ("cpu", "shards"), ("cpu", torch.distributed.group.WORLD)]
 
 
@@ -262,3 +264,27 @@ def test_onednn_keeps_no_more_though_torch_is_imported_before():
     )
     made = [line for line in done.stdout.splitlines() if "primitive,create:cache_miss,cpu,convolution" in line]
     assert len(made) == 2 * 200, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "precision", "reason"),
+    [
+        ("FSDP", 1, "bf16", "FSDP1 flattens weights"),
+        ("MULTI_GPU", None, "bf16", "DDP would reduce gradients in bf16"),
+        ("FSDP", 2, "fp8", "mixed_precision is fp8"),
+        ("NO", None, "no", "mixed_precision is 'no'"),
+        ("NO", None, "bf16", ""),
+        ("FSDP", 2, "no", ""),
+    ],
+)
+def test_where_frozen_and_trained_weights_are_kept_in_bf16(kind, version, precision, reason):
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), state=state, mixed_precision=precision)
+    check_trained_dtype(accelerator, "float32")
+    if version == 1:
+        sentence = "model.frozen_dtype is bfloat16, but FSDP1 keeps frozen and trainable parameters"
+        assert refusal(frozen_dtype, accelerator, "bfloat16", has_adapter=True).startswith(sentence)
+    if not reason:
+        return check_trained_dtype(accelerator, "bfloat16_stochastic")
+    sentence = f"model.trained_dtype is bfloat16_stochastic, but {reason}: take one process with mixed_precision: bf16, or FSDP2"
+    assert refusal(check_trained_dtype, accelerator, "bfloat16_stochastic").startswith(sentence)

@@ -149,15 +149,6 @@ def test_a_quantized_model_loads_as_a_plain_one(tmp_path, dtype):
         assert {name: digest(tensor.bfloat16()) for name, tensor in again.state_dict().items()} == expected
 
 
-FORMATS = {
-    **{name: {"quant_method": name} for name in ("gptq", "awq", "hqq", "compressed-tensors", "torchao")},
-    "bitsandbytes int8": {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "fp4"},
-    "bitsandbytes fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "fp8 in blocks of None": {"quant_method": "fp8", "weight_block_size": None},
-    "fp8 in blocks of [1, 32]": {"quant_method": "fp8", "weight_block_size": [1, 32]},
-}
-
-
 END = "layers.0.mlp.up_proj.weight"
 
 
@@ -180,9 +171,18 @@ def test_a_nested_config_may_say_that_weights_are_quantized(tmp_path):
     assert "is quantized as gptq, and only bitsandbytes nf4, " in refusal(loaded, {"quant_method": "gptq"})
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_format_that_is_not_read_is_named(tmp_path, kind):
-    settings = json.loads((QUANTIZED / "bnb_plain" / "config.json").read_text()) | {"quantization_config": FORMATS[kind]}
+@pytest.mark.parametrize(
+    ("kind", "about"),
+    [
+        *((name, {"quant_method": name}) for name in ("gptq", "awq", "hqq", "compressed-tensors", "torchao")),
+        ("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "fp4"}),
+        ("bitsandbytes fp4", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+        ("fp8 in blocks of None", {"quant_method": "fp8", "weight_block_size": None}),
+        ("fp8 in blocks of [1, 32]", {"quant_method": "fp8", "weight_block_size": [1, 32]}),
+    ],
+)
+def test_a_format_that_is_not_read_is_named(tmp_path, kind, about):
+    settings = json.loads((QUANTIZED / "bnb_plain" / "config.json").read_text()) | {"quantization_config": about}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert refusal(load_model_config, ModelConfig(name_or_path=str(tmp_path)), Causal()) == (
         f"model.name_or_path {tmp_path} is quantized as {kind}, and only bitsandbytes nf4, mxfp4, fp8 in blocks of [128, 128] "

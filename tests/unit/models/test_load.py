@@ -1,8 +1,11 @@
-"""Which parameters are frozen, in what dtype they are stored, and a class or a built model that Python code gives to a run."""
+"""Which parameters are frozen, in what dtype they are stored, and a class or a built model that Python code gives to a run.
+What a loss does not reach is found without weights, and is what real weights get no gradient for."""
 
+import hashlib
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import YoutuForCausalLM
 
-from tests.families.kinds import kind_on_meta, tiny_config
+from tests.families.kinds import kind_on_meta, kinds, tiny_config
 from tests.support.model_folders import build_model_folders
 from tests.support.own_models import own_class as make_class
 from tests.support.refusals import refusal
 from tests.support.seq2seq_families import build_model
 from toolkit.config.schema import ModelConfig
 from toolkit.models.config import load_model_config
-from toolkit.models.freeze import cast_frozen, freeze, freeze_as
+from toolkit.models.freeze import cast_frozen, find_uncalled, find_unreached, freeze, freeze_as, hash_tensor
 from toolkit.models.load import build_on_meta, check_kept, grow_vocabulary, load_model, own_class, save_built
 from toolkit.models.safetensors_index import match_files
 from toolkit.objectives.causal import Causal
@@ -45,6 +48,80 @@ def test_a_pattern_freezes_by_every_name_that_it_matches_in_full():
     freeze_as(again, model)
     for one in (model, again):
         assert [name for name, p in one.named_parameters() if not p.requires_grad] == ["body.weight", "body_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("led", "query_global"),
+        ("deepseek_v32", "indexer.wk"),
+        ("deepseek_v4", "indexer."),
+        ("gemma3", "vision_tower"),
+        ("mistral3", "multi_modal_projector"),
+        ("t5gemma2", "eoi_embedding"),
+        ("qwen2_5_vl", "visual.blocks"),
+        ("qwen4_exp_text", "indexer."),
+        ("llama", ""),
+        ("mamba", ""),
+        ("bart", ""),
+    ],
+)
+def test_unreached_parameters_are_those_without_a_gradient(kind, part):
+    found = find_unreached(kind_on_meta(kind))
+    config = tiny_config(kind)
+    model = getattr(transformers, kinds()[kind]).from_config(config).eval()
+    tokens = torch.randint(3, 256, (1, 64 if kind == "led" else 128))
+    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
+    model(**inputs, use_cache=False).logits.sum().backward()
+    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    assert found == [name for name, gradient in trained if gradient is None or not gradient.any()]
+    assert any(part in name for name in found) if part else not found
+
+
+def test_what_a_models_own_code_freezes_gets_no_adapter():
+    found = find_unreached(kind_on_meta("blt"))
+    assert found and all(name.startswith("model.patcher.") for name in found)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("blip", "'pixel_values'"), ("diffusion_gemma", "its forward takes no labels")])
+def test_a_model_that_needs_images_is_refused_before_its_weights_load(kind, reason):
+    said = refusal(find_unreached, kind_on_meta(kind))
+    assert f"is a {kind} model, which continues no text without images (" in said and reason in said
+
+
+def test_a_forward_that_fails_without_weights_and_a_class_of_an_interactive_session_are_not_searched():
+    """The class has no source: it is searched by its calls alone."""
+    own = type("LlamaOfASession", (transformers.LlamaForCausalLM,), {"__module__": __name__})
+    with torch.device("meta"):
+        model = own(tiny_config("llama"))
+    assert find_uncalled(model) == []
+    with patch.object(own, "forward", side_effect=RuntimeError):
+        assert find_unreached(model) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [
+        ("jamba", "mamba.dt_proj.weight"),
+        ("gemma3n_text", "altup.correction_coefs.weight"),
+        ("deepseek_v4", "self_attn.o_a_proj.weight"),
+        ("bamba", "mamba.out_proj.weight"),
+        ("mamba2", "mixer.out_proj.weight"),
+        ("falcon", ""),
+        ("nllb-moe", ""),
+        ("bart", ""),
+        ("t5", ""),
+    ],
+)
+def test_linear_layers_whose_weight_is_read_without_a_call_are_found(kind, weight):
+    found = find_uncalled(kind_on_meta(kind))
+    assert all(name.endswith(weight) for name in found) and bool(found) == bool(weight)
+
+
+def test_a_buffer_without_dimensions_is_hashed():
+    """The scale of Gemma 3's embedding: `verify` ended on it."""
+    content = b"torch.float32 ()" + torch.tensor([8.0]).numpy().tobytes()
+    assert hash_tensor(torch.tensor(8.0), torch.float32) == hashlib.sha256(content).hexdigest()
 
 
 def test_a_new_head_is_drawn_from_the_seed_where_the_objective_allows_it(tmp_path):

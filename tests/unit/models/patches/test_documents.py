@@ -1,8 +1,10 @@
-"""Attention by document equals attention under transformers' dense mask, without making one; documents cannot see each other."""
+"""Attention by document equals attention under transformers' dense mask, without making one; documents cannot see each other.
+Which models attend so, on which device, and what a run says of its attention."""
 
 import inspect
 import itertools
 import json
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +16,9 @@ from transformers import AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.support.model_folders import CAUSAL_FAMILIES
-from tests.support.tiny_models import build_causal, build_rows, take_gradients
+from tests.support.tiny_models import build_causal, build_rows, causal_skeleton, take_gradients
 from toolkit.data.collate import CausalCollator, move_to
+from toolkit.launch.accelerator import cudnn_attention
 from toolkit.models.patches import chunked_loss, documents, masks
 from toolkit.models.patches.chunked_loss import summed_loss
 from toolkit.parallel.compute_copies import ComputeCopies
@@ -172,6 +175,73 @@ def test_compiled_blocks_do_not_compile_again_for_other_lengths():
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name.replace("_orig_mod.", "")], rtol=1e-4, atol=1e-6)
+
+
+SAYS_BY_DOCUMENT = "sdpa, and packed rows document by document ({}): no mask, and no cost of full rows"
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_every_family_with_sdpa_attends_by_document(family):
+    for device_type, settings in (("cpu", {}), ("cuda", {"attn_pdrop": 0.0} if family == "gpt2" else {})):
+        model = causal_skeleton(family, **settings)
+        why = documents.choose_packed_attention(model, None, device_type, torch.bfloat16)
+        assert masks.attends_by_document(model) == (family != "gemma2")
+        assert ("has no sdpa (a soft cap" in why) == (family == "gemma2")
+        # What a checkpoint or an export says of it.
+        assert model.config.to_dict() == causal_skeleton(family, **settings).config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "changed", "reason"),
+    [
+        ("llama", {}, {"named": "sdpa"}, "model.attn_implementation is sdpa (leave it out"),
+        ("llama", {}, {"dtype": torch.float32}, "bf16 and fp16 only"),
+        ("llama", {}, {"is_one_graph": True}, "dynamo_use_fullgraph"),
+        ("llama", {}, {"capability": (7, 5)}, "Ampere generation or later"),
+        ("llama", {"attention_dropout": 0.1}, {}, "the model's is 0.1 (model.dropout 0"),
+        ("gpt2", {}, {}, "the model's is 0.1 (model.dropout 0"),
+        *(("llama", {"head_dim": size}, {}, f"head sizes of LlamaAttention ([{size}])") for size in (12, 512)),
+        # Attention of its own, and heads of two sizes.
+        *((family, {}, {}, "") for family in ("falcon", "bloom")),
+        ("deepseek_v3", {"v_head_dim": 4}, {}, ""),
+        # The oldest GPU and the largest head that the kernel takes.
+        ("llama", {"head_dim": 256}, {"dtype": torch.float16}, None),
+    ],
+)
+def test_other_packed_rows_get_a_dense_mask_and_the_reason_is_said(family, settings, changed, reason, monkeypatch):
+    model = causal_skeleton(family, **settings)
+    asked = {"named": None, "dtype": torch.bfloat16, "is_one_graph": False, "capability": (8, 0)} | changed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: asked["capability"])
+    why = documents.choose_packed_attention(model, asked["named"], "cuda", asked["dtype"], is_one_graph=asked["is_one_graph"])
+    assert masks.attends_by_document(model) == (why == "") == (reason is None)
+    if why:
+        assert reason in why and why in str(documents.warn_of_full_rows(model, why))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_encoder_decoder", "packing", "dtype", "on_gpu"),
+    [
+        ("sdpa", False, False, torch.bfloat16, "sdpa, the flash kernel"),
+        ("sdpa", False, False, torch.float32, "sdpa in fp32: the memory-efficient kernel"),
+        ("sdpa", False, True, torch.bfloat16, "sdpa with a dense mask, which keeps packed rows apart: no flash kernel"),
+        ("sdpa", True, False, torch.bfloat16, "sdpa with a dense mask, which has padding or position biases: no flash kernel"),
+        *((name, False, True, torch.bfloat16, name) for name in ("eager", "flex_attention", "flash_attention_2")),
+        ("documents", False, True, torch.bfloat16, SAYS_BY_DOCUMENT.format("torch's varlen kernel")),
+    ],
+)
+def test_a_run_says_which_attention_kernel_runs(name, is_encoder_decoder, packing, dtype, on_gpu):
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(_attn_implementation=name, is_encoder_decoder=is_encoder_decoder)
+    for has_cudnn in (False, True):
+        with cudnn_attention(has_cudnn):
+            said = documents.describe_attention(model, torch.device("cuda", 0), dtype, packing=packing)
+        is_taken = has_cudnn and name == "sdpa" and dtype == torch.bfloat16
+        assert said.startswith(on_gpu) and said.endswith(" or cuDNN's") == is_taken
+    on_cpu = SAYS_BY_DOCUMENT.format("one causal sdpa each") if name == "documents" else name
+    assert documents.describe_attention(model, torch.device("cpu"), dtype, packing=packing) == on_cpu
+    assert documents.warn_of_full_rows(model, "") is None
+    assert masks.attends_by_document(model) == (name in ("documents", "flash_attention_2"))
 
 
 VARLEN = inspect.signature(varlen.varlen_attn)
