@@ -27,39 +27,30 @@ from toolkit.models.patches.experts import experts_by_token
 SWITCH = T5_SIZES | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"num_experts": 8}, {8}),
-        ({"num_local_experts": 1, "text_config": {"hidden_size": 4}}, set()),
-        ({"text_config": {"num_local_experts": 16}}, {16}),
-        ({"ffn_config": {"moe_num_experts": 4}}, {4}),
-        ({"num_experts": None, "n_routed_experts": 0}, set()),
-    ],
-)
-def test_experts_are_counted_in_nested_configs_too(settings, expected):
+def test_experts_are_counted_in_nested_configs_too():
     model = nn.Module()
-    model.config = transformers.PreTrainedConfig(**settings)
-    assert expert_counts(model) == expected
+    for expected, settings in (
+        ({8}, {"num_experts": 8}),
+        ({16}, {"text_config": {"num_local_experts": 16}}),
+        ({4}, {"ffn_config": {"moe_num_experts": 4}}),
+        (set(), {"num_local_experts": 1, "text_config": {"hidden_size": 4}}),
+        (set(), {"num_experts": None, "n_routed_experts": 0}),
+    ):
+        model.config = transformers.PreTrainedConfig(**settings)
+        assert expert_counts(model) == expected, settings
 
 
-@pytest.mark.parametrize(
-    ("auto_class", "config", "path"),
-    [
-        (AutoModelForSeq2SeqLM, transformers.SwitchTransformersConfig(**SWITCH), "encoder.block.1.layer.1.mlp.experts"),
-        # As many blocks as experts; two MLPs a block that every token goes through.
-        (AutoModelForCausalLM, transformers.MixtralConfig(**LLAMA_SIZES, num_local_experts=2), ""),
-        (AutoModelForCausalLM, tiny_config("longcat_flash"), ""),
-        (AutoModelForCausalLM, transformers.LlamaConfig(**LLAMA_SIZES), ""),
-    ],
-)
-def test_experts_that_are_modules_are_refused(auto_class, config, path):
+def test_experts_that_are_modules_are_refused():
+    # As many blocks as experts; two MLPs a block that every token goes through; no experts.
+    mixtral, llama = transformers.MixtralConfig(**LLAMA_SIZES, num_local_experts=2), transformers.LlamaConfig(**LLAMA_SIZES)
     with torch.device("meta"):
-        model = auto_class.from_config(config)
-    if not path:
-        return check_experts(model, "here")
+        switch = AutoModelForSeq2SeqLM.from_config(transformers.SwitchTransformersConfig(**SWITCH))
+        others = [AutoModelForCausalLM.from_config(config) for config in (mixtral, tiny_config("longcat_flash"), llama)]
+    path = "encoder.block.1.layer.1.mlp.experts"
     sentence = f"model.name_or_path here has 4 experts as separate modules ({path}), and FSDP2 would add up gradients of "
-    assert refusal(check_experts, model, "here").startswith(sentence)
+    assert refusal(check_experts, switch, "here").startswith(sentence)
+    for model in others:
+        check_experts(model, "here")
 
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
