@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.launch import REPOSITORY, LaunchResult, start_on_ranks
-from tests.support.ports import free_port
+from tests.support.launch import REPOSITORY, LaunchResult, free_port, start_on_ranks
 from tests.support.refusals import refusal
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, MORE_CAUSAL, T5_SIZES, save_tokenizer
-from tests.support.seq2seq_families import IN_PROCESS
+from tests.families.kinds import save_random, tiny_config
+from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES, MIXTURES, T5_SIZES
 
 ENCODER_DECODERS = {
     "t5": "T5", "flan_t5": "FLAN-T5, T5 1.1", "mt5": "mT5", "umt5": "UMT5", "longt5": "LongT5", "t5gemma": "T5Gemma",
@@ -44,8 +44,6 @@ SETTINGS = {
 of each weight, plain training of the others in fp32 ends up to 4e-3 away from that in fp64; with a tenth of it at most 1e-6."""
 IN_FP32 = ("fsmt", "inkling2", "inkling2_text", "xglm")
 """Families whose code computes in fp32 only: plain training does too."""
-WEIGHT_SIZE = 0.1
-"""Standard deviation of each matrix, so that attention has something to say."""
 WIDTHS = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim")
 """Doubled to 64, which NF4's blocks divide."""
 
@@ -54,35 +52,15 @@ def save_model(family: str, folder: Path) -> None:
     """Write the family's tiny random model and its tokenizer."""
     import transformers
 
-    if family in IN_PROCESS:
-        config_class, sizes = transformers.CONFIG_MAPPING[family], IN_PROCESS[family]
-    elif family == "switch_transformers":
-        config_class, sizes = transformers.SwitchTransformersConfig, T5_SIZES
+    known = FAMILIES | CAUSAL_FAMILIES | MIXTURES | {"switch_transformers": ("SwitchTransformersConfig", T5_SIZES)}
+    if family in known:
+        name, sizes = known[family]
+        config = getattr(transformers, name)(vocab_size=256, **_widen(sizes))
     else:
-        name, sizes = (FAMILIES | CAUSAL_FAMILIES | MORE_CAUSAL | MIXTURES)[family]
-        config_class = getattr(transformers, name)
+        config = tiny_config(family)
     auto_class = "AutoModelForSeq2SeqLM" if family in ENCODER_DECODERS else "AutoModelForCausalLM"
-    save_random(family, auto_class, config_class(**{"vocab_size": 256, **_widen(sizes)}), folder)
-
-
-def save_random(family: str, auto_class: str, config, folder: Path):
-    """Write a random model of a config and a tokenizer of the family; the model, in fp32."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    model = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        is_shut = not parameter.any() and not name.endswith(("weight", "bias"))  # a factor of 0 lets no gradient through
-        if parameter.requires_grad and (parameter.ndim > 1 or is_shut):
-            torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
-    model.save_pretrained(folder)
-    save_tokenizer(family, folder, has_start=getattr(config, "pad_token_id", 0) == 1)
-    return model
+    save_random(family, auto_class, config, folder)
 
 
 def _widen(sizes: dict) -> dict:
-    """With twice the widths, also of nested configs."""
-    return {
-        key: _widen(value) if isinstance(value, dict) else 2 * value if key in WIDTHS else value for key, value in sizes.items()
-    }
+    return {key: 2 * value if key in WIDTHS else value for key, value in sizes.items()}

@@ -5,8 +5,8 @@ import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.families.families import save_random
-from tests.support.seq2seq_families import AUDIO, IN_PROCESS
+from tests.support.model_folders import BART_TOKENS, save_tokenizer
+from tests.support.seq2seq_families import AUDIO
 
 SIZES = {
     # Widths; 8 a head.
@@ -55,7 +55,8 @@ SIZES = {
     "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 0, "forced_eos_token_id": None,
 }  # fmt: skip
 """What the rule sets, where a config has the name."""
-
+WEIGHT_SIZE = 0.1
+"""Standard deviation of each matrix, so that attention has something to say."""
 
 OTHERS: dict[str, tuple[str, ...]] = {
     "speech or music": (
@@ -80,10 +81,14 @@ def _rope(*section: int) -> dict:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}}
 
 
+BERT = {
+    "model_type": "bert", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 128,
+}  # fmt: skip
 MORE = {
     **{
         kind: ({"bos_token_id": 2}, "takes no None")
-        for kind in ("cwm", "emu3_text_model", "modernbert-decoder", "t5gemma2_decoder")
+        for kind in ("cwm", "emu3_text_model", "modernbert-decoder", "t5_gemma_module", "t5gemma2_decoder")
     },
     **{
         f"{kind}_text": (_rope(2, 3, 3), "splits its positions")
@@ -124,7 +129,9 @@ MORE = {
         ({"vision_start_token_id": 4}, "reads the token that begins an image, which the files of real models name"),
     ),
     "radio": ({"video_temporal_patch_size": 2}, "has what its model says too"),
+    **dict.fromkeys(("blenderbot", "blenderbot-small", "fsmt", "led", "mvp"), (BART_TOKENS, "begins and pads as BART")),
     "bamba": ({"attn_layer_indices": [1]}, "names its attention layers by their places"),
+    "bigbird_pegasus": ({"block_size": 2, "num_random_blocks": 1}, "its blocks are longer than a row"),
     "blt": ({"encoder_hash_byte_group_vocab": 64}, "its tables of byte groups have half a million rows"),
     "cohere_compass_text": (
         {
@@ -164,14 +171,21 @@ MORE = {
         },
         "has sizes of its own for the layers with a window",
     ),
+    "encoder-decoder": (
+        {
+            "encoder": BERT,
+            "decoder": BERT | {"is_decoder": True, "add_cross_attention": True},
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 2,
+        },
+        "has no parts by default",
+    ),
     "falcon": ({"head_dim": None}, "computes it"),
     "falcon_h1": ({"mamba_d_ssm": 128}, "heads times their size is the width of the state"),
     **dict.fromkeys(
         ("gemma4_text", "gemma4_unified_text"),
-        (
-            {"global_head_dim": 16},
-            "its full attention has heads of 512 by default, whose scores rounding changes",
-        ),
+        ({"global_head_dim": 16}, "its full attention has heads of 512 by default, whose scores rounding changes"),
     ),
     "gemma3n_text": ({"num_kv_shared_layers": 0}, "shares keys between more layers than there are"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "names its layers by pairs"),
@@ -184,8 +198,12 @@ MORE = {
         {"bos_token_id": 2, "num_hidden_layers": 3, "cross_attention_layers": [1]},
         "has layers for images beyond the second",
     ),
+    "pegasus_x": ({"num_global_tokens": 4, "block_size": 8}, "its blocks are longer than a row"),
     "phimoe": ({"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, "draws its experts at random while it trains"),
-    "prophetnet": ({"num_hidden_layers": None, "disable_ngram_loss": True}, "has two kinds of layers, and a second loss"),
+    "prophetnet": (
+        {"num_hidden_layers": None, "disable_ngram_loss": True, "bos_token_id": 2, "decoder_start_token_id": 2},
+        "has two kinds of layers, and a second loss",
+    ),
     "recurrent_gemma": ({"num_hidden_layers": 3}, "its third layer has attention"),
     "longcat_flash": ({"head_dim": 8}, "the size of rotary positions"),
     "qwen4_exp_text": (
@@ -229,15 +247,12 @@ def shrink(config_class) -> dict:
     return {name: value for name, value in (sizes | more).items() if value is not None or name not in more}
 
 
-def tiny_config(kind: str):
+def tiny_config(kind: str, **settings):
     import transformers
 
     config_class = transformers.CONFIG_MAPPING[kind]
-    if kind in IN_PROCESS:
-        named = {} if kind in ("encoder-decoder", "fsmt") else {"vocab_size": 256}
-        return config_class(**named | IN_PROCESS[kind])
     start = {"decoder_start_token_id": 0} if kinds()[kind] == "AutoModelForSeq2SeqLM" else {}
-    return config_class(**start | shrink(config_class))
+    return config_class(**start | shrink(config_class) | settings)
 
 
 def kind_on_meta(kind: str):
@@ -257,3 +272,19 @@ def has_experts(kind: str) -> bool:
 def save_kind(kind: str, folder: Path):
     """Write a tiny random model of a kind and its tokenizer; the model, in fp32."""
     return save_random(kind, kinds()[kind], tiny_config(kind), folder)
+
+
+def save_random(family: str, auto_class: str, config, folder: Path):
+    """Write a random model of a config and a tokenizer of the family; the model, in fp32."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        is_shut = not parameter.any() and not name.endswith(("weight", "bias"))  # a factor of 0 lets no gradient through
+        if parameter.requires_grad and (parameter.ndim > 1 or is_shut):
+            torch.nn.init.normal_(parameter, std=WEIGHT_SIZE)
+    model.save_pretrained(folder)
+    save_tokenizer(family, folder, has_start=getattr(config, "pad_token_id", 0) == 1)
+    return model

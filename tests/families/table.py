@@ -27,12 +27,7 @@ RESULTS = REPOSITORY / "tests" / "families" / "results.json"
 SURVEY = REPOSITORY / "tests" / "families" / "survey.json"
 PAGE = REPOSITORY / "docs" / "support.md"
 LORA = {"adapter.method": "lora", "adapter.rank": 4, "adapter.alpha": 8}
-KINDS = {
-    "full": {},
-    "lora": LORA,
-    "nf4": LORA | {"adapter.base_dtype": "nf4"},
-    "experts": LORA | {"adapter.experts": True},
-}
+KINDS = {"full": {}, "lora": LORA, "nf4": LORA | {"adapter.base_dtype": "nf4"}, "experts": LORA | {"adapter.experts": True}}
 """Settings by what is trained; adapters on experts in the survey only."""
 NUM_ROWS = 8
 LIBRARIES = ("torch", "accelerate", "transformers", "peft")

@@ -17,8 +17,7 @@ from tests.faults.refusals import on_rank
 from tests.faults.workers import faulty_recipe as faulty
 from tests.faults.workers.faulty_recipe import at_step, kill, this_rank, this_run
 from tests.support.checkpoint_files import newest_folder
-from tests.support.launch import LaunchResult
-from tests.support.ports import free_port
+from tests.support.launch import LaunchResult, free_port
 from tests.support.real_launch import accelerate_launch, finish
 from tests.support.same_runs import check_same, read_manifest
 from tests.support.workbench import FP32, Workbench

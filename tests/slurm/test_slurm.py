@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import REPOSITORY, write_accelerate_yaml
-from tests.support.ports import free_port
+from tests.support.launch import REPOSITORY, free_port, write_accelerate_yaml
 from tests.support.workbench import FP32
 
 CHANGES = {"train__max_steps": 150, "model__dropout": 0.1, "eval__generate": False, "checkpoint__every_steps": 1000}

@@ -10,13 +10,17 @@ C++ destructors do not run, as ranks leave by `os._exit`; and a run draws a page
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait as wait_for_any
@@ -25,7 +29,6 @@ from unittest.mock import patch
 
 import yaml
 
-from tests.support.ports import free_port
 from tests.support.rank import SERVER_ENVIRONMENT, call, run_script
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.tools.forks import Ranks, World
@@ -76,6 +79,11 @@ READ_AT_IMPORT = (
 
 TIMEOUT_S = 600.0
 """Of a launch. It stops a hang, on the slowest machine too."""
+
+FIRST_PORT, PORTS_OF_A_WORKER = 12_000, 2_000
+"""Linux gives connections ports from 32768 on."""
+
+_numbers = itertools.count(random.SystemRandom().randrange(PORTS_OF_A_WORKER))
 
 _environment_at_server_start: dict[str, str] = {}
 
@@ -228,6 +236,18 @@ def _merge(base: dict, overrides: dict) -> dict:
     for key, value in overrides.items():
         merged[key] = _merge(merged.get(key) or {}, value) if isinstance(value, dict) else value
     return merged
+
+
+def free_port() -> int:
+    """Another port at each call, which no other test and no connection takes meanwhile: of a range that belongs to this one of
+    the processes that pytest-xdist runs tests in."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = FIRST_PORT + worker % 10 * PORTS_OF_A_WORKER
+    while True:
+        port = first + next(_numbers) % PORTS_OF_A_WORKER
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def preloaded() -> list[str]:

@@ -90,33 +90,6 @@ MIXTURES = {
 }
 """Mixtures of experts, whose numbers of experts some numbers of ranks do not divide."""
 
-_TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-_BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
-MORE_CAUSAL = {
-    "qwen2": ("Qwen2Config", GROUPED),
-    "granite": ("GraniteConfig", GROUPED),
-    "falcon": ("FalconConfig", _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
-    "stablelm": ("StableLmConfig", GROUPED),
-    "cohere": ("CohereConfig", GROUPED),
-    "glm4": ("Glm4Config", GROUPED | {"head_dim": 8}),
-    "smollm3": ("SmolLM3Config", GROUPED),
-    "bloom": ("BloomConfig", _TOKENS | _BLOOM),
-    "opt": ("OPTConfig", LLAMA_SIZES | {"word_embed_proj_dim": 32, "ffn_dim": 64}),
-    "mpt": ("MptConfig", _TOKENS | {"d_model": 32, "n_layers": 2, "n_heads": 4}),
-    "biogpt": ("BioGptConfig", LLAMA_SIZES),
-    "mamba": ("MambaConfig", _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
-    "afmoe": (
-        "AfmoeConfig",
-        SMALL_EXPERTS | SLIDING | {"num_experts": 4, "moe_intermediate_size": 24, "num_dense_layers": 1, "sliding_window": 4},
-    ),
-    "granitemoehybrid": (
-        "GraniteMoeHybridConfig",
-        SMALL_EXPERTS | {"num_local_experts": 4, "mamba_n_heads": 4, "mamba_d_state": 8},
-    ),
-    "bamba": ("BambaConfig", GROUPED | {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}),
-}
-"""Families that only the support table and the tests of attention know."""
-
 
 def build_model_folders(parent: Path, families: Collection[str] = (*FAMILIES, *CAUSAL_FAMILIES), **more) -> dict[str, Path]:
     """One folder a family, by its name, with `more` settings. Imports transformers: call it through `run_on_ranks`, where that

@@ -6,14 +6,17 @@ import torch
 import transformers
 from accelerate.utils import DynamoBackend
 
-from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES, MORE_CAUSAL
+from tests.families.kinds import tiny_config
+from tests.support.model_folders import CAUSAL_FAMILIES, MIXTURES
 
 VOCAB_SIZE = 256
 LENGTHS = (5, 9, 14, 3)
 
 
 def causal_config(family: str, **settings):
-    config_class, sizes = (CAUSAL_FAMILIES | MORE_CAUSAL | MIXTURES)[family]
+    if family not in CAUSAL_FAMILIES | MIXTURES:
+        return tiny_config(family, **settings)
+    config_class, sizes = (CAUSAL_FAMILIES | MIXTURES)[family]
     return getattr(transformers, config_class)(**{"vocab_size": VOCAB_SIZE, **sizes, **settings})
 
 

@@ -6,11 +6,9 @@ import torch.nn.functional as F
 
 from toolkit.loss import IGNORED_LABEL, chunked_cross_entropy, summed_cross_entropy
 
-SMOOTHINGS = (0.0, 0.1, 0.9)
 
-
-@pytest.mark.parametrize("smoothing", SMOOTHINGS)
-def test_sum_over_label_tokens_in_fp32(smoothing):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_sum_over_label_tokens_in_fp32_and_zero_without_any(smoothing):
     torch.manual_seed(0)
     logits_BTV = torch.randn(3, 4, 11, dtype=torch.bfloat16)
     labels_BT = torch.randint(0, 11, (3, 4))
@@ -22,12 +20,8 @@ def test_sum_over_label_tokens_in_fp32(smoothing):
     actual = summed_cross_entropy(logits_BTV, labels_BT, smoothing)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("smoothing", SMOOTHINGS)
-def test_a_batch_without_labels_gives_zero_loss_and_zero_gradient(smoothing):
-    logits_BTV = torch.randn(2, 3, 5, requires_grad=True)
-    loss = summed_cross_entropy(logits_BTV, torch.full((2, 3), IGNORED_LABEL), smoothing)
+    logits_BTV.requires_grad_()
+    loss = summed_cross_entropy(logits_BTV, torch.full((3, 4), IGNORED_LABEL), smoothing)
     loss.backward()
     assert loss.item() == 0
     assert (logits_BTV.grad == 0).all()

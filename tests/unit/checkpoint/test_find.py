@@ -58,15 +58,6 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, damage, sentence):
     assert found == older and sentence in refused
 
 
-def test_sizes_alone_do_not_tell_a_changed_byte(tmp_path):
-    folder = make_checkpoint(tmp_path, 3)
-    (folder / "rng-00000.safetensors").write_bytes(b"state of chancE")
-    check_files(folder, read_manifest(folder), hashes=False)
-    (folder / "rng-00000.safetensors").write_bytes(b"state")
-    with pytest.raises(ValueError, match="rng-00000.safetensors has 5 bytes instead of 15"):
-        check_files(folder, read_manifest(folder), hashes=False)
-
-
 @pytest.mark.parametrize("name", ["../../secret", "state/../../../secret", "{outside}/secret", "", ".", "a\0b", "a\nb"])
 def test_a_manifest_cannot_name_files_outside(tmp_path, name):
     folder = make_checkpoint(tmp_path, 3)
@@ -159,15 +150,11 @@ def test_what_is_not_whole_is_neither_counted_nor_removed_nor_best(tmp_path):
     last = make_checkpoint(tmp_path, 4, loss=2.0)
     assert prune_to(tmp_path, last, keep_last=2) == ([], [])
     assert ranked(tmp_path, LOSS)[0].checkpoint.folder == whole
-
-
-def test_nothing_is_removed_where_the_one_just_written_is_not_whole(tmp_path):
-    for step in (1, 2, 3):
-        last = make_checkpoint(tmp_path, step)
-    (last / "rng-00000.safetensors").unlink()
-    sentence = "no checkpoint was removed, as the one just written is not whole: step-00000003 lacks rng-00000.safetensors"
-    assert prune_to(tmp_path, last) == ([], [sentence])
-    assert len(list_checkpoints(tmp_path)) == 3
+    # Nothing is removed where the one just written is not whole.
+    broken = make_checkpoint(tmp_path, 5)
+    (broken / "rng-00000.safetensors").unlink()
+    sentence = "no checkpoint was removed, as the one just written is not whole: step-00000005 lacks rng-00000.safetensors"
+    assert prune_to(tmp_path, broken) == ([], [sentence])
 
 
 OTHER, THIRD = {"rows": "b", "num_beams": 1}, {"rows": "c", "num_beams": 1}

@@ -87,11 +87,7 @@ def test_the_best_value_is_forgotten_where_figures_would_not_be_equals(theirs, o
         (mix(), mix(files="elsewhere/a.jsonl"), None),
         (mix(), mix(name="news", hub_subset=None, hub_eval_split=None), None),  # of a version that had fewer keys
         (mix(), mix(weight=1.0), "data.mix is "),
-        (
-            {"adapter.base_dtype": "nf4"},
-            {"adapter.base_dtype": "int8"},
-            "adapter.base_dtype is 'int8', but step-",
-        ),
+        ({"adapter.base_dtype": "nf4"}, {"adapter.base_dtype": "int8"}, "adapter.base_dtype is 'int8', but step-"),
         ({"model.add_tokens": ["a", "b"]}, {"model.add_tokens": ["a"]}, "model.add_tokens is ['a'], but step-"),
     ],
 )

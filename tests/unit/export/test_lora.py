@@ -13,15 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from tests.support.adapter_models import (
-    adapted,
-    compare_logits,
-    forward_inputs,
-    hash_base,
-    load_base,
-    logits,
-    randomize,
-)
+from tests.support.adapter_models import adapted, compare_logits, forward_inputs, hash_base, load_base, logits, randomize
 from tests.support.model_folders import _build_tokenizer
 from tests.support.tiny_models import one_process
 from toolkit.config.python import load_config

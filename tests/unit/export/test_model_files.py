@@ -3,7 +3,6 @@ transformers 4 reads: tests/other_tools/test_transformers4.py reads it with that
 
 import json
 import weakref
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,40 +13,25 @@ from safetensors.torch import load_file, save_file
 from tests.families.kinds import tiny_config
 from tests.support.adapter_models import LLAMA_SIZES
 from tests.support.model_folders import GROUPED, MIXTURES, SLIDING, T5_SIZES, _build_tokenizer
+from tests.support.seq2seq_families import build_model
+from tests.support.tiny_models import build_causal
 from toolkit.errors import UserError
 from toolkit.export.model_files import Cast, ModelFiles
 from toolkit.export.old_spelling import spell_config, spell_tokenizer
 from toolkit.models.tensor_reader import copy_on_meta
 
-
-def build_mixture(family: str) -> hf.PreTrainedModel:
-    config_class, sizes = MIXTURES[family]
-    return hf.AutoModelForCausalLM.from_config(getattr(hf, config_class)(vocab_size=64, **sizes))
-
-
 MODELS = {
-    "t5": lambda: hf.T5ForConditionalGeneration(
-        hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
-    ),
-    "bart": lambda: hf.BartForConditionalGeneration(
-        hf.BartConfig(
-            vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-            encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
-        )
-    ),
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_SIZES)),
-    "llama_tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)),
-    **{family: partial(build_mixture, family) for family in MIXTURES},
-    "hrm_text": lambda: hf.HrmTextForCausalLM(hf.HrmTextConfig(**LLAMA_SIZES)),
-}  # fmt: skip
+    **dict.fromkeys(("t5", "bart"), build_model),
+    **dict.fromkeys(("llama", "llama_tied", "gpt2", *MIXTURES), build_causal),
+    "hrm_text": lambda _: hf.HrmTextForCausalLM(hf.HrmTextConfig(**LLAMA_SIZES)),
+}
 """Tied and not, with buffers that are saved (BART), experts that are saved one by one, and weights that are saved fused."""
 
 
 def build(name: str, dtype: torch.dtype) -> hf.PreTrainedModel:
     """With a NaN, which is compared by its bits."""
     torch.manual_seed(0)
-    model: hf.PreTrainedModel = MODELS[name]().to(dtype).eval()
+    model: hf.PreTrainedModel = MODELS[name](name).to(dtype).eval()
     next(model.parameters()).data.view(-1)[0] = torch.nan
     return model
 
@@ -64,7 +48,7 @@ def write(folder: Path, model: hf.PreTrainedModel, max_shard_size: str, order: i
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("dtype", "max_shard_size"), [(torch.float32, "5KB"), (torch.bfloat16, "5GB")], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "max_shard_size"), [(torch.float32, "50KB"), (torch.bfloat16, "5GB")], ids=["fp32", "bf16"])
 def test_files_are_those_of_save_pretrained(tmp_path, name, dtype, max_shard_size, capsys):
     model = build(name, dtype)
     model.save_pretrained(tmp_path / "plain", max_shard_size=max_shard_size)
@@ -210,7 +194,7 @@ def test_a_config_that_refuses_its_old_spelling_keeps_its_own(tmp_path):
     assert hf.AutoConfig.from_pretrained(tmp_path).rope_parameters == model.config.rope_parameters
 
 
-def test_a_tokenizer_has_the_names_of_version_4(tmp_path):
+def test_a_tokenizer_has_the_names_of_version_4_and_a_remark_where_version_5_reads_another(tmp_path):
     tokenizer = _build_tokenizer(("<pad>", "</s>"))
     tokenizer.add_special_tokens({"extra_special_tokens": ["<tag>"]})
     tokenizer.save_pretrained(tmp_path)
@@ -220,11 +204,9 @@ def test_a_tokenizer_has_the_names_of_version_4(tmp_path):
     read = hf.AutoTokenizer.from_pretrained(tmp_path)
     assert written["additional_special_tokens"] == read.extra_special_tokens == ["<tag>"]
     assert read("alpha <tag> beta")["input_ids"] == tokenizer("alpha <tag> beta")["input_ids"]
-
-
-def test_a_tokenizer_that_version_5_reads_as_its_models_usual_one_has_names_of_version_4_and_a_remark(tmp_path):
+    # Version 5 reads this one as its model's usual one.
     hf.Qwen2Config().save_pretrained(tmp_path)
-    (tokenizer := _build_tokenizer(("<pad>", "</s>"))).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     sentence = "AutoTokenizer of transformers 5 reads its tokenizer as Qwen2Tokenizer, which splits texts otherwise: "
     assert spell_tokenizer(tmp_path, tokenizer) == [f"{sentence}take PreTrainedTokenizerFast."]
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"

@@ -183,13 +183,13 @@ LINES = [
 ]
 
 
-@pytest.fixture
-def state(tmp_path) -> TrainerState:
-    save_trainer_state(tmp_path, LINES, step=2, num_training_rows=10)
-    return TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+def read_state(folder: Path, lines: list[dict], step: int, num_training_rows: int | None) -> TrainerState:
+    save_trainer_state(folder, lines, step=step, num_training_rows=num_training_rows)
+    return TrainerState.load_from_json(str(folder / "trainer_state.json"))
 
 
-def test_transformers_reads_the_figures_up_to_the_exported_step(state):
+def test_transformers_and_its_model_card_read_the_figures_up_to_the_exported_step(tmp_path):
+    state = read_state(tmp_path, LINES, 2, 10)
     assert (state.global_step, state.epoch, state.num_input_tokens_seen) == (2, 0.8, 160)
     first, second = {"epoch": 0.5, "num_input_tokens_seen": 100}, {"epoch": 0.8, "num_input_tokens_seen": 160}
     evaluated = {"eval_num_rows": 3, "eval_samples_per_second": 6.0, "eval_runtime": 0.5, "eval_loss": 2.0, "eval_rougeL": 50.0}
@@ -199,9 +199,6 @@ def test_transformers_reads_the_figures_up_to_the_exported_step(state):
         {**evaluated, "step": 2, **second},
     ]
     assert state.log_history[0]["epoch"] == 0 and len(state.log_history) == 5
-
-
-def test_its_model_card_finds_the_training_and_the_evaluations(state):
     summary, lines, figures = parse_log_history(state.log_history)
     assert summary["train_runtime"] == 1.0 and summary["train_loss"] == 2.5 and summary["train_samples_per_second"] == 8
     assert [(line["Step"], line["Epoch"], line["Validation Loss"]) for line in lines] == [(0, 0, 3.0), (2, 0.8, 2.0)]
@@ -216,6 +213,5 @@ def test_its_model_card_finds_the_training_and_the_evaluations(state):
     ],
 )
 def test_where_rows_cannot_be_counted_an_epoch_is_that_of_the_line(tmp_path, lines, num_rows, epoch, num_tokens):
-    save_trainer_state(tmp_path, lines, step=22, num_training_rows=num_rows)
-    state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    state = read_state(tmp_path, lines, 22, num_rows)
     assert (state.epoch, state.num_input_tokens_seen) == (epoch, num_tokens)

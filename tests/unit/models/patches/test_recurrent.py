@@ -17,8 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.umt5.modeling_umt5 import UMT5LayerNorm
 
-from tests.families.families import WEIGHT_SIZE
-from tests.families.kinds import kind_on_meta, kinds, tiny_config
+from tests.families.kinds import WEIGHT_SIZE, kind_on_meta, kinds, tiny_config
 from tests.support.tiny_models import build_rows, take_gradients
 from toolkit.data.collate import CausalCollator
 from toolkit.models.patches import chunked_loss, documents, fused, masks, recurrent
