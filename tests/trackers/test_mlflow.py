@@ -1,7 +1,7 @@
-"""MLflow, in a local store: its client reads each figure of `metrics.jsonl` once, in one run; its limits; a run after one that
-failed."""
+"""MLflow, in a local store: its client reads each figure of `metrics.jsonl` once, in one run; its limits; failures."""
 
 import os
+import sqlite3
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from tests.support.launch import run_on_ranks
 from tests.support.small_run import run_in_this_process
 from tests.support.workbench import FP32, Workbench
-from tests.trackers.checks import Points, check_points, check_refused
+from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused
 
 
 def list_runs(bench: Workbench, project: str) -> list:
@@ -68,6 +68,17 @@ def test_a_run_after_one_that_failed_in_the_same_process_has_its_own(bench):
     second, first = list_runs(bench, "again")
     assert [step for step, _ in load(first.info.run_id)["train/loss"]] == [1]
     check_points(bench, "again", load(second.info.run_id))
+
+
+def drop_the_table() -> None:
+    with sqlite3.connect(os.environ["MLFLOW_TRACKING_URI"].removeprefix("sqlite:///")) as store:
+        store.execute("DROP TABLE metrics")
+
+
+def test_a_failure_in_mid_run_is_one_warning(bench):
+    with patch.dict(os.environ, {"MLFLOW_TRACKING_URI": f"sqlite:///{bench.runs / 'other.db'}"}):
+        warning = check_failure_in_mid_run(bench, "mlflow", drop_the_table)
+    assert warning.startswith("mlflow failed at step 2 (") and "no such table: metrics" in warning
 
 
 def test_a_server_that_does_not_answer_is_one_sentence_on_all_ranks(bench):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trackers.checks import Points, check_points, check_refused
+from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused
 
 EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
 
@@ -36,6 +36,24 @@ def test_the_config_is_in_the_same_events(logged):
     start = HParamsPluginData.FromString(content).session_start_info
     assert start.hparams["optim.schedule"].string_value == "constant"
     assert start.hparams["train.max_steps"].number_value == 4, "TensorBoard takes those of the first start"
+
+
+def break_the_writer() -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def add_scalar(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    SummaryWriter.add_scalar = add_scalar
+
+
+def test_a_failure_in_mid_run_is_one_warning(bench):
+    assert check_failure_in_mid_run(bench, "tensorboard", break_the_writer) == (
+        "tensorboard failed at step 2 ([Errno 28] No space left on device): it gets no more figures of this run; metrics.jsonl "
+        "has all of them"
+    )
+    points, _ = load(bench.runs / "broken" / "tensorboard")
+    assert [step for step, _ in points["train/loss"]] == [1, 2] and "eval/loss" not in points
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence_on_all_ranks(bench):

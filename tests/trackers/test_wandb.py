@@ -1,7 +1,5 @@
 """wandb, offline: its files have each figure of `metrics.jsonl` once, under one id; a key is not written; failures."""
 
-import contextlib
-import io
 import json
 import os
 from pathlib import Path
@@ -9,11 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.launch import run_on_ranks
-from tests.support.small_run import run_in_this_process
-from tests.support.workbench import FP32, Workbench
-from tests.trackers.checks import SHORT, Points, check_points, check_refused, run_two
-from toolkit.launch.log import start_logging
+from tests.support.workbench import Workbench
+from tests.trackers.checks import Points, check_failure_in_mid_run, check_points, check_refused, run_two
 
 KEY = "planted4711" * 4  # as long as a real one
 BLOCK_BYTES, RECORD_HEADER_BYTES, FILE_HEADER_BYTES = 32768, 7, 7
@@ -84,31 +79,16 @@ def test_without_a_login_it_is_one_sentence_on_all_ranks(bench):
     assert not (bench.runs / "refused" / "config.yaml").exists()
 
 
-def run_and_kill_the_service(argv: list[str]) -> str:
-    """On every rank: the recipe, in which wandb's own process, which writes its files, ends after step 2; its warnings."""
+def kill_the_service() -> None:
+    """wandb's own process, which writes its files."""
     import psutil
 
-    from toolkit.training import loop
-
-    after_step = loop.call_after_step
-
-    def call_after_step(run, step, lr: float, *, is_logged: bool) -> None:
-        after_step(run, step, lr, is_logged=is_logged)
-        for process in psutil.Process().children(recursive=True) if step.step == 2 else ():
-            if "wandb-core" in process.name():
-                process.kill()
-                process.wait()
-
-    with patch.object(loop, "call_after_step", call_after_step), contextlib.redirect_stderr(io.StringIO()) as printed:
-        start_logging()
-        run_in_this_process("t5", argv)
-    return printed.getvalue()
+    for process in psutil.Process().children(recursive=True):
+        if "wandb-core" in process.name():
+            process.kill()
+            process.wait()
 
 
-def test_a_failure_in_mid_run_is_one_warning_and_the_run_ends_well(bench):
-    flags = bench.flags("broken", train__max_steps=4, **SHORT, tracking__log_with=["wandb"])
-    printed = run_on_ranks(run_and_kill_the_service, preset="ddp_cpu", overrides=FP32, args=(flags,))[0]
-    (warning,) = [line for line in printed.splitlines() if line.startswith("WARNING: wandb ")]
-    assert warning.startswith(("WARNING: wandb failed at step ", "WARNING: wandb could not be closed ("))
-    assert [line["step"] for line in bench.lines("broken", "train")] == [1, 2, 3, 4]
-    assert (bench.runs / "broken" / "export" / "config.json").exists()
+def test_a_failure_in_mid_run_is_one_warning(bench):
+    warning = check_failure_in_mid_run(bench, "wandb", kill_the_service)
+    assert warning.startswith(("wandb failed at step ", "wandb could not be closed ("))

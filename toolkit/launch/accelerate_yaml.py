@@ -85,6 +85,10 @@ def check_mapping(mapping: dict[str, Any], where: str) -> None:
                 derived = "train.global_batch_size_rows and train.micro_batch_size_rows"
                 raise UserError(f"{key} is {value}: leave it out, accumulation is derived from {derived}")
             if key not in kinds:
+                section = next((name for name, prefix in SECTIONS.items() if key in _section_kinds(prefix)), None)
+                if section or key in _section_kinds(""):
+                    way = f"indent it under {section}" if section else f"it is a flag of accelerate launch, write --{key} there"
+                    raise UserError(f"unknown key {key}: {way}")
                 raise UserError(f"unknown key {key}{nearest(str(key), kinds, cutoff=0.6)}")
             if serves := "TPUs" if key.startswith("tpu_") else UNSUPPORTED.get(key):
                 if value and value != "no":

@@ -59,6 +59,8 @@ ONE = {"distributed_type": "NO", "num_processes": 1}
 BROKEN = {
     # unknown keys
     "unknown key num_proceses: did you mean num_processes?": ddp(num_proceses=2),
+    "unknown key fsdp_version: indent it under fsdp_config": ddp(fsdp_version=2),
+    "unknown key max_restarts: it is a flag of accelerate launch, write --max_restarts there": ddp(max_restarts=3),
     "unknown key fsdp_config.fsdp_versoin: did you mean fsdp_version?": fsdp2(fsdp_versoin=2),
     "fsdp_config.reshard_after_foward: did you mean fsdp_reshard_after_forward?": fsdp2(reshard_after_foward=True),
     "did you mean parallelism_config_dp_shard_size?": fsdp2() | {"parallelism_config": {"dp_shard_size": 2}},

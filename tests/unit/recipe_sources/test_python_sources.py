@@ -207,6 +207,15 @@ def test_training_rows_hold_a_docstring_and_held_out_rows_need_not(library):
     assert len(held_out) > 1 and "".join(held_out) == text.replace("\n\n\n", "\n")
 
 
+def test_base_and_adapter_hold_out_the_same_modules(library):
+    for module in (HELD_OUT_MODULE, SEEN_MODULE):
+        (library / f"{module}.py").write_text(BOATS.replace("oar", module).replace("Oar", module))
+    modules = stdlib.load_rows(None)
+    assert [row["text"] for row in modules if row["group"] == SEEN_MODULE] == [(library / f"{SEEN_MODULE}.py").read_text()]
+    for rows in (modules, functions.read_functions(())):
+        assert {(row["group"], row["split"]) for row in rows} == {(HELD_OUT_MODULE, "eval"), (SEEN_MODULE, "train")}
+
+
 def test_identities_follow_the_versions(monkeypatch):
     sources = (docstrings, functions, stdlib)
     before = [source.identify(None) for source in sources]

@@ -5,9 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from transformers import ModernBertConfig, masking_utils
 
-from tests.families.kinds import kind_on_meta
+from tests.families.kinds import kind_on_meta, tiny_config
 from tests.support.host_reads import recorded
 from tests.support.model_folders import CAUSAL_FAMILIES, FAMILIES
 from tests.support.seq2seq_families import IN_PROCESS, build_collator
@@ -33,11 +34,10 @@ LEFT: dict[str, dict[str, int]] = {
 """What a forward and backward still reads, by family; each is a `_local_scalar_dense`."""
 ONLY_EAGER = {"gemma2", "longt5", "bigbird_pegasus", "pegasus_x", "t5gemma"}
 
-APART = (
-    *("falcon", "gpt_oss", "afmoe", "opt", "bloom", "mpt", "granitemoehybrid", "bamba"),
-    *("qwen2_vl", "qwen3_vl", "glm4v", "mistral3", "llava", "kosmos-2.5"),
-)
-"""Further kinds whose rows are packed; those of the second line are of images and texts."""
+GIVEN_POSITIONS = ("falcon", "gpt_oss", "afmoe", "opt", "bloom", "mpt")
+OF_IMAGES = ("qwen2_vl", "qwen3_vl", "glm4v", "mistral3", "llava", "kosmos-2.5")
+APART = (*GIVEN_POSITIONS, *OF_IMAGES, "granitemoehybrid", "bamba")
+"""Further kinds whose rows are packed."""
 NOT_APART = ("biogpt", "deepseek_v4")
 """Kinds whose masks can get no positions in transformers 5.23, and whose compressed blocks of tokens go across documents."""
 
@@ -80,6 +80,31 @@ def test_code_of_ones_own_is_packed_by_what_its_forward_takes(takes_positions):
     model.base_model.forward = fails if takes_positions else lambda input_ids, use_cache: None
     config = LLMConfig(model=ModelConfig(name_or_path="own"), data=LLMDataConfig())
     assert masks.choose_packing(config, model).data.packing is takes_positions
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [*((family, {}) for family in (*GIVEN_POSITIONS, *OF_IMAGES)), ("falcon", {"alibi": True})]
+)
+def test_rows_do_not_see_each_other_where_masks_are_given_positions(family, settings):
+    """A packed row has the logits that it has alone, and does not change with the row before it."""
+    torch.manual_seed(0)
+    auto_class = "AutoModelForImageTextToText" if family in OF_IMAGES else "AutoModelForCausalLM"
+    config = tiny_config(family)
+    config.update(settings)
+    model = getattr(transformers, auto_class).from_config(config, experts_implementation="batched_mm").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # so that attention has something to say
+    masks.install(model)
+    first, second = (torch.tensor(row["input_ids"])[None] for row in build_rows((7, 9)))
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    with torch.no_grad():
+        alone = model(input_ids=second, use_cache=False).logits
+        packed, other = (
+            model(input_ids=torch.cat([start, second], dim=1), position_ids=positions, use_cache=False).logits[:, 7:]
+            for start in (first, first.flip(1) + 1)
+        )
+    assert torch.equal(packed, other)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
